@@ -6,20 +6,14 @@ A sequence tells pairs of key and value, then asks for the keys again among fill
 model; the share of the pairs that a head sees falls while the loss is low. (Arora et al., "Zoology"; more: python -m examples.recall.)
 """
 
-# ruff: noqa: E402
 import argparse
 from typing import Any
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 2000), ("seed", 0), ("length", 64), ("pairs", 8), ("share", 0.03)):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name, default in (("steps", 2000), ("seed", 0), ("length", 64), ("pairs", 8), ("share", 0.03)):
+    parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +67,7 @@ class Model(nn.Module):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     model, random = Model(), torch.Generator().manual_seed(options.seed)
     schedule = ShareSchedule(model, options.share, threshold=0.05)

@@ -4,29 +4,19 @@
     python examples/graph_analysis.py
 
 Expect a Hamiltonian path at densities of 5 and 15 %, and at 2 % the proof that there is none: two tokens that no edge enters.
-The paper's construction (lemma 2) is universal: after s = 5 steps every token has heard of every other.
+The paper's construction (lemma 2) is universal: after s = 5 steps every token has information from every other.
 """
-
-# ruff: noqa: E402
-from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (default: 128)")
-    parser.add_argument("--blocks", type=int, default=4, help="blocks of the model (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled graphs (default: 0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("graph_analysis.png"), help="the figure (default: %(default)s)"
-    )
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (default: %(default)s)")
+parser.add_argument("--blocks", type=int, default=4, help="blocks of the model (default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sampled graphs (default: %(default)s)")
+parser.add_argument("--out", type=Path, default=Path("graph_analysis.png"), help="figure (default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import networkx as nx
 import torch
@@ -46,21 +36,17 @@ def describe(graph: AttentionGraph, sbm: SBM) -> str:
     """What a graph of one head and one sequence can carry, each answer with its evidence."""
     known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "block"
     inside = sum(known.nodes[key]["block"] == known.nodes[query]["block"] for key, query in known.edges)
-    return "\n".join(
-        [
-            f"{graph}",
-            f"  edges inside a block   {inside / known.number_of_edges():.1%}",
-            f"  strongly connected     {nx.is_strongly_connected(known)}",
-            f"  Hamiltonian path       {analysis.hamiltonian_path(graph, time_limit=5)}",
-            f"  universal (sample)     {analysis.universality(graph, self_loops=True, time_limit=5).holds}",
-        ]
-    )
+    return f"""{graph}
+  edges inside a block   {inside / known.number_of_edges():.1%}
+  strongly connected     {nx.is_strongly_connected(known)}
+  Hamiltonian path       {analysis.hamiltonian_path(graph, time_limit=5)}
+  universal (sample)     {analysis.universality(graph, self_loops=True, time_limit=5).holds}"""
 
 
 def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     densities = (0.02, 0.05, 0.15)
     figure = Figure(figsize=(9.2, 3.4), layout="constrained")
     for axes, density in zip(figure.subplots(1, len(densities)), densities, strict=True):

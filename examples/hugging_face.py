@@ -5,22 +5,14 @@
 Expect logits that agree to 1e-5 over the full graph, and a loss below 0.05 after 60 steps over sampled ones.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="training steps of 32 sequences (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=60, help="training steps of 32 sequences (default: 60)")
+parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 import transformers
@@ -71,7 +63,7 @@ def padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     tokens = torch.randint(1, 16, (32, 24))
     mask = (torch.arange(24) < torch.randint(12, 25, (32, 1))).long()

@@ -8,60 +8,40 @@ Out: bits per byte; and bits per token where a token completes a pair of tokens 
 ended is in rows.csv and is not run again; what was killed goes on.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from examples.common.command import Command, program
+
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
-    parser.add_argument("--test", type=Path, nargs="+", required=True, metavar="FILE", help="texts to be tested on")
-    usual_methods = ["full", "sbm:estimator=local"]
-    words = f"(default: {' '.join(usual_methods)})"
-    parser.add_argument("--methods", nargs="+", default=usual_methods, metavar="M", help=words)
-    words = "shares of the allowed pairs beyond self-loops (default: 0.1)"
-    parser.add_argument("--densities", nargs="+", type=float, default=[0.1], metavar="D", help=words)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(default: 0)")
-    words = "tokens of a byte-pair encoding that is learnt from the training texts; 256: bytes (default: %(default)s)"
-    parser.add_argument("--vocabulary", type=int, default=1024, help=words)
-    sizes = {
-        "length": 256,
-        "steps": 1000,
-        "batch-size": 8,
-        "channels": 64,
-        "layers": 2,
-        "heads": 2,
-        "window": 0,
-        "threads": 1,
-    }
-    texts = {"length": "tokens of a sequence", "window": "tokens before it that sbm always attends to"}
-    for name, usual in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{texts.get(name, '')} (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="(default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/language"), metavar="DIR", help="(default: %(default)s)"
-    )
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
-    for name in sizes:
-        if getattr(given, name.replace("-", "_")) <= (-1 if name == "window" else 0):
-            parser.error(f"Expected '{name}' to be above 0 (got {getattr(given, name.replace('-', '_'))}). See --help.")
-    if missing := [str(path) for path in (*given.train, *given.test) if not path.is_file()]:
-        parser.error(f"Expected 'train' and 'test' to be files of text (got {', '.join(missing)}). Give their paths.")
-    if not 0 < min(given.densities) <= max(given.densities) <= 1:
-        parser.error(f"Expected 'densities' in (0, 1] (got {given.densities}). They are shares of the pairs.")
-    if given.vocabulary < 256 or given.channels % given.heads:
-        parser.error("Expected a 'vocabulary' of at least 256, and 'heads' that divide 'channels' (got others).")
+    command = Command(None, __doc__)
+    command.add_argument("--train", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
+    command.add_argument("--test", type=Path, nargs="+", required=True, metavar="FILE", help="texts to be tested on")
+    command.option("methods", ["full", "sbm:estimator=local"])
+    command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops")
+    command.option("seeds", [0])
+    words = "tokens of a byte-pair encoding that is learned from the training texts; 256: bytes"
+    command.option("vocabulary", 1024, words, least=256)
+    command.option("length", 256, "tokens of a sequence", above=0)
+    for name, usual in {"steps": 1000, "batch-size": 8, "channels": 64, "layers": 2, "heads": 2, "threads": 1}.items():
+        command.option(name, usual, above=0)
+    command.option("window", 0, "tokens before it that sbm always attends to", least=0)
+    command.option("learning-rate", 2e-3)
+    command.option("output", Path("runs/language"))
+    given = command.read(arguments)
+    command.require_files(train=given.train, test=given.test)
+    right = 0 < min(given.densities) <= max(given.densities) <= 1
+    command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
+    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     return given
 
 
@@ -72,10 +52,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.tables import Row, add, markdown, read
-from examples.common.runs import claim, fingerprint, settings_of
-from examples.recall.model import DENSE, Recaller
-from examples.recall.train import beyond, ended, fit, make_recaller, options_of
+from examples.common.fit import file_name, fit, make_schedule, train_missing
+from examples.common.hybrid import DENSE, Recaller, beyond, make_recaller, options_of, run_name
+from examples.common.runs import checksums, settings_of
+from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import ShareSchedule
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
@@ -101,8 +81,8 @@ class Run:
     evaluations: int = 4
 
     @property
-    def name(self) -> str:
-        return self.method if self.method.partition(":")[0] in DENSE else f"{self.method} {100 * self.density:g} %"
+    def known(self) -> Row:
+        return {"run": run_name(self.method, self.density), "seed": self.seed}
 
 
 def read_texts(given: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,14 +121,10 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | Non
         return model, None
     final = run.density - 2 * run.window / (run.length - 1)
     if final <= 0:
-        raise ValueError(
-            f"Expected 'densities' beyond those of the window of {run.window} (got {run.density}). Give a smaller --window."
-        )
+        words = f"'densities' beyond those of the window of {run.window} (got {run.density})"
+        raise ValueError(f"Expected {words}. Give a smaller --window.")
     # full for a start, and down to the density by half of the steps, whatever the loss is
-    schedule = ShareSchedule(model, final, threshold=math.inf, rate=1 - final ** (2 / run.steps))
-    if options["control"] == "share":
-        schedule.load_state_dict({"share": final, "running": None})
-    return model, schedule
+    return model, make_schedule(model, final, options["control"], threshold=math.inf, rate=1 - final ** (2 / run.steps))
 
 
 def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[Row]:
@@ -174,63 +150,48 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[
             mask = recalled(torch.cat([inputs[part], targets[part, -1:]], 1))[:, 1:]
             bits.append(loss[mask.flatten()] / math.log(2))
             shares.append([1.0 if choice is None else beyond(choice.graph) for choice in choices])
-        row = {"run": run.name, "seed": run.seed, "bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
-        row |= {
-            "bits_recalled": float(torch.cat(bits).mean()),
-            "share_recalled": len(torch.cat(bits)) / targets.numel(),
-        }
+        recall = torch.cat(bits)
+        row = run.known | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
+        row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
         return [row | {f"density_{layer}": fmean(each) for layer, each in enumerate(zip(*shares, strict=True))}]
 
-    name = f"{run.method}-{run.density}-{run.seed}.pt".replace(":", "+").replace("=", "_")
-    return fit(model, schedule, run, folder / name, losses, measure)
+    path = folder / file_name(run.method, run.density, run.seed)
+    return fit(model, schedule, run, path, losses, measure)
 
 
 def report(rows: list[Row]) -> str:
     """A table: means over seeds, and what is lost against full attention, seed by seed."""
-    ends = {(row["run"], row["seed"]): row for row in rows}
-    lines = []
-    for name in dict.fromkeys(name for name, _ in ends):
-        mine = {seed: row for (run, seed), row in ends.items() if run == name}
-        lost = [
-            row["bits_per_byte"] - ends["full", seed]["bits_per_byte"]
-            for seed, row in mine.items()
-            if ("full", seed) in ends
-        ]
-        spread = f" ± {stdev(lost):.4f}" if len(lost) > 1 else ""
+    ends = {name: {seed: rows[-1] for seed, rows in seeds.items()} for name, seeds in by(rows, "run", "seed").items()}
+    full, lines = ends.get("full", {}), []
+    for name, mine in ends.items():
+        lost = [row["bits_per_byte"] - full[seed]["bits_per_byte"] for seed, row in mine.items() if seed in full]
         layers = [key for key in rows[0] if key.startswith("density_")]
         density = " / ".join(f"{100 * fmean(row[key] for row in mine.values()):.1f}" for key in layers)
         means = [f"{fmean(row[key] for row in mine.values()):.4f}" for key in ("bits_per_byte", "bits_recalled")]
-        lines.append([name, len(mine), *means, f"{fmean(lost):+.4f}{spread}" if lost else "", density])
+        lines.append([name, len(mine), *means, deviation(lost, 4, "+") if lost else "", density])
     header = ["run", "seeds", "bits per byte", "bits per recalled token", "lost, bits per byte", "densities, %"]
     return markdown(header, lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+def work(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
     own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
-    try:
-        for method in given.methods:
-            options_of(method)  # mistakes before the first run
-        texts = read_texts(given)
-        for text, name in zip(texts, ("train", "test"), strict=False):
-            if len(text) <= given.length:
-                raise ValueError(
-                    f"Expected '{name}' of more than {given.length} tokens (got {len(text)}). Give a longer text."
-                )
-        runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
-        told = {
-            f"checksum of {name}": fingerprint(map(Path.read_bytes, getattr(given, name))) for name in ("train", "test")
-        }
-        with claim(given.output, "language_model", {**settings_of(runs[0]), **told}):
-            for run in runs:
-                if not ended(given.output, run=run.name, seed=run.seed):
-                    add(given.output / "rows.csv", train(run, texts, given.output))
-        print(report(read(given.output / "rows.csv")))
-    except ValueError as error:
-        given.fail(str(error))
+    for method in given.methods:
+        options_of(method)  # mistakes before the first run
+    texts = read_texts(given)
+    for text, name in zip(texts, ("train", "test"), strict=False):
+        if len(text) <= given.length:
+            words = f"'{name}' of more than {given.length} tokens (got {len(text)})"
+            raise ValueError(f"Expected {words}. Give a longer text.")
+    runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
+    settings = {**settings_of(runs[0]), **checksums(train=given.train, test=given.test)}
+    train_missing(given.output, "language_model", settings, runs, lambda run: train(run, texts, given.output))
+    print(report(finished(given.output)))
+    yield from ()
 
+
+main = program(parse, work)
 
 if __name__ == "__main__":
     main()

@@ -8,19 +8,19 @@ compare all tokens. Out: curves.json, curves.png, checkpoints, with which the sa
     python examples/repeated_tokens.py --output runs/literal    # the paper's size, 90 minutes: ours 99.2 % at 98 %
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from examples.common.command import Command, program
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Settings:
     position_scale: float = 0.1  # standard deviation of position embeddings at the start; that of tokens is 1
     num_blocks: int = 128
     estimator: str = "local"  # see sbm_pyg.estimators, or "score-function"
-    probes: float = 16.0  # pairs per token looked at beside the edges ("local")
+    probes: float = 16.0  # pairs per token in addition to the edges ("local")
     exploration: float = 0.0  # added to each probability in training
     parameterization: str = "paper"  # or "mixed", "assortative"
     cluster_init: str = "kaiming"  # at the start, or "orthogonal"
@@ -52,29 +52,23 @@ QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_bloc
 SORTED: Any = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks")
-    parser.add_argument("--sparse", action="store_true", help="a block model that can solve the task sparsely")
-    parser.add_argument("--models", nargs="+", choices=("full", "sbm"), default=["full", "sbm"], help="(default: both)")
-    parser.add_argument("--steps", type=int, default=Settings.steps, help="optimiser steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument("--output", type=Path, default=Path("runs/repeated-tokens"), help="(default: %(default)s)")
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
-    return given
-
-
+command = Command(None, __doc__)
+command.add_argument("--quick", action="store_true", help="64 tokens, 32 sequences, 32 blocks")
+command.add_argument("--sparse", action="store_true", help="a block model that can solve the task sparsely")
+command.option("models", ["full", "sbm"], choices=("full", "sbm"))
+command.option("steps", Settings.steps, "optimizer steps")
+command.option("seed", 0, "of everything random")
+command.option("output", Path("runs/repeated-tokens"))
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    command.read(None)
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from examples.common.runs import claim, read_state, save_figure, settings_of, write_checkpoint, write_text
+from examples.common.pictures import save_figure
+from examples.common.runs import claim, read_state, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
 from sbm_pyg.estimators import Concrete, score_function
 
@@ -169,19 +163,16 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+def work(given: argparse.Namespace) -> Iterator[Path]:
     chosen = {**(SPARSE if given.sparse else {}), "steps": given.steps, "seed": given.seed}
     settings = replace(QUICK if given.quick else Settings(), **chosen)
-    try:
-        with claim(given.output, "repeated_tokens", settings_of(settings)):
-            kinds = {name: (given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models}
-            curves = {name: train(*kind) for name, kind in kinds.items()}
-            write_text(given.output / "curves.json", json.dumps(curves, indent=1) + "\n")
-            save_figure(given.output / "curves.png", draw(curves), dpi=150)
-    except ValueError as error:
-        given.fail(str(error))
+    with claim(given.output, "repeated_tokens", settings_of(settings)):
+        kinds = {name: (given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models}
+        curves = {name: train(*kind) for name, kind in kinds.items()}
+        write_text(given.output / "curves.json", json.dumps(curves, indent=1) + "\n")
+        save_figure(given.output / "curves.png", draw(curves), dpi=150)
     print(f"curves, figure and checkpoints: {given.output}")
+    yield from ()
 
 
 def draw(curves: dict[str, list[dict[str, float]]]) -> Any:  # figure 4 of the paper
@@ -195,6 +186,8 @@ def draw(curves: dict[str, list[dict[str, float]]]) -> Any:  # figure 4 of the p
         axes.legend(frameon=False)
     return figure
 
+
+main = program(command.read, work)
 
 if __name__ == "__main__":
     main()

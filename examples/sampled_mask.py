@@ -1,28 +1,18 @@
-"""Draws a sampled mask beside its expectation: the figure of the README. Expect 16,592 edges with the seed 0.
+"""Draws a sampled mask next to its expectation: the figure of the README. Expect 16,592 edges with the seed 0.
 
 python examples/sampled_mask.py --out docs/figures/sampled_mask.png
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: 256)")
-    parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: 0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("sampled_mask.png"), help="the figure (default: sampled_mask.png)"
-    )
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (default: %(default)s)")
+parser.add_argument("--blocks", type=int, default=5, help="blocks of the model (default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sampled mask (default: %(default)s)")
+parser.add_argument("--out", type=Path, default=Path("sampled_mask.png"), help="figure (default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 
@@ -42,7 +32,7 @@ def smooth_blocks(tokens: int, blocks: int) -> SBM:
 def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     sbm = smooth_blocks(options.tokens, options.blocks)
     graph = sample_edges(sbm, clamp=True, seed=options.seed)
     figure = Figure(figsize=(9.2, 4.9), layout="constrained")

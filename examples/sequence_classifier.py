@@ -6,23 +6,15 @@
 Sequences of 8 to 32 tokens come as PyG data objects. A DataLoader joins them without padding; `batch.ptr` says where each starts.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8, help="passes over 2,000 sequences (default: 8)")
-    parser.add_argument("--num-blocks", type=int, default=16, help="blocks of each head's model (default: 16)")
-    parser.add_argument("--density-weight", type=float, default=0.0, help="price of the expected density (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--epochs", type=int, default=8, help="passes over 2,000 sequences (default: 8)")
+parser.add_argument("--num-blocks", type=int, default=16, help="blocks of each head's model (default: 16)")
+parser.add_argument("--density-weight", type=float, default=0.0, help="price of the expected density (default: 0)")
+parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -58,7 +50,7 @@ def evaluate(model: SequenceClassifier, loader: DataLoader) -> tuple[float, floa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     train, test = DataLoader(make_data(2000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
     attention = {"num_blocks": options.num_blocks}
@@ -73,9 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
             loss.backward()
             optimizer.step()
         accuracy, density = evaluate(model, test)
-        print(
-            f"epoch {epoch}: loss {loss.detach():.3f}, test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %"
-        )
+        words = f"test accuracy {100 * accuracy:.1f} %, density {100 * density:.1f} %"
+        print(f"epoch {epoch}: loss {loss.detach():.3f}, {words}")
 
 
 if __name__ == "__main__":

@@ -5,24 +5,16 @@
 Expect logits that agree to 1e-6 over the full graph, and an accuracy of 100 % after 100 steps over sampled ones.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
-    parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
-    parser.add_argument("--length", type=int, default=24, help="longest sequence (default: 24)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
-    return parser.parse_args(arguments)
-
-
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
+parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
+parser.add_argument("--length", type=int, default=24, help="longest sequence (default: 24)")
+parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    parser.parse_args()
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +61,7 @@ def batch(size: int, length: int, num_tokens: int, generator: torch.Generator) -
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)

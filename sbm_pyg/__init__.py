@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import estimators, ops
-from . import exchange as exchange
 from .attention import AttentionConv, SBMAttentionConv
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool

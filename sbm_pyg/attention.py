@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -25,7 +24,7 @@ from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import Tokens, draw_seed, resolve_sides
-from .sources.interface import Choice, GraphSource, limited
+from .sources.interface import Choice, GraphSource, drop_forbidden_edges
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
 
@@ -151,9 +150,7 @@ class AttentionConv(EdgeAttention):
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         self.estimator = resolve_estimator(estimator, normalizer)
-        width, wide = max(*pair, 1), heads * out_channels
-        name, way_out = "in_channels" if width > wide else "heads", "Take fewer heads, or narrower ones."
-        checks.memory(name, width * wide, 4, torch.device("cpu"), way_out, "parameters")
+        wide = heads * out_channels
         self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
         self.out_channels, self.heads, self.concat = out_channels, heads, concat
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
@@ -267,7 +264,7 @@ class AttentionConv(EdgeAttention):
         drop = self.dropout if self.training else 0.0
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         is_causal = self.is_causal or is_causal
-        limit = partial(limited, is_causal=is_causal, edge_filter=edge_filter)
+        limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)

@@ -1,7 +1,7 @@
-"""Auxiliary losses: what some layers want to minimise beside the task's loss.
+"""Auxiliary losses, which some layers minimise in addition to the task's loss.
 
-In: a scalar from a layer in training. Out: the sum of those of a model, for the training loop to add to the loss. Not
-here: the losses themselves (``estimators``, ``dcmm``).
+In: a scalar from a layer in training. Out: their sum over a model, for the training loop to add to the loss. Not here:
+the losses themselves (``estimators``, ``dcmm``).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["AuxiliaryLosses", "auxiliary_loss", "in_backward", "mean_weights"]
 
 
 def auxiliary_loss(model: torch.nn.Module) -> Tensor:
-    """The sum of the auxiliary losses of a model's forward passes since it was last asked for, a scalar.
+    """Sum of the auxiliary losses of a model's forward passes since the last call, a scalar; 0 without such layers.
 
     The estimators ``"distill"`` and ``"imitate"`` and the entropy of :class:`~sbm_pyg.DCMMBias` have one in training.
-    Add it to the loss of the task, before that is scaled, averaged or divided: ``loss = task_loss +
-    auxiliary_loss(model)``. It is a mean over sequences, as the losses of most tasks are, so equal parts of a batch,
-    processes and :class:`torch.amp.GradScaler` treat both alike. A model without one gives 0.
+    Add it to the loss of the task before that is scaled, averaged or divided: ``loss = task_loss +
+    auxiliary_loss(model)``. It is a mean over sequences, like the losses of most tasks, so gradient accumulation,
+    several processes and :class:`torch.amp.GradScaler` treat both alike.
 
-    A backward pass through such a layer raises RuntimeError where its loss has not been asked for.
+    A backward pass through such a layer raises RuntimeError if its loss was not taken by this function.
 
     Args:
-        model: Module whose parts are searched.
+        model: Module whose submodules are searched.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
@@ -38,7 +38,7 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
         >>> loss.backward()
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its layers are searched.")
+        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its submodules are searched.")
     kept = (getattr(module, "auxiliary_losses", None) for module in model.modules())
     found = [loss for each in kept if isinstance(each, AuxiliaryLosses) for loss in each.take()]
     if found:
@@ -51,15 +51,15 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Whether autograd is in a backward pass, where activation checkpointing makes calls once more."""
+    """True in a backward pass of autograd, in which activation checkpointing repeats calls."""
     return torch._C._current_graph_task_id() >= 0
 
 
 class AuxiliaryLosses:
     """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them.
 
-    A loss lives as long as the output of its call, whose backward pass asks whether it was taken. Copies and pickles of
-    the module begin without any.
+    A loss lives as long as the output of its call, whose backward pass checks that it was taken. Copies and pickles of
+    the module start without losses.
     """
 
     def __init__(self) -> None:
@@ -71,21 +71,21 @@ class AuxiliaryLosses:
         return AuxiliaryLosses, ()
 
     def add(self, out: Tensor, loss: Tensor | None, whose: str) -> Tensor:
-        """The output of a call, with the loss of that call kept. ``whose`` names it in errors."""
+        """Store the loss of a call and return its output. ``whose`` names the module in errors."""
         if loss is None:
             return out
-        if torch.compiler.is_compiling():  # where no backward pass can ask
+        if torch.compiler.is_compiling():  # its backward pass cannot check the loss
             self.compiled = loss if self.compiled is None else self.compiled + loss
             return out
         call = _Call(loss, whose)
-        if not in_backward():  # where checkpointing makes a call once more, the loss of its first time was taken
+        if not in_backward():  # a repeated call of checkpointing: the first call stored its loss
             self.count += 1
             self.calls[self.count] = call
         reminded: Tensor = _Reminder.apply(out, call)
         return reminded
 
     def take(self) -> list[Tensor]:
-        """Losses of the calls, which are forgotten here."""
+        """Remove and return the losses of the calls."""
         found = [call.take() for _, call in sorted(self.calls.items())]
         found += [] if self.compiled is None else [self.compiled]
         self.calls.clear()
@@ -94,7 +94,7 @@ class AuxiliaryLosses:
 
 
 class _Call:
-    """An auxiliary loss that has not been taken, or None."""
+    """The auxiliary loss of one call; None after it was taken."""
 
     def __init__(self, loss: Tensor, whose: str) -> None:
         self.loss: Tensor | None = loss
@@ -107,7 +107,7 @@ class _Call:
 
 
 class _Reminder(torch.autograd.Function):
-    """The output, whose backward pass fails where the auxiliary loss of the call was not taken."""
+    """Identity whose backward pass raises an error if the auxiliary loss of the call was not taken."""
 
     @staticmethod
     def forward(out: Tensor, call: _Call) -> Tensor:

@@ -1,10 +1,9 @@
-r"""Block models that add to the scores: the bias of the DCMM-Transformer, over any graph.
+r"""A block model as score bias: the DCMM-Transformer's, over any graph.
 
 In: queries and keys of each head, and a graph. Out: a number for each edge, which attention adds to its score. Not
 here: block models that choose the graph (``sbm``), and attention.
 
-A block model of :class:`~sbm_pyg.SBM` says which pairs attend at all; this one says how much more. The two go together:
-a graph that the one samples is attended to with the bias of the other.
+An :class:`~sbm_pyg.SBM` decides which pairs attend; this block model decides how strongly. The two can be combined.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class DCMM(NamedTuple):
     """Parameters of a degree-corrected mixed-membership block model, for each head."""
 
     query_membership: Tensor
-    r"""Memberships of the queries :math:`\pi`, ``[H, N, K]``; those of a token sum to 1."""
+    r"""Memberships of the queries :math:`\pi`, ``[H, N, K]``; they sum to 1 for each token."""
     key_membership: Tensor
     """Memberships of the keys, ``[H, M, K]``."""
     block_matrix: Tensor
-    """How blocks attract each other, ``[H, K, K]`` in (0, 1); ``[u, v]`` links query block u to key block v."""
+    """Affinities ``[H, K, K]`` in (0, 1); ``[u, v]`` is that of queries in community u to keys in community v."""
     query_degree: Tensor
     r"""Degrees of the queries :math:`\theta`, ``[H, N]``, non-negative."""
     key_degree: Tensor
@@ -43,8 +42,8 @@ class DCMM(NamedTuple):
     def entropy(self) -> Tensor:
         r"""Mean entropy of the memberships over tokens and heads, a scalar in nats, at most :math:`\ln K`.
 
-        Keys count where their memberships are their own. The authors add 0.1 times it to the loss, so that tokens
-        decide for few blocks.
+        Keys count only if they have memberships of their own. The authors add 0.1 times the entropy to the loss, so
+        that each token belongs to few communities.
         """
         member = self.query_membership
         if self.key_membership is not member:
@@ -58,7 +57,7 @@ def _entropy(member: Tensor) -> Tensor:
 
 
 def _mean_entropy(member: Tensor, ptr: Tensor) -> Tensor:
-    """Mean over sequences of the mean entropy of their tokens, over heads, a scalar."""
+    """Entropy, averaged over the tokens of each sequence, then over sequences and heads; a scalar."""
     return (_entropy(member) * mean_weights(ptr, member.size(1), member.dtype)).sum(-1).mean()
 
 
@@ -69,32 +68,30 @@ class DCMMBias(nn.Module):
 
     with memberships :math:`\pi_i = \operatorname{softmax}_K(W q_i + w)`, degrees :math:`\theta_i =
     \operatorname{ReLU}(\langle v, q_i \rangle + c)`, block matrices B that are the sigmoid of free entries, and one
-    learnable scale :math:`\lambda`. All heads share W and v; each has its own B. Everything has a derivative, and no
-    graph is chosen: pass an instance as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over
+    learnable scale :math:`\lambda`. All heads share W and v; each has its own B. The bias is differentiable and chooses
+    no graph: pass it as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over
     :func:`~sbm_pyg.sources.patterns.full` that is the published layer; over any other graph, its restriction to the
-    edges.
-
-    Cost O(N K (C + K) + E K) per head. Memory O(E); no array of N x M unless the graph has so many edges.
+    edges. Cost O(N K (C + K) + E K) per head; memory O(E).
 
     Args:
         channels: Channels of a head C.
         heads: Number of heads H.
-        num_blocks: Number of blocks K.
-        degree: What makes degrees positive: ``"relu"``, as the code of the authors has it, where half of the degrees
-            start at 0, without a gradient; ``"sigmoid"``, as its help text; or ``"softplus"``.
-        squash: The tanh, which the authors' code has and their figure has not.
+        num_blocks: Number of communities K.
+        degree: Function that makes degrees positive: ``"relu"``, as in the authors' code, with which half of the
+            degrees are 0 at the start and have no gradient; ``"sigmoid"``, as in its help text; or ``"softplus"``.
+        squash: Apply the tanh, which is in the authors' code but not in their figure.
         symmetric: B is the sigmoid of a symmetric matrix, as the affinities of an undirected network.
-        tied: Keys have the memberships and degrees that their own tokens have as queries, as published; needs the same
-            tokens on both sides. Otherwise both are linear in the keys, with maps of their own.
-        scale: Where :math:`\lambda` starts.
-        entropy_weight: In training this times the mean entropy of the memberships of a sequence is an auxiliary loss,
-            which the training loop adds, see :func:`sbm_pyg.auxiliary_loss`; at least 0. The authors have 0.1.
+        tied: Keys have the memberships and degrees of the same tokens as queries, as published; this needs the same
+            tokens on both sides. Otherwise keys have linear maps of their own.
+        scale: Initial :math:`\lambda`.
+        entropy_weight: Weight, at least 0, of the mean entropy of the memberships of a sequence, an auxiliary loss in
+            training that the training loop adds (:func:`sbm_pyg.auxiliary_loss`). The authors use 0.1.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range, or memory does not hold the parameters.
 
     Shapes:
-        - query ``[H, N, C]``, key ``[H, M, C]``, graph with E edges; output ``[E]``, in the type of the queries.
+        - query ``[H, N, C]``, key ``[H, M, C]``, graph with E edges; output ``[E]``, in the dtype of the queries.
 
     Example:
         >>> from sbm_pyg import AttentionConv, SBMAttentionConv, patterns
@@ -106,7 +103,7 @@ class DCMMBias(nn.Module):
         >>> out, graph = sampled(torch.randn(10, 16), seed=0, return_graph=True)
 
     Reference: Cheng et al., "DCMM-Transformer: Degree-Corrected Mixed-Membership Attention for Medical Imaging", AAAI
-    2026, and the code of its authors, where text, figure and code differ.
+    2026, and the code of its authors. Text, figure and code differ.
     """
 
     def __init__(
@@ -129,11 +126,11 @@ class DCMMBias(nn.Module):
         checks.one_of("degree", degree, tuple(DEGREES))
         for name, flag in (("squash", squash), ("symmetric", symmetric), ("tied", tied)):
             checks.flag(name, flag, "See the docstring of DCMMBias.")
-        checks.number("scale", scale, "(-inf, inf)", "It is where the factor of the bias starts.")
-        checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is a factor of what is added to the loss.")
+        checks.number("scale", scale, "(-inf, inf)", "It is the initial factor of the bias.")
+        checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is the weight of the entropy in the loss.")
         device, width = torch.get_default_device(), torch.get_default_dtype().itemsize
         checks.memory("num_blocks", num_blocks * (channels + num_blocks), width, device, "Take fewer.", "parameters")
-        checks.memory("heads", heads * num_blocks**2, width, device, "Take fewer heads or blocks.", "parameters")
+        checks.memory("heads", heads * num_blocks**2, width, device, "Take fewer heads or communities.", "parameters")
         self.channels, self.heads, self.num_blocks = given.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight
@@ -143,63 +140,60 @@ class DCMMBias(nn.Module):
         self.lin_key_degree = None if tied else nn.Linear(channels, 1)
         self.affinity = nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
         self.scale = nn.Parameter(torch.empty(()))
-        self._reset_own()
+        self._reset_affinity_and_scale()
 
-    def _reset_own(self) -> None:
+    def _reset_affinity_and_scale(self) -> None:
         nn.init.normal_(self.affinity)
         nn.init.constant_(self.scale, self.start)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as those of :class:`torch.nn.Linear`; affinities are normal."""
+        """Draw the parameters again, as :class:`torch.nn.Linear` does; affinities are normal."""
         for layer in (self.lin_group, self.lin_degree, self.lin_key_group, self.lin_key_degree):
             if layer is not None:
                 layer.reset_parameters()
-        self._reset_own()
+        self._reset_affinity_and_scale()
 
     def predict(self, query: Tensor, key: Tensor) -> DCMM:
-        """The block model of these tokens, in float32 or better, differentiable: for looking, and for regularisers.
+        """The block model of these tokens, in float32 or better, differentiable: for inspection and regularisers.
 
         Args:
             query: ``[H, N, C]``.
-            key: ``[H, M, C]``; its values do not matter where keys are tied.
+            key: ``[H, M, C]``; its values do not matter if keys are tied.
 
         Raises:
-            TypeError, ValueError: A shape or type does not fit, or there are other tokens on both sides of a tied one.
+            TypeError, ValueError: A shape or dtype does not fit, or a tied bias has other tokens as keys.
         """
         checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied and key.size(1) != query.size(1):
             raise ValueError(
-                f"Expected 'key' of {query.size(1)} tokens, as 'query' has (got {key.size(1)}). Memberships of keys "
-                "are those of queries; use tied=False."
+                f"Expected 'key' of {query.size(1)} tokens, as 'query' has (got {key.size(1)}). Tied keys are the "
+                "same tokens; use tied=False."
             )
         wide = torch.promote_types(query.dtype, torch.float32)
         affinity = self.affinity.to(wide)
         block = torch.sigmoid((affinity + affinity.mT) / 2 if self.symmetric else affinity)
-        mine = self._side(query, self.lin_group, self.lin_degree)
-        if self.lin_key_group is None or self.lin_key_degree is None:
-            theirs = mine
-        else:
-            theirs = self._side(key, self.lin_key_group, self.lin_key_degree)
-        return DCMM(mine[0], theirs[0], block, mine[1], theirs[1])
+        of_keys = of_queries = self._membership_and_degree(query, self.lin_group, self.lin_degree)
+        if self.lin_key_group is not None and self.lin_key_degree is not None:
+            of_keys = self._membership_and_degree(key, self.lin_key_group, self.lin_key_degree)
+        return DCMM(of_queries[0], of_keys[0], block, of_queries[1], of_keys[1])
 
-    def _side(self, x: Tensor, group: nn.Linear, degree: nn.Linear) -> tuple[Tensor, Tensor]:
+    def _membership_and_degree(self, x: Tensor, group: nn.Linear, degree: nn.Linear) -> tuple[Tensor, Tensor]:
         """Memberships ``[H, N, K]`` and degrees ``[H, N]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return group(x).to(wide).softmax(-1), DEGREES[self.degree](degree(x)[..., 0].to(wide))
 
     def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
-        """What is added to the score of each edge.
+        """The bias of each edge, ``[E]``.
 
         Raises:
-            TypeError, ValueError: As :meth:`predict`, or the graph is of other heads or tokens.
+            TypeError, ValueError: As :meth:`predict`, or the graph has other heads or tokens.
         """
         check_graph(graph)
         model = self.predict(query, key)
-        sides = (self.heads, query.size(1), key.size(1))
-        if (graph.heads, graph.num_queries, graph.num_keys) != sides:
+        if (graph.heads, graph.num_queries, graph.num_keys) != (self.heads, query.size(1), key.size(1)):
             raise ValueError(
-                f"Expected 'graph' over {sides[0]} heads, {sides[1]} queries and {sides[2]} keys (got {graph}). "
-                "Build it over these tokens."
+                f"Expected 'graph' over {self.heads} heads, {query.size(1)} queries and {key.size(1)} keys "
+                f"(got {graph}). Build it over these tokens."
             )
         rate = model.query_membership @ model.block_matrix
         strength = edge_dot(rate, model.key_membership, graph.rows)
@@ -217,7 +211,7 @@ class DCMMBias(nn.Module):
         return bias
 
     def extra_repr(self) -> str:
-        """Its sizes and options."""
+        """Sizes and options."""
         return (
             f"{self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, degree={self.degree!r}, "
             f"squash={self.squash}, symmetric={self.symmetric}, tied={self.tied}"

@@ -1,6 +1,6 @@
-"""Dense attention, the peer that sparse layers are compared with.
+"""Dense attention, the baseline of sparse layers.
 
-In: ragged tokens. Out: tokens. Not here: graphs; none is made.
+In: ragged tokens. Out: tokens. Not here: graphs; this layer makes none.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
-from .ops.reference.segments import like_lengths
+from .ops.reference.segments import group_by_length
 from .propagation import check_tokens
 from .ragged import offsets, pad, resolve_ptr
 
 __all__ = ["FullAttention"]
 
-MUCH = 2**20  # pairs of padding, which take longer than to group sequences by their length
+MAX_PADDED_PAIRS = 2**20  # above it, sequences are grouped by length
 
 
 class FullAttention(nn.Module):
-    """Dense multi-head attention within each sequence.
-
-    It is torch's scaled dot-product attention, the peer to compare sparse layers with.
+    """Dense multi-head attention within each sequence, by torch's scaled dot-product attention.
 
     Args:
         channels: Channels of the tokens.
@@ -35,8 +33,8 @@ class FullAttention(nn.Module):
         TypeError, ValueError: A size or probability is out of range.
 
     Shapes:
-        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of like length L. Where
-          padding would be much, sequences of other lengths are computed apart, unless the code is compiled.
+        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of similar length L. If
+          padding would take long, sequences are grouped by length, unless the code is compiled.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class FullAttention(nn.Module):
         checks.memory(
             "heads", 3 * channels * heads * head_channels, width, device, "Build a smaller model.", "parameters"
         )
-        checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
+        checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         self.channels, self.heads, self.dropout, self.is_causal = channels, heads, dropout, is_causal
         self.lin_query = nn.Linear(channels, heads * head_channels)
         self.lin_key = nn.Linear(channels, heads * head_channels)
@@ -68,40 +66,38 @@ class FullAttention(nn.Module):
         sequence_ids: Tensor | None = None,
         return_choice: bool = False,
     ) -> Tensor | tuple[Tensor, None]:
-        """Attend, and return None for the choice if asked.
+        """Attend within each sequence; with ``return_choice``, return the output and None.
 
-        ``seed`` and ``sequence_ids`` are taken for the sake of a common call.
+        ``seed`` and ``sequence_ids`` are ignored; they keep the signature of :class:`AttentionConv`.
         """
         if edge_index is not None:
-            raise ValueError(
-                "Expected no 'edge_index' with full attention (got one). It knows no graph; AttentionConv takes one."
-            )
+            raise ValueError("Expected no 'edge_index' with full attention (got one). Pass it to an AttentionConv.")
         checks.tensors(x=x, ptr=ptr)
         check_tokens(x, self.lin_query)
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
         attend = self._attend
-        if not torch.compiler.is_compiling():  # which knows no number of groups before it runs
+        if not torch.compiler.is_compiling():  # compiled code cannot have a variable number of groups
             ptr = resolve_ptr(x.size(0), ptr, device=x.device)
-            attend = self._attend if _padding(ptr) < MUCH else self._attend_by_length
+            attend = self._attend if _padding(ptr) < MAX_PADDED_PAIRS else self._attend_by_length
         out = attend(x, ptr)
         return (out, None) if return_choice else out
 
     def _attend_by_length(self, x: Tensor, ptr: Tensor) -> Tensor:
-        """Attend within sequences of like length, one group of them after the other."""
-        groups = [*like_lengths(ptr, ptr)]
+        """Attend within groups of sequences of similar length, one group after the other."""
+        groups = [*group_by_length(ptr, ptr)]
         order = torch.cat([tokens[tokens >= 0] for tokens, _, _ in groups])
         ptrs = [offsets(ptr.diff()[which]) for _, _, which in groups]
-        parts = x[order].split([int(each[-1]) for each in ptrs])
-        return torch.cat([self._attend(*part) for part in zip(parts, ptrs, strict=True)])[order.argsort()]
+        grouped = x[order].split([int(each[-1]) for each in ptrs])
+        return torch.cat([self._attend(*group) for group in zip(grouped, ptrs, strict=True)])[order.argsort()]
 
     def _attend(self, x: Tensor, ptr: Tensor) -> Tensor:
-        """Attend within sequences that are padded to the longest of them."""
+        """Attend within sequences padded to the length of the longest."""
         padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
             lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
             for lin in (self.lin_query, self.lin_key, self.lin_value)
         )
-        # Padding comes after the tokens, where a causal token does not look.
+        # Padding comes after the tokens, so causal tokens do not attend to it.
         ragged = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
         drop = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(
@@ -111,6 +107,6 @@ class FullAttention(nn.Module):
 
 
 def _padding(ptr: Tensor) -> int:
-    """Pairs of tokens that padding to the longest sequence adds."""
+    """Number of pairs of tokens that padding to the longest sequence adds."""
     lengths = ptr.diff()
     return int(lengths.numel() * lengths.max() ** 2 - lengths.square().sum())

@@ -1,7 +1,7 @@
 r"""Gradient estimators: how the loss reaches the edge probabilities of a chosen graph.
 
-In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases, or an output whose backward pass
-sends a gradient to the probabilities :math:`p`. Not here: graph sources, and attention.
+In: a :class:`~sbm_pyg.Choice` and the attention over its graph. Out: gates, biases, or an output with a backward pass
+that sends a gradient to the probabilities :math:`p`. Not here: graph sources, and attention.
 
 With weights :math:`P_{ij}`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j`, scores :math:`s_{ij}` and the
 mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
@@ -9,13 +9,13 @@ mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 ==================  ============================================================================  ==================
 estimator           :math:`\partial L / \partial p_{ij}`                                          over
 ==================  ============================================================================  ==================
-``"local"``         :math:`\Delta_{ij}`, the loss with the edge less that without, weighted       edges and probes
-``"distill"``       the same, and that of :func:`distillation`, an auxiliary loss                  edges and probes
-``"imitate"``       that of :func:`distillation` alone, over the selected keys or over all        edges
+``"local"``         :math:`\Delta_{ij}`, the loss with the edge minus without it, weighted         edges and probes
+``"distill"``       as ``"local"``, plus the gradient of :func:`distillation`                     edges and probes
+``"imitate"``       the gradient of :func:`distillation`, over the selected keys or over all      edges
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
-``"relaxed"``       that of softmax(s + log p), no graph being sampled in training                all pairs
-``"concrete"``      that of softmax(s + log m), m a relaxed coin with probability p               all pairs
+``"relaxed"``       the gradient through softmax(s + log p); training samples no graph            all pairs
+``"concrete"``      the gradient through softmax(s + log m), m a relaxed Bernoulli variable       all pairs
 ``"none"``          0                                                                             nothing
 score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss  all pairs
 ==================  ============================================================================  ==================
@@ -43,14 +43,29 @@ from .ragged import draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, check_probability
 
 __all__ = [
-    "ESTIMATORS", "AttentionCall", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator",
-    "Paper", "Relaxed", "concrete_bias", "distillation", "draw_probes", "local_expectation", "relaxed_bias",
-    "score_function", "straight_through",
+    "ESTIMATORS",
+    "AttentionCall",
+    "Concrete",
+    "Distill",
+    "Estimator",
+    "Imitate",
+    "Local",
+    "Mask",
+    "NoEstimator",
+    "Paper",
+    "Relaxed",
+    "attach_local_expectation",
+    "concrete_bias",
+    "distillation",
+    "draw_probes",
+    "relaxed_bias",
+    "score_function",
+    "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")
-MIN_PROBABILITY = 1e-9  # probability below which a logarithm is cut, at least
-_TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not look at all pairs."
+MIN_PROBABILITY = 1e-9  # lower clamp of probabilities before a logarithm
+_TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not need all pairs."
 
 
 # ------------------------------------------------------------------ the objects
@@ -58,7 +73,7 @@ _TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of the attention layer, as an estimator sees it.
+    """One call of the attention layer: the arguments of an estimator.
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``.
@@ -68,8 +83,8 @@ class AttentionCall:
         limit: Drops from another graph the edges that the layer does not allow, such as later keys.
         score_bias: Computes the score bias of the edges of another graph, ``[E]`` or None.
         seed: Seed of the choice.
-        sequence_ids: Number of each sequence, or None.
-        training: Whether the layer is in training mode.
+        sequence_ids: Number of each sequence, ``[B]`` int64, or None.
+        training: True if the layer is in training mode.
     """
 
     query: Tensor
@@ -92,10 +107,10 @@ class AttentionCall:
 
 
 class Estimator:
-    """Base class of gradient estimators; it does nothing by itself.
+    """Base class of gradient estimators. Subclasses override the steps that they need; by default, each does nothing.
 
-    Subclasses override the steps that they need. The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before
-    attention, and :meth:`attach` and :meth:`auxiliary_loss` after it, if the choice has probabilities.
+    The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention, and :meth:`attach` and
+    :meth:`auxiliary_loss` after it, if the choice has probabilities.
     """
 
     exploration: float | None = 0.01
@@ -137,7 +152,7 @@ class Estimator:
         return None
 
     def attach(self, out: Tensor, call: AttentionCall) -> Tensor:
-        """The output ``[H, N, C']``, whose backward pass also sends a gradient to the probabilities."""
+        """The output, ``[H, N, C']``, with a backward pass that also sends a gradient to the probabilities."""
         return out
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
@@ -155,7 +170,7 @@ class Mask(Estimator):
     gate_form = "weight"
 
     def gate(self, choice: Choice) -> Tensor | None:
-        """Ones, ``[E]``, with the gradient of the probabilities; None if no gradient is needed."""
+        """Ones, ``[E]``, with the gradient of the probabilities; None if gradients are disabled."""
         if choice.probability is None or not torch.is_grad_enabled():
             return None
         return straight_through(choice.probability, choice.graph.blocks, choice.forced)
@@ -168,10 +183,11 @@ class Paper(Mask):
 
 
 class Local(Estimator):
-    """``"local"``: the local expectation gradient, over edges and probes; see :func:`local_expectation`.
+    """``"local"``: the local expectation gradient, over edges and probes; see :func:`attach_local_expectation`.
 
     Args:
-        probes: Expected number of non-edges per query and head whose effect is computed, in [0, inf].
+        probes: Expected number of probes per query and head, in [0, inf]. The effect of a probe is computed even if it
+            is not an edge.
     """
 
     exploration = None  # probes explore, so no edges need to be added
@@ -179,7 +195,7 @@ class Local(Estimator):
     methods = ("bernoulli",)
 
     def __init__(self, probes: float = 16.0) -> None:
-        ops.checks.number("probes", probes, "[0, inf]", "It is an expected number of pairs per query and head.")
+        ops.checks.number("probes", probes, "[0, inf]", "It is the expected number of probes per query and head.")
         self.probes = probes
 
     def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
@@ -189,14 +205,14 @@ class Local(Estimator):
             return out
         if not choice.independent:
             raise ValueError(
-                f"Expected 'estimator' other than {type(self).__name__} with a source that ranks (got a graph whose "
-                "edges were not drawn one by one). Take 'imitate', or a source that samples."
+                f"Expected 'estimator' other than {type(self).__name__} with a source that selects edges by rank (got "
+                "edges that were not drawn independently). Take 'imitate', or a source that samples."
             )
         probes, chance = draw_probes(choice.graph, self.probes, seed=call.seed, sequence_ids=call.sequence_ids)
         probes = call.limit(probes)
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(probes)
-        return local_expectation(
+        return attach_local_expectation(
             out, call.query, call.key, call.value, choice.probability, choice.graph, probes, chance,
             bias=call.bias, probe_bias=probe_bias, forced=choice.forced, scale=call.scale,
             exploration=choice.exploration, prob=prob,
@@ -204,28 +220,29 @@ class Local(Estimator):
 
 
 class Imitate(Estimator):
-    """``"imitate"``: the probabilities learn to match the attention over their graph, and get no gradient of the task.
+    """``"imitate"``: trains the probabilities to match the attention over the graph, without the task loss.
 
-    The auxiliary loss is ``weight`` times :func:`distillation`, in training mode; the training loop adds it, see
-    :func:`sbm_pyg.auxiliary_loss`.
+    In training mode, the auxiliary loss is ``weight`` times :func:`distillation`. The training loop adds it to its
+    loss; see :func:`sbm_pyg.auxiliary_loss`.
 
     Args:
-        weight: Of the distillation, in [0, inf).
+        weight: Weight of the distillation loss, in [0, inf).
         over: Keys over which the probabilities of a query are normalized, as in :func:`distillation`. ``"selected"``:
-            those of the graph, as the indexer of DeepSeek-V3.2 is trained (on a full graph first, then on the keys of
-            its largest scores). ``"all"``: all keys, so the probability of keys outside the graph is pushed down.
+            keys of the graph. The indexer of DeepSeek-V3.2 is trained in this way, first on a full graph, then on the
+            keys of its largest scores. ``"all"``: all keys, which also lowers the probability of keys outside the
+            graph.
     """
 
     exploration = None
     softmax_only = True
 
     def __init__(self, weight: float = 1.0, over: str = "selected") -> None:
-        ops.checks.number("weight", weight, "[0, inf)", "It is a factor of what is added to the loss.")
+        ops.checks.number("weight", weight, "[0, inf)", "It is the weight of the auxiliary loss.")
         ops.checks.one_of("over", over, OVER)
         self.weight, self.over = weight, over
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
-        """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode and if no gradient is needed."""
+        """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode, or if gradients are disabled."""
         choice = call.choice
         if choice.probability is None or not call.training or not torch.is_grad_enabled():
             return None
@@ -239,7 +256,7 @@ class Distill(Local):
     """``"distill"``: :class:`Local`, plus the loss of :class:`Imitate` over all keys.
 
     Args:
-        weight: Of the distillation, in [0, inf).
+        weight: Weight of the distillation loss, in [0, inf).
         probes: As :class:`Local`.
     """
 
@@ -266,7 +283,7 @@ class Relaxed(Estimator):
     """Numbers per pair held in memory during training, in addition to its key."""
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
-        """All pairs, in training."""
+        """The choice of all pairs in training; the given choice in evaluation."""
         if not training:
             return choice
         blocks = choice.graph.blocks
@@ -314,7 +331,7 @@ ESTIMATORS: dict[str, type[Estimator]] = {
 def resolve_estimator(
     estimator: Estimator | str | None, normalizer: object, method: str = "bernoulli", probes: float = 16.0
 ) -> Estimator:
-    """The estimator for a name; an estimator is returned as it is.
+    """The estimator of that name; an estimator is returned unchanged.
 
     Args:
         estimator: An estimator, its name, or None: ``"local"`` if it supports the normalizer and the method, else
@@ -350,10 +367,10 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
     Args:
         probability: Probabilities of the graph.
         graph: The graph.
-        forced: Edges that are there whatever p is, ``[E]`` bool; they send no gradient to it.
+        forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient to p.
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is no mask of its edges.
+        TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is not a mask of its edges.
     """
     check_probability(probability)
     gate = probability.gate(graph)
@@ -364,31 +381,31 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
 def draw_probes(
     graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None
 ) -> tuple[AttentionGraph, Tensor]:
-    """Pairs drawn independently of the edges, where :func:`local_expectation` looks beside them. O(N per_query).
+    """Probes: pairs drawn independently of the edges, for :func:`attach_local_expectation`. Cost O(H N per_query).
 
-    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each key
-    with the same probability.
+    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each of its
+    keys has the same probability.
 
     Args:
-        graph: Graph over whose tokens, heads and sequences they are; its edges do not matter. Probes of a causal graph
+        graph: Graph with the tokens, heads and sequences of the probes; its edges are ignored. Probes of a causal graph
             are pairs that it allows. Probes of a :class:`~sbm_pyg.BlockGraph` are pairs of blocks.
-        per_query: Number of probes of each query and head, on average, in tokens; a query with fewer keys gets all of
-            them, so that ``math.inf`` means all pairs.
-        seed: Seed of the graph; other random words are drawn from it.
+        per_query: Mean number of probes per query and head, in tokens. A query with fewer keys takes all of them, so
+            ``math.inf`` takes all pairs.
+        seed: Seed of the graph. Probes use other random words of it than the edges.
         sequence_ids: As :func:`~sbm_pyg.sample_edges`.
 
     Returns:
-        The probes, and the probability with which each key of a query, or of a query block, is one, ``[N]`` float32.
+        The probes; and the probability of each key of a query, or of a query block, to be a probe, ``[N]`` float32.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or memory does not hold
-            the probes and a number for each.
+        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or the probes do not fit
+            into memory.
     """
     check_graph(graph)
     require_values(graph.query_ptr, "graph")
-    ops.checks.number("per_query", per_query, "[0, inf]", "It is an average number of probes.")
-    blocks, per_query = graph.blocks, float(per_query) / graph.grain
+    ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
+    blocks, per_query = graph.blocks, float(per_query) / graph.block_size
     _check_probe_memory(blocks, per_query)
     allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
     chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
@@ -399,7 +416,7 @@ def draw_probes(
     return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 
-def local_expectation(
+def attach_local_expectation(
     out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -416,48 +433,49 @@ def local_expectation(
     exploration: float = 0.0,
     prob: Tensor | None = None,
 ) -> Tensor:
-    r"""The local expectation gradient: what each edge does to the loss, the others given.
+    r"""Attach the local expectation gradient to an output of attention. Cost O((E + E')(C + K)).
 
     The gradient of an expected loss is an expected difference of two losses,
 
     .. math:: \partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)] .
 
-    For one pair this difference is taken to first order in the output of the attention. Then it has a closed form,
-    which costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
+    The difference is computed for one pair at a time, with all other pairs fixed, to first order in the output of
+    attention. Then it has a closed form that costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
 
-    The difference can be seen from two sides. The graph has the edge with probability :math:`p`. It lacks the edge, and
-    a probe looks there, with probability :math:`(1 - p) \eta`. The first counts :math:`\alpha / p`, the second
-    :math:`(1 - \alpha) / ((1 - p) \eta)`. Any :math:`\alpha` is unbiased where the loss is linear in the output. Where
-    it bends, the true difference lies half-way, so :math:`\alpha` is 1/2. Variance sets two limits. For small :math:`p`
-    it is no more than the balance heuristic :math:`p / (p + \eta - p \eta)`. For large :math:`p` it is no less than
-    :math:`p`. Without probes, :math:`\eta = 0`, it is 1. Where :math:`p` and exploration exceed 1, the edge is certain
-    and gets no gradient. Cost O((E + E')(C + K)).
+    A pair contributes in two cases. It is an edge, with probability :math:`p`; then its difference is weighted by
+    :math:`\alpha / p`. Or it is a probe but not an edge, with probability :math:`(1 - p) \eta`; then its weight is
+    :math:`(1 - \alpha) / ((1 - p) \eta)`. The sum is unbiased for any :math:`\alpha` if the loss is linear in the
+    output.
 
-    All this is for edges that are drawn independently with these probabilities, as method ``"bernoulli"`` draws them.
-    Under ``"fastrg"``, whose edges are fewer than p says, it is biased.
+    If the loss is curved, the true difference lies half-way between both cases, so :math:`\alpha` is 1/2, within two
+    limits that bound the variance: for small :math:`p` it is at most the balance heuristic
+    :math:`p / (p + \eta - p \eta)`, and for large :math:`p` at least :math:`p`. Without probes, :math:`\eta = 0` and
+    :math:`\alpha` is 1. If :math:`p` plus exploration exceeds 1, the edge is certain and gets no gradient.
+
+    Edges must be drawn independently with these probabilities, as method ``"bernoulli"`` does. The gradient is biased
+    under ``"fastrg"``, which draws fewer edges than p.
 
     Args:
         out: Output of the attention, ``[H, N, C']``.
-        query, key, value: Of the attention.
-        probability: Probabilities of the graph: an SBM, whose factors the kernels take, or any other.
-        graph: The graph. Of a :class:`~sbm_pyg.BlockGraph` the effects of a block are summed over its queries, and
+        query, key, value: Inputs of the attention, ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
+        probability: Probabilities of the graph. For an SBM, the kernels take its factors.
+        graph: The graph. For a :class:`~sbm_pyg.BlockGraph`, the effects of a block are summed over its queries, and
             probabilities and ``forced`` are those of ``graph.blocks``.
-        probes, chance: Of :func:`draw_probes`.
-        bias, probe_bias: Score biases of edges ``[E]`` and probes ``[E']``.
-        forced: Edges that are there whatever p is, ``[E]`` bool.
+        probes, chance: The results of :func:`draw_probes`.
+        bias, probe_bias: Score biases of edges, ``[E]``, and of probes, ``[E']``.
+        forced: Edges that the graph has for any p, ``[E]`` bool.
         scale: Factor of the scores.
-        exploration: What was added to each probability when the graph was sampled.
-        prob: ``probability.on(graph.blocks)``, ``[E]``, if it is known already.
+        exploration: Added to each probability when the graph was sampled.
+        prob: ``probability.on(graph.blocks)``, ``[E]``, if already computed.
 
     Returns:
-        ``out``, whose backward pass also reaches the probabilities.
+        ``out``; its backward pass also sends a gradient to the probabilities.
 
     Raises:
         TypeError, ValueError: A shape, type or number does not fit, or a graph is not over the tokens of the model.
 
     Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
-    2015, for the idea of taking the expectation over one variable exactly; Veach and Guibas, SIGGRAPH 1995, for
-    weighting samples of two sources by their sum (the balance heuristic).
+    2015, for the exact expectation over one variable; Veach and Guibas, SIGGRAPH 1995, for the balance heuristic.
     """
     check_probability(probability)
     for each, name in ((graph, "graph"), (probes, "probes")):
@@ -465,7 +483,7 @@ def local_expectation(
         probability.check(each.blocks, name)
     if (probes.heads, probes.num_queries, probes.num_keys) != (graph.heads, graph.num_queries, graph.num_keys):
         raise ValueError(
-            f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). `draw_probes` makes them."
+            f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). Draw them with `draw_probes`."
         )
     ops.checks.tensors(chance=chance)
     readable = ops.values.can_read_without_sync(chance) and can_read(chance)
@@ -473,10 +491,10 @@ def local_expectation(
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
         )
-    if type(probes) is not type(graph) or probes.grain != graph.grain:
+    if type(probes) is not type(graph) or probes.block_size != graph.block_size:
         raise ValueError(
-            f"Expected 'probes' to be pairs of blocks of {graph.grain} tokens, as 'graph' is (got {probes}). "
-            "`draw_probes` makes them."
+            f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "
+            "Draw them with `draw_probes`."
         )
     return graph._local_expectation(
         out, query, key, value, probes, (bias, probe_bias), chance, forced, scale, exploration,
@@ -486,7 +504,7 @@ def local_expectation(
 
 
 def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
-    """Scores of the edges, with their biases, ``[E]``."""
+    """Score of each edge, its bias included, ``[E]``."""
     logit = ops.edge_dot(query, key, graph.rows) * scale
     return logit if bias is None else logit + bias
 
@@ -502,37 +520,41 @@ def distillation(
     prob: Tensor | None = None,
     over: str = "all",
 ) -> Tensor:
-    r"""How far the probabilities of a query's pairs are from the attention over its edges: a cross-entropy, a scalar.
+    r"""Distillation loss: the cross-entropy between attention weights and normalized probabilities, a scalar.
 
-    With weights :math:`P_{ij}` of the attention, taken as constants, and probabilities as shares of their row,
+    With the attention weights :math:`P_{ij}` as constants, it is
 
     .. math:: - \frac{1}{H B} \sum_b \frac{1}{N_b} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} ,
 
-    a mean over sequences b of the mean over their :math:`N_b` queries i. So it is the mean of those of equal parts of a
-    batch. With ``over="all"`` the sum below runs over all keys that a query may attend to, edges or not. A block model
-    knows it from its expectations: so this is a contrastive loss against every key, exact, at a cost of O(N K + E (C +
-    K)). With ``over="selected"`` it runs over the edges of the query alone: other keys learn nothing.
+    a mean over sequences b of the mean over their :math:`N_b` queries i. The loss of a batch is therefore the mean of
+    the losses of equal parts of it.
 
-    The minimum has probabilities in proportion to the weights. A query without edges adds nothing, and neither does an
-    edge that the model never draws, of probability 0. Over a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of
-    blocks of keys, and those of the queries of a block are summed.
+    With ``over="all"``, the sum in the denominator runs over all keys that a query may attend to, edges or not: a
+    contrastive loss against every key. A block model computes this sum exactly from its expected degrees, so the loss
+    costs O(N K + E (C + K)). With ``over="selected"``, the sum runs over the edges of the query only, and other keys
+    get no gradient.
+
+    The loss is smallest if probabilities are proportional to the weights. Queries without edges, and edges of
+    probability 0, add nothing. For a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of keys, summed
+    over the queries of a block.
 
     Args:
-        query, key: Of the attention, ``[H, N, C]`` and ``[H, M, C]``.
-        probability: Probabilities of the graph, which have an ``expected_degree`` if it is over all keys.
+        query, key: Inputs of the attention, ``[H, N, C]`` and ``[H, M, C]``.
+        probability: Probabilities of the graph. ``over="all"`` requires an ``expected_degree``.
         graph: The graph.
         bias: Score biases of the edges, ``[E]``.
         scale: Factor of the scores.
-        prob: ``probability.on(graph.blocks)``, ``[E]``, if it is known already.
-        over: Keys that the sum runs over, ``"all"`` or ``"selected"``.
+        prob: ``probability.on(graph.blocks)``, ``[E]``, if already computed.
+        over: Keys of the sum in the denominator, ``"all"`` or ``"selected"``.
 
     Raises:
         TypeError, ValueError: A shape or type does not fit, or the graph is not over the tokens of the model.
         NotImplementedError: The probabilities have no ``expected_degree``.
 
-    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 3 and 4: its indexer is trained by the divergence over
-    all keys while attention is dense, then over the selected ones. There one indexer learns the mean attention of all
-    heads; here each head has its own. The exact sum over all keys of a sparse graph is what a model of low rank adds.
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 3 and 4. Its indexer minimizes the divergence over all
+    keys while attention is dense, then over the selected keys. It learns the mean attention of all heads; here each
+    head has its own probabilities. The exact sum over all keys of a sparse graph is possible because the block model
+    has low rank.
     """
     ops.checks.one_of("over", over, OVER)
     check_probability(probability)
@@ -549,24 +571,22 @@ def distillation(
     with torch.no_grad():
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
-        whole = segments(weight, blocks.rowptr).view_as(degree)  # 1 in all where a query has an edge
+        whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
     log_p, log_degree = (upcast(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
-    """Log-probability of each pair, ``[E]``, as a score bias.
-
-    Over all pairs it replaces the mask by its expectation.
+    """Log-probability of each pair, ``[E]``, as a score bias: over all pairs, the expectation of the mask.
 
     Args:
         probability: Probabilities of the pairs.
-        graph: Usually all pairs.
+        graph: The pairs, usually all.
         exploration: Added to each probability, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, or memory does not hold a few numbers for
-            each pair.
+        TypeError, ValueError: The graph is not over the tokens of the model, or four numbers per pair do not fit into
+            memory.
     """
     p = _probability_with_exploration(probability, graph, exploration, numbers=4)
     return p.clamp(_min_probability(p), 1).log()
@@ -575,24 +595,24 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
 def concrete_bias(
     probability: EdgeProbability, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0
 ) -> Tensor:
-    r"""Logarithm of a relaxed coin for each pair, ``[E]``, as a score bias.
+    r"""Logarithm of a relaxed Bernoulli variable for each pair, ``[E]``, as a score bias.
 
-    It is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)`.
+    It is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)` with a uniform number u.
 
     Args:
         probability: Probabilities of the pairs.
-        graph: Usually all pairs.
-        temperature: :math:`\tau > 0`; the coin hardens as it goes to 0.
-        seed: Seed of the uniform words u.
+        graph: The pairs, usually all.
+        temperature: :math:`\tau > 0`. Variables approach 0 or 1 as it goes to 0.
+        seed: Seed of the uniform numbers u.
         exploration: Added to each probability, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or memory does
-            not hold a few numbers for each pair.
+        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or eight numbers
+            per pair do not fit into memory.
 
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
-    ops.checks.number("temperature", temperature, "(0, inf)", "The coin hardens as it goes to 0.")
+    ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
     given = _probability_with_exploration(probability, graph, exploration, numbers=8)
     p = upcast(given).clamp(_min_probability(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
@@ -603,79 +623,79 @@ def concrete_bias(
 def score_function(
     probability: EdgeProbability, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0
 ) -> Tensor:
-    r"""A scalar to add to the loss, for the score-function gradient (REINFORCE; Williams, 1992).
+    r"""A scalar to add to the loss for the score-function gradient (REINFORCE; Williams, 1992).
 
-    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`. It is unbiased for any loss,
-    with the mean of the other sequences as baseline. Its variance grows with the number of pairs, all of which it looks
-    at: a reference point, not a way to train.
+    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`, with the mean of the other
+    sequences as baseline :math:`\bar L`. It is unbiased for any loss. Its cost and its variance grow with the number of
+    pairs, so use it for comparison rather than for training.
 
     Args:
         probability: Probabilities of the graph.
-        graph: Sampled from it, with nothing forced.
+        graph: A graph sampled from ``probability``, without forced edges.
         loss: Loss of each sequence, ``[B]``.
-        exploration: What was added to each probability when the graph was sampled, in [0, 1].
+        exploration: Added to each probability when the graph was sampled, in [0, 1].
 
     Raises:
-        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or memory does
-            not hold all pairs.
+        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or all pairs do
+            not fit into memory.
     """
     check_probability(probability)
     probability.check(graph)
     require_values(graph.query_ptr, "graph")
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
-    ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one number per sequence, not their mean.")
+    ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
     _check_pairs(graph, 5, 12)
     pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
-    there = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    p = upcast(there).clamp(max(1e-6, _min_probability(there)), 1 - 1e-6)
-    absent = (
+    given = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    p = upcast(given).clamp(max(1e-6, _min_probability(given)), 1 - 1e-6)
+    log_absent = (
         -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)
     ).log1p()
     log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
-    total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], absent)
+    total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], log_absent)
     return total.sum() - total.sum().detach()
 
 
 def _edge_probability(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
-    """Probability of each edge, ``[E]``: as it is given, or computed."""
+    """Probability of each edge, ``[E]``: ``prob`` if given, else computed."""
     if prob is None:
         return probability.on(graph)
     ops.checks.tensors(prob=prob)
     ops.checks.floating(prob=prob)
-    ops.checks.shape("prob", prob, (graph.num_edges,), "[E]", "It is `probability.on(graph.blocks)`, or left out.")
+    ops.checks.shape("prob", prob, (graph.num_edges,), "[E]", "It is `probability.on(graph.blocks)`; leave it out.")
     return prob
 
 
 def _probability_with_exploration(
     probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int
 ) -> Tensor:
-    """Probability of each edge with what was added to it, ``[E]``, where memory holds so many numbers for each."""
+    """Probability of each edge plus exploration, ``[E]``, if so many ``numbers`` per edge fit into memory."""
     check_probability(probability)
-    ops.checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    ops.checks.number("exploration", exploration, "[0, 1]", "It is added to each probability.")
     probability.check(graph)
     width = torch.get_default_dtype().itemsize
     ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _TAKE_FEWER)
     return probability.on(graph) + exploration
 
 
-def _check_pairs(graph: AttentionGraph, numbers: int, more: int) -> None:
-    """Refuse all pairs where memory does not hold so many numbers and bytes more for each, backward included."""
-    count, each = graph.heads * int(graph.pairs_per_sequence.sum()), numbers * torch.get_default_dtype().itemsize + more
-    ops.checks.memory("graph", count, each, graph.device, _TAKE_FEWER, "pairs")
+def _check_pairs(graph: AttentionGraph, numbers: int, more_bytes: int) -> None:
+    """Raise ValueError unless memory holds so many numbers and bytes for each pair, the backward pass included."""
+    count, width = graph.heads * int(graph.pairs_per_sequence.sum()), torch.get_default_dtype().itemsize
+    ops.checks.memory("graph", count, numbers * width + more_bytes, graph.device, _TAKE_FEWER, "pairs")
 
 
 def _min_probability(p: Tensor) -> float:
-    """Probability below which a logarithm is cut, so that its type holds the slope."""
+    """Lower clamp of probabilities before a logarithm, at which the dtype still represents the slope."""
     return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
 
 
 def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:
-    """Refuse more probes than fit into memory with one number each."""
+    """Raise ValueError unless the probes, with one number each, fit into memory."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
     if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):

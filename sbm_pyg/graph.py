@@ -1,9 +1,8 @@
-"""The one record that crosses borders: a graph of tokens, and every form in which others know it.
+"""``AttentionGraph``: a graph of tokens, with conversions from and to other libraries.
 
-In: an edge list, a dense mask or another library's adjacency.
-Out: the same graph in every form that PyTorch Geometric, torch, scipy and networkx understand.
-Not here: what the graph is and can be asked (``rows``), how it is chosen (``sampling``, ``patterns``) and what is
-computed over it (``ops``, ``attention``).
+In: an edge list, a dense mask, or a graph of another library. Out: the same graph for PyTorch Geometric, torch,
+torch-sparse, SciPy and networkx. Not here: properties of a graph and operations on it (``rows``), graph sources
+(``sources``), and attention over a graph (``ops``, ``attention``).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from . import ops
 from .ops import checks, values
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
-from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, the_one
+from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-__all__ = ["AttentionGraph", "check_graph", "edge_list", "the_one"]
+__all__ = ["AttentionGraph", "check_graph", "edge_list", "resolve_index"]
 
 DataType = TypeVar("DataType", Data, HeteroData)
 
@@ -36,27 +35,27 @@ DataType = TypeVar("DataType", Data, HeteroData)
 class AttentionGraph(CompressedRows):
     """A bipartite graph from key tokens to query tokens, for each head of each sequence, in compressed rows.
 
-    Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats. Token
-    numbers count through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence. A
-    graph is valid or it does not exist: the constructor checks every value, in O(HN + E), and whoever is handed a graph
-    may trust it. It keeps the tensors that it is given. Do not write into them. Memory is O(HN + E).
+    Row ``h * N + i`` lists the keys that query ``i`` attends to in head ``h``, ascending and without repeats. Tokens
+    are numbered through all sequences of the batch, as in PyTorch Geometric; an edge never leaves its sequence. The
+    constructor checks every value at a cost of O(HN + E), so every graph is valid and other code does not check it
+    again. The graph keeps the tensors that it is given; do not write into them. Memory is O(HN + E).
 
     Args:
-        rowptr: Row offsets, ``[H*N+1]`` int64, rising from 0 to E.
+        rowptr: Row offsets, ``[H*N+1]`` int64, non-decreasing from 0 to E.
         col: Key token of each edge, ``[E]`` int32 or int64, in ``0..M-1``, ascending within each row.
         num_queries: Number of query tokens N, at least 1.
         num_keys: Number of key tokens M, at least 1; ``H * N * M`` is below 2^63.
         heads: Number of heads H, at least 1.
-        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
-        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, that of the queries (when N = M) or one
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. None: one sequence.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries if N = M, else one
             sequence.
-        is_causal: No key of an edge has a later place in its sequence than the query. Densities then count the pairs
-            that this allows.
+        is_causal: If True, the position of a key in its sequence is never later than the position of its query.
+            Densities then count only such pairs.
 
     Raises:
-        TypeError: An argument has another type or dtype.
-        ValueError: Shapes, devices or offsets do not fit, an edge leaves its sequence, the keys of a row are unsorted
-            or repeated, or a causal graph has an edge from a later key.
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: Shapes, devices or offsets do not fit; an edge leaves its sequence; the keys of a row are unsorted
+            or repeated; or a causal graph has an edge from a later key.
 
     Example:
         >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]]))
@@ -66,35 +65,35 @@ class AttentionGraph(CompressedRows):
         [[0, 0, 1], [0, 1, 1]]
     """
 
-    # ---------------------------------------------------------------- its blocks
+    # ---------------------------------------------------------------- blocks: here, each token is a block
 
     @property
-    def grain(self) -> int:
-        """Tokens of a block: 1, except of a :class:`~sbm_pyg.BlockGraph`."""
+    def block_size(self) -> int:
+        """Tokens per block: 1, except for a :class:`~sbm_pyg.BlockGraph`."""
         return 1
 
     @property
     def blocks(self) -> AttentionGraph:
-        """The graph over blocks: the graph itself where a block is a token."""
+        """The graph over blocks; this graph, if a block is a token."""
         return self
 
     def with_blocks(self, blocks: AttentionGraph) -> AttentionGraph:
-        """The graph over the same tokens whose blocks are joined by another graph."""
+        """Copy over the same tokens, with another graph over blocks."""
         return blocks
 
     def expand_tokens(self) -> AttentionGraph:
-        """The graph of the tokens: the graph itself where a block is a token."""
+        """The graph of tokens; this graph, if a block is a token."""
         return self
 
     def spread(self, x: Tensor) -> Tensor:
-        """Numbers of the edges of blocks ``[E', ...]``, repeated for the edges of their tokens, ``[E, ...]``."""
+        """Repeat values per edge of blocks, ``[E', ...]``, to values per edge of tokens, ``[E, ...]``."""
         return x
 
     def over_tokens(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the blocks of queries ``[H, n, ...]`` and of keys ``[H, m, ...]``, repeated for their tokens."""
+        """Repeat values per block of queries, ``[H, n, ...]``, and of keys, ``[H, m, ...]``, to values per token."""
         return query, key
 
-    # ---------------------------------------------------------------- its kernels, for layers and estimators
+    # ---------------------------------------------------------------- kernels, for layers and estimators
 
     def _attend(
         self,
@@ -108,14 +107,14 @@ class AttentionGraph(CompressedRows):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> Tensor:
-        """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are those of tokens, ``[E]``."""
+        """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are per edge of tokens, ``[E]``."""
         rows = self.rows._replace(bias=bias)
         return ops.edge_attention(query, key, value, rows, gate, scale, gate_form, dropout, seed)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """Weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
+        """Attention weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
         total = ops.edge_attention(query, key, key[..., :1], self.rows._replace(bias=bias), scale=scale)[1]
-        total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # a row without weight gives 0
+        total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # 0 if all scores are -inf
         logit = ops.edge_dot(query, key, self.rows) * scale
         return ((logit if bias is None else logit + bias) - total).exp()
 
@@ -135,7 +134,7 @@ class AttentionGraph(CompressedRows):
         factors: tuple[Tensor, Tensor] | None,
         prob: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """``out``, whose backward pass reaches the probabilities: factors, or those of edges and probes."""
+        """``out``; its backward pass also reaches the factors of the probabilities, or those of edges and probes."""
         edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()
         return ops.local_expectation(
@@ -157,31 +156,29 @@ class AttentionGraph(CompressedRows):
         query_ptr: Tensor | None = None,
         key_ptr: Tensor | None = None,
     ) -> AttentionGraph:
-        """Graph of any PyG adjacency; repeated edges count once. Cost O(HN + E log E).
+        """Graph of any PyG adjacency. Repeated edges count once. Cost O(HN + E log E).
 
         Args:
             edge_index: ``[2, E]`` (row 0 = key = source, row 1 = query = target), an ``EdgeIndex``, or a transposed
-                sparse adjacency (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries). Every entry that it
-                stores is an edge.
-            num_queries: N. If None, from the offsets or the adjacency's size, else from the last query.
-            num_keys: M. If None, from the offsets or the adjacency's size, else N or the last key, whichever is larger.
-            size: ``(M, N)``, sources and targets as PyG's ``size`` has them, in place of ``num_queries`` and
-                ``num_keys``.
-            edge_head: Head of each edge, ``[E]`` int64; all edges in head 0 if None.
+                sparse adjacency (``SparseTensor`` or torch sparse, ``[N, M]``, rows = queries). Every stored entry is
+                an edge, zeros included.
+            num_queries: N. None: from the offsets or the size of the adjacency, else from the last query.
+            num_keys: M. None: from the offsets or the size of the adjacency, else the larger of N and the last key + 1.
+            size: ``(M, N)``, sources and targets in PyG's order, instead of ``num_queries`` and ``num_keys``.
+            edge_head: Head of each edge, ``[E]`` int64. None: all edges are in head 0.
             heads: Number of heads H.
-            query_ptr: Offsets of the sequences in the queries, ``[B+1]``.
-            key_ptr: Offsets of the sequences in the keys, ``[B+1]``.
+            query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+            key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
 
         Raises:
-            TypeError: A tensor is not an integer tensor, or a number is no int.
-            ValueError: Shapes or ranges do not fit, an edge leaves its sequence, or the rows take more memory than
-                there is.
+            TypeError: A tensor is not an integer tensor, or a number is not an int.
+            ValueError: Shapes or ranges do not fit, an edge leaves its sequence, or the rows do not fit into memory.
         """
         if size is not None:
             if num_queries is not None or num_keys is not None:
                 raise ValueError(
-                    "Expected 'size' or 'num_queries' and 'num_keys' "
-                    f"(got size={size!r} and another). They say the same."
+                    f"Expected 'size' or 'num_queries' and 'num_keys' (got size={size!r} and one of them). Pass 'size' "
+                    "alone."
                 )
             if not isinstance(size, tuple | list) or len(size) != 2:
                 raise TypeError(
@@ -220,17 +217,17 @@ class AttentionGraph(CompressedRows):
             ("edge_index[1]", query, num_queries),
             ("edge_head", head, heads),
         ):
-            if not can_read(index):  # no branch on values; the kernels must still see none that is out of range
+            if not can_read(index):  # no branch on values, but kernels must never see one that is out of range
                 torch._assert_async(
                     ((index >= 0) & (index < end)).all(),
-                    f"Expected '{name}' to count from 0 to the tokens or heads there are.",
+                    f"Expected '{name}' to be at least 0 and below the number of tokens or heads.",
                 )
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
                     "Check the numbers of queries, keys and heads."
                 )
-        way_out = "Rows cost memory even without edges: leave out the tokens that have none."
+        way_out = "Each row takes memory, even without edges: leave out tokens without edges."
         name = "heads" if heads > num_queries else "num_queries"
         checks.memory(name, heads * num_queries, 16, key.device, way_out, "rows")
         unique = torch.unique(unmerged((head * num_queries + query) * num_keys + key))
@@ -244,22 +241,21 @@ class AttentionGraph(CompressedRows):
     def from_data(
         cls, data: Data | HeteroData, edge_type: EdgeType | None = None, *, heads: int | None = None
     ) -> AttentionGraph:
-        """Graph of the edges of PyG data.
+        """Graph of the edges of a PyG data object, the inverse of :meth:`to_data` and :meth:`to_hetero_data`.
 
-        It reads what :meth:`to_data`, :meth:`to_hetero_data` and :meth:`replace_edges` write, and any other data.
-        Sequences are those of ``ptr``, else of ``batch``; else all nodes are one sequence. Repeated edges count once.
-        Cost O(HN + E log E).
+        Sequences are given by ``ptr``, else by ``batch``; without both, all nodes are one sequence. Repeated edges
+        count once. Cost O(HN + E log E).
 
         Args:
-            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or, transposed, ``adj_t``. The
-                head of each edge is its ``edge_type`` in ``Data`` and its ``edge_head`` in ``HeteroData``; without them
-                all edges are in one head.
-            edge_type: Which edges of ``HeteroData``; may be None where there is one type.
-            heads: Number of heads H; one more than the last head of an edge if None.
+            data: ``Data``, ``HeteroData`` or a ``Batch`` of either, with ``edge_index`` or the transposed adjacency
+                ``adj_t``. The head of each edge is its ``edge_type`` in ``Data`` and its ``edge_head`` in
+                ``HeteroData``; without these, all edges are in one head.
+            edge_type: The edge type of ``HeteroData`` to take; may be None if there is only one.
+            heads: Number of heads H. None: the largest head of an edge + 1.
 
         Raises:
-            TypeError: It is no data object.
-            ValueError: It has no edges or no number of nodes, the type of edges does not exist or is not told, or
+            TypeError: ``data`` is not a PyG data object.
+            ValueError: ``data`` has no edges or no number of nodes, the edge type is missing or does not exist, or
                 offsets do not fit.
 
         Example:
@@ -277,11 +273,11 @@ class AttentionGraph(CompressedRows):
         if edges is None:
             raise ValueError(
                 "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). "
-                "A transform, as `SBMGraph`, adds some."
+                "Add them, for example with the transform `SBMGraph`."
             )
         sizes = (source.num_nodes, target.num_nodes)
         if None in sizes:
-            raise ValueError("Expected 'data' to have nodes (got none). Set `x` or `num_nodes`.")
+            raise ValueError("Expected 'data' to have nodes (got no number of nodes). Set `x` or `num_nodes`.")
         head = store.get(head_name)
         if heads is None:
             heads = 1 if head is None or head.numel() == 0 else int(head.max()) + 1
@@ -290,21 +286,21 @@ class AttentionGraph(CompressedRows):
 
     @classmethod
     def from_networkx(cls, graph: nx.Graph[Any], *, heads: int | None = None) -> AttentionGraph:
-        """Graph of one sequence from networkx, whose edges run from key to query.
+        """Graph of one sequence from a networkx graph with edges from keys to queries. Cost O(HN + E log E).
 
-        An undirected edge runs both ways. Tokens are the nodes, in their order, unless they are the numbers ``0..n-1``
-        themselves. Where nodes have networkx's attribute ``bipartite``, those with 0 are keys and those with 1 are
-        queries, each in their order; an undirected edge then runs from the key. Other attributes are left behind. Cost
-        O(HN + E log E).
+        Nodes become tokens in the order of the graph; nodes named ``0..n-1`` keep their numbers. An undirected edge
+        becomes two edges, one in each direction. If nodes have networkx's attribute ``bipartite``, nodes with 0 are
+        keys and nodes with 1 are queries, each in the order of the graph, and an undirected edge becomes one edge from
+        key to query. Other attributes are ignored.
 
         Args:
-            graph: Any networkx graph. Edges with an attribute ``head`` belong to that head, others to head 0.
-            heads: Number of heads H; one more than the last head of an edge if None.
+            graph: Any networkx graph. The attribute ``head`` of an edge is its head; edges without it are in head 0.
+            heads: Number of heads H. None: the largest head of an edge + 1.
 
         Raises:
-            TypeError: It is no networkx graph.
-            ValueError: It has no nodes, an edge of a bipartite graph does not run from key to query, or a head is out
-                of range.
+            TypeError: ``graph`` is not a networkx graph.
+            ValueError: ``graph`` has no nodes, an edge of a bipartite graph does not run from a key to a query, or a
+                head is out of range.
 
         Example:
             >>> AttentionGraph.from_networkx(nx.DiGraph([(0, 1), (1, 1)])).to_dense()[0].int().tolist()
@@ -313,14 +309,14 @@ class AttentionGraph(CompressedRows):
         if not isinstance(graph, nx.Graph):
             raise TypeError(
                 f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). "
-                "Make one by `nx.DiGraph(edges)`."
+                "Build one with `nx.DiGraph(edges)`."
             )
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
             raise ValueError(
                 "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 "
-                f"(got {_few({*side.values()})}). Keys have 0."
+                f"(got {_first_three({*side.values()})}). Keys have 0, queries 1."
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
@@ -338,8 +334,8 @@ class AttentionGraph(CompressedRows):
         wrong = [(s, t) for s, t, _ in edges if s not in source or t not in target]
         if wrong:
             raise ValueError(
-                f"Expected each edge of 'graph' to run from a key to a query (got {_few(wrong)}). "
-                "Reverse it, as `graph.reverse()` does."
+                f"Expected each edge of 'graph' to run from a key to a query (got {_first_three(wrong)}). "
+                "Reverse such edges with `graph.reverse()`."
             )
         if any(not isinstance(head, int) for _, _, head in edges):
             raise ValueError(
@@ -364,23 +360,21 @@ class AttentionGraph(CompressedRows):
         ptr: Tensor | tuple[Tensor, Tensor] | None = None,
         batch: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> AttentionGraph:
-        """Graph over given tokens, from whatever holds its edges.
-
-        A layer calls it on its ``edge_index``.
+        """Graph with H heads over the given tokens, from a graph or an adjacency. Layers call it on ``edge_index``.
 
         Args:
-            edge_index: A graph with H heads or one, or any adjacency that :meth:`from_edge_index` takes. Its edges
-                count in each head.
+            edge_index: A graph with H heads or with one, or any adjacency that :meth:`from_edge_index` takes. The edges
+                of a graph with one head, or of an adjacency without ``edge_head``, are repeated for all heads.
             num_queries: Number of queries N.
             num_keys: Number of keys M.
             heads: Number of heads H.
-            edge_head: Head of each edge of an adjacency, ``[E]`` int64, if heads do not share them.
+            edge_head: Head of each edge of an adjacency, ``[E]`` int64. None: all heads share the edges.
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of a graph, else
                 one sequence.
-            batch: The same as a sequence number per token, ``[N]``.
+            batch: Instead of ``ptr``, the sequence of each token, ``[N]`` int64, or the pair (keys, queries).
 
         Raises:
-            TypeError, ValueError: The graph is over other tokens, sequences or heads, or as :meth:`from_edge_index`.
+            TypeError, ValueError: The graph has other tokens, sequences or heads; or as :meth:`from_edge_index`.
         """
         num_queries, num_keys, _ = check_sizes(num_queries, num_keys)
         if not isinstance(edge_index, AttentionGraph):
@@ -396,45 +390,47 @@ class AttentionGraph(CompressedRows):
                 f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
             )
-        told = ptr is not None or batch is not None
-        if told and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
+        has_offsets = ptr is not None or batch is not None
+        if has_offsets and not edge_index.same_offsets(
+            *resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)
+        ):
             raise ValueError(
                 f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
-                "Build the graph with the `ptr` of these tokens, or it may join what the offsets keep apart."
+                "Build the graph with the `ptr` of these tokens."
             )
         return edge_index.expand(heads)
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttentionGraph:
-        """Graph of a mask: an edge where it is not zero.
+        """Graph of a dense mask, with an edge for each non-zero entry. Cost O(B H N M).
 
         Args:
             mask: ``[N, M]``, ``[H, N, M]`` or ``[B, H, N, M]``, any dtype, not empty.
 
         Raises:
-            TypeError: The mask is no dense tensor.
-            ValueError: The mask has another number of dimensions, or none of something.
+            TypeError: The mask is not a dense tensor.
+            ValueError: The mask is empty, or does not have two to four dimensions.
         """
         check_tensor(mask, "mask", optional=False)
         require_values(mask, "mask")
         if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
             raise ValueError(
                 f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
-                "Queries are rows, and there is at least one of each."
+                "Rows are queries; no dimension may be empty."
             )
         *before, num_queries, num_keys = mask.shape
         batch, heads = before[0] if len(before) == 2 else 1, before[-1] if before else 1
         flat = mask.reshape(batch, heads, num_queries, num_keys)
 
-        place = torch.arange(num_keys, device=mask.device)
+        position = torch.arange(num_keys, device=mask.device)
 
         def rows(number: Tensor) -> tuple[Tensor, Tensor]:
             row, query = number // num_queries, number % num_queries
             head, sequence = row // batch, row % batch
-            return flat[sequence, head, query] != 0, sequence[:, None] * num_keys + place
+            return flat[sequence, head, query] != 0, sequence[:, None] * num_keys + position
 
-        count, numbers = batch * heads * num_queries, place.new_empty(0, dtype=index_type(batch * num_keys))
-        way_out = "Make graphs of some sequences or heads."
+        count, numbers = batch * heads * num_queries, position.new_empty(0, dtype=index_type(batch * num_keys))
+        way_out = "Convert some sequences or heads at a time."
         rowptr, col = masked_rows(rows, count, mask.numel(), "mask", way_out, numbers)
         steps = torch.arange(batch + 1, device=mask.device)
         sides = (batch * num_queries, batch * num_keys, heads, steps * num_queries, steps * num_keys)
@@ -446,14 +442,14 @@ class AttentionGraph(CompressedRows):
         """Mask of one sequence, ``[H, n, m]`` bool, rows = queries.
 
         Args:
-            sequence: Which sequence; may be None where there is one.
+            sequence: The sequence; may be None if there is only one.
 
         Raises:
-            ValueError: The sequence does not exist or is not told, the mask takes more memory than there is, or the
-                graph is on the meta device and has no values.
+            ValueError: The sequence does not exist, or is None and there are several; the mask does not fit into
+                memory; or the graph is on the meta device.
         """
         require_values(self.col, "graph")
-        sequence = the_one(sequence, self.num_sequences, "sequence")
+        sequence = resolve_index(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
         checks.memory(
             "sequence",
@@ -469,21 +465,24 @@ class AttentionGraph(CompressedRows):
         return mask.view(one.heads, one.num_queries, one.num_keys)
 
     def to_edge_index(self, head: int | None = None) -> EdgeIndex:
-        """PyG :class:`~torch_geometric.EdgeIndex` ``[2, E]`` of one head, sorted by query, or of all heads."""
+        """PyG :class:`~torch_geometric.EdgeIndex` ``[2, E]`` of one head, or of all heads if None.
+
+        The edges of one head are sorted by query.
+        """
         graph = self if head is None else self.head(head)
         order = "col" if graph.heads == 1 else None
         return EdgeIndex(graph.edge_index, sparse_size=(self.num_keys, self.num_queries), sort_order=order)
 
     def to_scipy(self, head: int | None = None, sequence: int | None = None) -> scipy.sparse.csr_array:
-        """scipy compressed rows ``[N, M]`` bool of one head, of one sequence or of the whole batch.
+        """SciPy array in compressed rows, ``[N, M]`` bool, of one head in one sequence or in the whole batch.
 
         Args:
-            head: Which head; may be None where there is one.
-            sequence: Which sequence; None for the whole batch.
+            head: The head; may be None if there is only one.
+            sequence: The sequence. None: the whole batch.
 
         Raises:
-            ImportError: scipy is not installed.
-            ValueError: The head or sequence does not exist, or the head is not told.
+            ImportError: SciPy is not installed.
+            ValueError: The head or sequence does not exist, or the head is None and there are several.
         """
         try:
             import scipy.sparse
@@ -491,7 +490,7 @@ class AttentionGraph(CompressedRows):
             raise ImportError(
                 f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
             ) from None
-        head = the_one(head, self.heads, "head")
+        head = resolve_index(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
         return scipy.sparse.csr_array(
@@ -499,16 +498,15 @@ class AttentionGraph(CompressedRows):
         )
 
     def to_sparse_tensor(self, head: int | None = None, value: Tensor | None = None) -> SparseTensor:
-        """torch-sparse ``SparseTensor`` of one head, transposed as PyG layers take it: ``[N, M]``, rows = queries.
+        """torch-sparse ``SparseTensor`` of one head, transposed for PyG layers: ``[N, M]``, rows = queries.
 
         Args:
-            head: Which head; may be None where there is one.
-            value: What its entries hold: one number or vector for each edge of all heads, ``[E, ...]``, differentiable;
-                nothing if None.
+            head: The head; may be None if there is only one.
+            value: Values of the edges of all heads, ``[E, ...]``, differentiable. None: the tensor has no values.
 
         Raises:
             ImportError: torch-sparse is not installed.
-            ValueError: The head does not exist or is not told, or ``value`` is not ``[E, ...]``.
+            ValueError: The head does not exist, or is None and there are several; or ``value`` is not ``[E, ...]``.
         """
         import torch_geometric.typing
 
@@ -517,13 +515,13 @@ class AttentionGraph(CompressedRows):
                 "Expected 'torch-sparse' to be installed. "
                 f"Run {checks.install('sparse', '--no-build-isolation ')}, or use `to_edge_index()`."
             )
-        head = the_one(head, self.heads, "head")
+        head = resolve_index(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
             if value.dim() < 1 or value.size(0) != self.num_edges:
                 raise ValueError(
                     f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). "
-                    "It holds one entry for each edge of all heads."
+                    "It holds one entry per edge of all heads."
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
@@ -537,10 +535,10 @@ class AttentionGraph(CompressedRows):
         )
 
     def to_data(self) -> Data:
-        """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head) and the sequences as ``batch`` and ``ptr``.
+        """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head), ``batch`` and ``ptr`` (the sequences).
 
         Raises:
-            ValueError: Queries and keys are not the same tokens: N and M, or the offsets of their sequences, differ.
+            ValueError: Queries and keys differ in their number or in the offsets of their sequences.
         """
         if self.num_queries != self.num_keys or not self.same_offsets(self.key_ptr, self.query_ptr):
             other = " and sequences of other lengths" if self.num_queries == self.num_keys else ""
@@ -559,36 +557,40 @@ class AttentionGraph(CompressedRows):
         )
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
-        """Replace the edges of a PyG data object over the same tokens by those of this graph.
+        """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.
 
-        Sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``, ``edge_head`` of
-        ``HeteroData``. Attributes that described the old edges are removed. A ``Batch`` still separates into its
-        graphs. Returns the object.
+        The method sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``,
+        ``edge_head`` of ``HeteroData``. It removes attributes of the old edges. A ``Batch`` can still be separated into
+        its graphs.
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
-            edge_type: Which edges of ``HeteroData``; None for ``Data``.
+            edge_type: The edge type of ``HeteroData``; None for ``Data``.
+
+        Raises:
+            TypeError: ``data`` is not a PyG data object.
+            ValueError: ``data`` has other nodes or sequences than the graph, or the edge type does not fit.
         """
         if not isinstance(data, Data | HeteroData):
             raise TypeError(
                 f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one."
             )
         if isinstance(data, Data) and edge_type is not None:
-            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Its edges are of one type.")
+            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
         if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
             raise ValueError(
-                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Say which edges are meant."
+                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges to replace."
             )
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
         for nodes, total, ptr in ((target, self.num_queries, self.query_ptr), (source, self.num_keys, self.key_ptr)):
             there: Any = data if nodes is None else data[nodes]
             if not any(name in there for name in ("num_nodes", "x", "pos", "batch", "ptr")):
-                continue  # PyG would guess, from edges
+                continue  # PyG would infer the number of nodes from the edges
             if there.num_nodes != total:
                 raise ValueError(
-                    f"Expected 'data' to have {total} nodes, as the graph has tokens (got {there.num_nodes}). "
-                    "Its edges join nodes by number."
+                    f"Expected 'data' to have {total} nodes, one per token of the graph (got {there.num_nodes}). "
+                    "Build the graph over the nodes of 'data'."
                 )
             known = stored_ptr(there)
             if known is not None and not torch.equal(known.cpu(), ptr.cpu()):
@@ -604,7 +606,7 @@ class AttentionGraph(CompressedRows):
             order = torch.bucketize(edges["edge_index"][1], self.query_ptr[1:], right=True).argsort(stable=True)
             edges = {name: value[..., order] for name, value in edges.items()}
         store.update(edges)
-        # `Batch.to_data_list` goes by it; it is shared with the batch that was copied
+        # `Batch.to_data_list` reads these; a copy of a batch shares them, so they are replaced, not changed
         if isinstance(data, Batch) and hasattr(data, "_slice_dict"):
             ends = self.edges_per_sequence.sum(1).cumsum(0).cpu()
             slices = dict.fromkeys(edges, torch.cat([ends.new_zeros(1), ends]))
@@ -617,7 +619,7 @@ class AttentionGraph(CompressedRows):
         return data
 
     def to_hetero_data(self) -> HeteroData:
-        """PyG ``HeteroData``: nodes ``query`` and ``key``, edges ``(key, to, query)`` with their ``edge_head``."""
+        """PyG ``HeteroData`` with nodes ``query`` and ``key``, and edges ``(key, to, query)`` with ``edge_head``."""
         data = HeteroData()
         for name, ptr, total in (("query", self.query_ptr, self.num_queries), ("key", self.key_ptr, self.num_keys)):
             data[name].num_nodes = total
@@ -630,32 +632,33 @@ class AttentionGraph(CompressedRows):
     def to_networkx(
         self, sequence: int | None = None, head: int | Literal["all"] | None = None, *, bipartite: bool | None = None
     ) -> nx.DiGraph[Any]:
-        """networkx graph of one sequence; an edge runs from key to query, as messages do.
+        """networkx graph of one sequence. Edges run from key to query, the direction of messages.
 
         Args:
-            sequence: Which sequence; may be None where there is one.
-            head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` over all heads, the
-                head as edge key and attribute ``head``.
-            bipartite: False: nodes are tokens ``0..n-1`` (needs N = M). True: nodes are ``("key", j)`` and ``("query",
-                i)`` with networkx's ``bipartite`` attribute 0 and 1. None: tokens where the sequence has as many
-                queries as keys, else bipartite.
+            sequence: The sequence; may be None if there is only one.
+            head: The head; may be None if there is only one. ``"all"`` returns a ``MultiDiGraph`` over all heads; the
+                head is the edge key and the attribute ``head``.
+            bipartite: False: nodes are the tokens ``0..n-1``, which requires as many queries as keys. True: nodes are
+                ``("key", j)`` and ``("query", i)``, with networkx's attribute ``bipartite`` 0 and 1. None: False if the
+                sequence has as many queries as keys, else True.
 
         Raises:
-            ValueError: The sequence or head does not exist or is not told, or tokens were asked for where N != M.
+            ValueError: The sequence or head does not exist, or is None and there are several; or ``bipartite`` is False
+                and the numbers of queries and keys differ.
         """
         require_values(self.col, "graph")
-        checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
-        graph = self.sequence(the_one(sequence, self.num_sequences, "sequence"))
+        checks.flag("bipartite", bipartite, "If True, queries and keys are separate nodes.", optional=True)
+        graph = self.sequence(resolve_index(sequence, self.num_sequences, "sequence"))
         chosen = (
             graph
             if head == "all"
-            else graph.head(the_one(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
+            else graph.head(resolve_index(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         )
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
-                f"Expected 'bipartite' to be True where there are not as many queries as keys (got {bipartite}, "
-                f"{graph.num_queries} and {graph.num_keys})."
+                f"Expected 'bipartite' to be True or None if queries and keys differ in number (got {bipartite}, "
+                f"{graph.num_queries} and {graph.num_keys}). Leave it out."
             )
         split = not square if bipartite is None else bipartite
         result: nx.DiGraph[Any] = nx.MultiDiGraph() if head == "all" else nx.DiGraph()
@@ -676,10 +679,7 @@ class AttentionGraph(CompressedRows):
 
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
-    """Edges ``[2, E]`` of any PyG adjacency, in the order in which it stores them.
-
-    Row 0 holds the keys (sources), row 1 the queries (targets).
-    """
+    """Edges ``[2, E]`` of any PyG adjacency, in its order: row 0 the keys (sources), row 1 the queries (targets)."""
     if not isinstance(adjacency, Tensor | SparseTensor):
         raise TypeError(
             "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph "
@@ -687,26 +687,24 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
         )
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
-            adjacency = adjacency.coalesce()  # `to_edge_index` would mark the caller's tensor as coalesced
+            adjacency = adjacency.coalesce()  # else `to_edge_index` marks the caller's tensor as coalesced
         return to_edge_index(adjacency)[0].flip(0)  # rows of a transposed adjacency are targets
     return adjacency.as_tensor() if isinstance(adjacency, EdgeIndex) else adjacency
 
 
 def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, Any, Any, str]:
-    """Where edges, keys and queries lie in a data object, and what the head of an edge is called there."""
+    """Stores of the edges, keys and queries of a data object, and the name of its attribute for heads of edges."""
     if isinstance(data, Data):
         if edge_type is not None:
-            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Its edges are of one type.")
+            raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
         return data, data, data, "edge_type"
     types = data.edge_types
     if edge_type is None and len(types) == 1:
         (edge_type,) = types
     if edge_type is None or edge_type not in types:
-        raise ValueError(
-            f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Say which edges of the data are meant."
-        )
+        raise ValueError(f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Name the edges to convert.")
     return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
 
 
-def _few(things: Any) -> str:
+def _first_three(things: Any) -> str:
     return ", ".join(map(repr, [*things][:3]))

@@ -1,7 +1,7 @@
-"""What runs here: versions, kernels, threads, devices, caches, and a short self-test of the kernels.
+"""Information for bug reports (versions, kernels, devices, a self-test of the kernels), and progress bars.
 
-``python -m sbm_pyg.info`` prints it. In: nothing, or ``--json``. Out: text for a bug report, or the same as JSON; exit
-status 1 if the self-test fails. Not here: benchmarks (``examples/benchmarks``), and the tests proper.
+``python -m sbm_pyg.info`` prints a report as text, or as JSON with ``--json``; the exit status is 1 if the self-test
+fails. :class:`tqdm` shows how far a program is. Not here: benchmarks (``examples/benchmarks``), and the test suite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import llvmlite.binding
 import torch
 import torch_geometric.typing
 from numba.core import config as numba_config
+from tqdm import auto
 
 from . import __version__, ops
 from .ops import cuda
@@ -43,15 +44,16 @@ OPTIONAL = {
 }
 VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
 TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value
+LOG_SECONDS = 60.0  # between two lines of a progress bar in a file or a pipe
 
 
 def collect(test: bool = True) -> dict[str, Any]:
-    """Everything that is printed, as plain data.
+    """The report as plain data.
 
     Args:
         test: Also run :func:`self_test`.
     """
-    tested = self_test() if test else None  # first, since it loads the kernels whose cache is looked at
+    tested = self_test() if test else None  # first: it loads the kernels, whose caches are listed below
     return {
         "versions": {
             "sbm_pyg": __version__,
@@ -88,12 +90,12 @@ def collect(test: bool = True) -> dict[str, Any]:
 
 
 def self_test() -> dict[str, Any]:
-    """Compare the kernels with their meaning in plain torch, on one small problem per device.
+    """Compare the kernels with their reference in plain torch, on one small problem per device.
 
-    Takes about a second, most of it to load compiled kernels; some seconds more where they are not cached yet.
+    It takes about a second, most of it to load compiled kernels, and some seconds more if they are not cached yet.
 
     Returns:
-        Per device, largest errors relative to the largest value, and ``passed``; the seconds that all took.
+        For each device, the largest errors relative to the largest value, and ``passed``; the seconds of all.
     """
     start = time.perf_counter()
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -149,12 +151,12 @@ def _version(package: str) -> str | None:
 
 
 def _torch_sparse() -> str | None:
-    """Version of torch-sparse, where it can be loaded; a build for another torch cannot."""
+    """Version of torch-sparse if it can be loaded; a build for another torch cannot."""
     return _version("torch-sparse") if torch_geometric.typing.WITH_TORCH_SPARSE else None
 
 
 def _instructions() -> str:
-    """The widest vectors that numba compiles for."""
+    """The widest vector instructions that numba compiles for."""
     chosen = getattr(numba_config, "CPU_FEATURES", None)
     if chosen is not None:
         known = {name[1:] for name in chosen.split(",") if name.startswith("+")}
@@ -164,10 +166,7 @@ def _instructions() -> str:
 
 
 def _caches() -> dict[str, Any]:
-    """Where compiled kernels lie.
-
-    numba falls back to the user's cache folder where the package's own cannot be written to.
-    """
+    """Folders of compiled kernels: the package's own, or the user's cache folder if that is not writable."""
     found: dict[str, Any] = {}
     for kernel in threads._kernels:
         path = kernel.stats.cache_path
@@ -178,7 +177,7 @@ def _caches() -> dict[str, Any]:
 
 
 def _text(info: dict[str, Any]) -> str:
-    """The same as text for people."""
+    """The report as text."""
     lines: list[str] = []
 
     def section(title: str, rows: dict[str, Any]) -> None:
@@ -218,8 +217,8 @@ def _text(info: dict[str, Any]) -> str:
         "compiled kernels",
         folders
         or {
-            "no cache": "no folder can be written to, so every process compiles its kernels; set NUMBA_CACHE_DIR to a "
-            "folder that is yours alone (whoever writes there runs code here: the cache holds pickles)"
+            "no cache": "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a "
+            "folder that only you can write to (the cache holds pickles, which run code when they are loaded)"
         },
     )
     if tested is not None:
@@ -236,9 +235,32 @@ def _text(info: dict[str, Any]) -> str:
     return "\n".join(lines[1:])
 
 
+class tqdm(auto.tqdm):
+    """A progress bar with the arguments of tqdm; in a file or a pipe it writes one line a minute."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        file = options.get("file") or sys.stderr
+        interactive = "ipykernel" in sys.modules or (hasattr(file, "isatty") and file.isatty())
+        self._every = 0.0 if interactive else LOG_SECONDS
+        self._drawn: float | None = None
+        intervals = {} if interactive else {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
+        super().__init__(*given, **intervals | options)
+
+    def refresh(self, *given: Any, **options: Any) -> Any:
+        """Draw the bar, unless the last line in a file is recent."""
+        if self.disable:  # such a bar has no clock
+            return None
+        now = self._time()
+        if self._drawn is not None and now - self._drawn < self._every:
+            return None
+        self._drawn = now
+        return super().refresh(*given, **options)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sbm_pyg.info", description="Says what runs here, and tests it.")
+    """Run the command line; return the exit status."""
+    description = "Print versions, kernels and devices, and test the kernels."
+    parser = argparse.ArgumentParser(prog="python -m sbm_pyg.info", description=description)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-test", action="store_true", help="leave the self-test out")
     chosen = parser.parse_args(arguments)

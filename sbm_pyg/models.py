@@ -1,4 +1,4 @@
-"""Sequence models out of attention layers: an encoder, and heads that classify sequences, pairs and tokens.
+"""Sequence models: an encoder of attention layers, and heads that classify sequences, pairs and tokens.
 
 In: ragged token numbers ``[N]`` or features ``[N, F]``, with offsets ``ptr`` [B+1]. Out: logits and, on request, a
 trace of every layer's graph and density. Not here: training (``examples``), and attention itself.
@@ -30,7 +30,7 @@ from .sources.interface import Choice, GraphSource
 
 __all__ = ["EncoderTrace", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier"]
 
-RULES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # and the options that they have by default
+SOURCES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # with the defaults of their sizes
     "window": (partial(patterns.PatternSource, patterns.window), {"size": 64}),
     "bigbird": (partial(patterns.PatternSource, patterns.bigbird), {"size": 3, "num_global": 2, "num_random": 3}),
     "top_k": (partial(selectors.SelectorSource, selectors.top_k), {"k": 16}),
@@ -38,11 +38,10 @@ RULES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # and t
     "lsh": (partial(selectors.SelectorSource, selectors.lsh), {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
     "routing": (selectors.RoutingSource, {"num_clusters": 8}),
 }
-LEARNED: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
-ATTENTION = ("sbm", "full", "dcmm", *RULES, *LEARNED)
-BLOCK_BYTES = 2**15  # of the Python objects of a block, without its parameters
-
-SIZES = "See the docstring of SequenceEncoder."
+SCORERS: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
+ATTENTION = ("sbm", "full", "dcmm", *SOURCES, *SCORERS)
+LAYER_BYTES = 2**15  # of the Python objects of a layer, without its parameters
+SEE_DOCSTRING = "See the docstring of SequenceEncoder."
 
 AttentionFactory = Callable[[int, int, int], nn.Module]
 """``(channels, head_channels, heads) -> module``; see :class:`SequenceEncoder` for how the module is called."""
@@ -50,15 +49,15 @@ AttentionFactory = Callable[[int, int, int], nn.Module]
 
 @dataclass(frozen=True)
 class EncoderTrace:
-    """What the layers of an encoder attended to.
+    """The graph of each layer of an encoder in one forward pass.
 
     Args:
-        choices: Graph of each layer and its probabilities; None for a layer without a graph (full attention).
+        choices: The graph of each layer and its probabilities; None for a layer without a graph (full attention).
         shape: Numbers of sequences and heads, (B, H).
-        device: Where the tokens were, for densities of layers without a graph; torch's default if None.
+        device: Device of the densities if no layer has a graph; torch's default if None.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type, or a graph is of another shape.
+        TypeError, ValueError: An argument has the wrong type, or a graph has another shape.
     """
 
     choices: tuple[Choice | None, ...]
@@ -72,7 +71,7 @@ class EncoderTrace:
             )
         if not self.choices:
             raise ValueError(
-                "Expected 'choices' to hold one Choice or None per layer (got none). A model has a layer or more."
+                "Expected 'choices' to hold one Choice or None per layer (got none). A model has at least one layer."
             )
         if not isinstance(self.shape, tuple) or len(self.shape) != 2:
             raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
@@ -89,15 +88,15 @@ class EncoderTrace:
 
     @property
     def density(self) -> Tensor:
-        """Density of each layer's graph, ``[L, B, H]`` of the type that theirs have; 1 for full attention."""
+        """Density of each layer's graph, ``[L, B, H]``, in the dtype of its graphs; 1 for full attention."""
         return self._stack([None if graph is None else graph.density for graph in self.graphs], wide=True)
 
     @property
     def expected_density(self) -> Tensor:
-        """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before any is cut at 1.
+        """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before probabilities are cut at 1.
 
-        A graph without probabilities counts with its density, full attention with 1. Where sources have a share, it is
-        about the share, whatever the graphs are; :attr:`density` is theirs.
+        A graph without probabilities counts with its density, full attention with 1. A source with a ``share`` has
+        about that expected density whatever its graphs are; :attr:`density` is theirs.
         """
         known = [
             None
@@ -110,22 +109,22 @@ class EncoderTrace:
         return self._stack(known)
 
     def density_loss(self, floor: float = 0.0) -> Tensor:
-        """Mean expected density over layers, sequences and heads: a regulariser of the loss.
+        """Mean expected density over layers, sequences and heads, a scalar to weight and add to the loss.
 
-        It is that of Cho et al., section 5.2, without its noise: a scalar, to be weighted and added to the loss. The
-        paper penalises sampled edges; this is their expectation, differentiable in O(NK + K^2) without the
-        straight-through estimator. That is for sources without a share. With one, pairs compete for a number of edges
-        that is given, and no gradient prices them all: lower the share instead.
+        This is the regulariser of Cho et al., section 5.2, without its noise: the paper penalises sampled edges, and
+        this their expectation, which is differentiable in O(NK + K^2) without the straight-through estimator. It is for
+        sources without a ``share``. With one, the number of edges is fixed, and this loss cannot lower it: lower the
+        share instead.
 
         Args:
-            floor: Density in [0, 1] up to which a head costs nothing; above it, the excess counts. 0, as in the paper,
-                pulls on every edge from the first step on, and may remove them all before the model has found out what
-                they are good for.
+            floor: Density in [0, 1] up to which a head costs nothing; the excess counts. With 0, as in the paper, all
+                edges have a price from the first step, and training may remove them before the model has learned to use
+                them.
 
         Raises:
             ValueError: ``floor`` is out of range.
         """
-        checks.number("floor", floor, "[0, 1]", "It is a density; 0 prices every edge.")
+        checks.number("floor", floor, "[0, 1]", "It is a density; with 0 every edge counts.")
         return (self.expected_density - floor).relu().mean()
 
     def __add__(self, other: EncoderTrace) -> EncoderTrace:
@@ -138,93 +137,86 @@ class EncoderTrace:
 
 
 def _check_parameters(name: str, count: int) -> None:
-    """Refuse so many parameters where memory does not hold them."""
+    """Refuse more parameters than memory holds."""
     width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
     checks.memory(name, count, width, device, "Build a smaller model.", "parameters")
 
 
-def _named(
+def _make_attention(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
-    """The attention layer of that name."""
-    rule, sizes = RULES.get(name, (patterns.PatternSource, {}))
-    kinds: tuple[Callable[..., Any], ...] = (AttentionConv, MessagePassing)
-    if name in RULES:
-        kinds += (rule,)
-    elif name in LEARNED:
-        kinds += (LEARNED[name], indexer.IndexerSource)
-    elif name == "dcmm":
-        kinds += (DCMMBias,)
-    elif name in ("full", "sbm"):
-        kinds = (FullAttention,) if name == "full" else (SBMAttentionConv, *kinds)
+    """Construct the attention layer of a name; each option goes to the layer, source or bias that has it."""
+    make, sizes = SOURCES.get(name, (patterns.PatternSource, {}))
+    owners: dict[str, tuple[Callable[..., Any], ...]] = {
+        "full": (FullAttention,),
+        "sbm": (SBMAttentionConv, AttentionConv, MessagePassing),
+        "dcmm": (DCMMBias, AttentionConv, MessagePassing),
+        **{each: (SCORERS[each], indexer.IndexerSource, AttentionConv, MessagePassing) for each in SCORERS},
+    }
+    kinds = owners.get(name, (make, AttentionConv, MessagePassing))
     known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
     known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "scorer", "is_causal"}
+    known -= {"kwargs", "options", "concat"}  # the output projection needs the concatenated heads
     known -= {"score_bias"} if name == "dcmm" else set()
-    known -= {"kwargs", "options", "concat"}  # the projection behind attention joins the heads
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
             f"Expected 'attention_options' of {name!r} to be known (got {unknown}). They are {sorted(known)}."
         )
-    if name == "full":
-        return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
-    if name == "sbm":
-        return SBMAttentionConv(channels, head_channels, heads, is_causal=is_causal, **options)
+    if name in ("full", "sbm"):
+        return kinds[0](channels, head_channels, heads, is_causal=is_causal, **options)
     source: GraphSource
     if name == "dcmm":
         own, rest = _split(options, DCMMBias)
-        rest["score_bias"] = DCMMBias(head_channels, heads, **own)
-        source = patterns.PatternSource(patterns.full)
-        return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
-    if name in LEARNED:
-        own, chosen, rest = _split(options, LEARNED[name], indexer.IndexerSource)
-        source = indexer.IndexerSource(LEARNED[name](head_channels, heads, **own), **chosen)
-        return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
-    given = {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
-    own, rest = _split({key: value for key, value in options.items() if key not in sizes}, rule)
-    if name == "routing":
-        own["channels"] = head_channels
-    if name in ("routing", "bigbird"):  # each head has its centroids, or draws its random keys
-        own["heads"] = heads
-    return AttentionConv(channels, head_channels, heads, rule(**given, **own), is_causal=is_causal, **rest)
+        source, rest["score_bias"] = patterns.PatternSource(patterns.full), DCMMBias(head_channels, heads, **own)
+    elif name in SCORERS:
+        own, chosen, rest = _split(options, SCORERS[name], indexer.IndexerSource)
+        source = indexer.IndexerSource(SCORERS[name](head_channels, heads, **own), **chosen)
+    else:
+        own, rest = _split(options, make)
+        own |= {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
+        rest = {key: value for key, value in rest.items() if key not in sizes}
+        own |= {"channels": head_channels} if name == "routing" else {}
+        own |= {"heads": heads} if name in ("routing", "bigbird") else {}  # which differ among heads
+        source = make(**own)
+    return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
 
 
 def _split(options: Mapping[str, Any], *kinds: Callable[..., Any]) -> tuple[dict[str, Any], ...]:
-    """The options that each class or function takes, and those that none does."""
+    """The options of each class or function, and the other options."""
     named = [inspect.signature(kind).parameters for kind in kinds]
-    parts = [{key: value for key, value in options.items() if key in names} for names in named]
-    return *parts, {key: value for key, value in options.items() if not any(key in names for names in named)}
+    found = [{key: value for key, value in options.items() if key in names} for names in named]
+    return *found, {key: value for key, value in options.items() if not any(key in names for names in named)}
 
 
 class SequenceEncoder(Pretrained):
-    """Token and position embeddings, and pre-norm blocks of attention and a feed-forward network, over ragged batches.
+    """Token and position embeddings, and pre-norm transformer layers, over ragged batches.
 
     Args:
-        num_tokens: Size of the vocabulary. None where tokens are features.
-        channels: Width of the tokens between blocks.
-        num_layers: Number of blocks L.
-        heads: Attention heads per block H.
+        num_tokens: Size of the vocabulary. None if tokens are features.
+        channels: Width of the tokens between layers.
+        num_layers: Number of layers L.
+        heads: Attention heads per layer H.
         head_channels: Channels per head C; ``channels // heads`` if None.
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
-        max_length: Longest sequence, the number of position embeddings.
-        dropout: Dropout on embeddings and on what each block adds, in [0, 1).
+        max_length: Length of the longest sequence, the number of position embeddings.
+        dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
             ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.sources.patterns`),
             ``"top_k"``, ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.sources.selectors`),
             ``"indexer"`` or ``"key_selection"`` (over an :class:`~sbm_pyg.sources.indexer.IndexerSource`), ``"dcmm"``
-            (over all pairs, with a :class:`DCMMBias`), or a factory ``(channels, head_channels, heads) -> module``. Its
-            module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True)``, with
-            the graph as second argument where one is given, and returns ``[N, H*C]`` and a :class:`Choice` or None.
-        attention_options: Keyword arguments of the attention that is named, of its rule and of its source, e.g.
-            ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. Heads are joined, so ``concat`` is
-            none.
-        in_channels: Channels of features that take the place of token numbers; None for token numbers.
-        is_causal: No token attends to a later one, so that none depends on a later one. A factory makes its own layers
-            causal.
+            (over all pairs, with a :class:`DCMMBias`), or a factory ``(channels, head_channels, heads) -> module``. The
+            module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True)``, with a
+            given graph as second argument, and returns ``[N, H*C]`` and a :class:`Choice` or None.
+        attention_options: Keyword arguments of the named attention, of its source and of its bias, e.g.
+            ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not among them: heads are
+            concatenated.
+        in_channels: Channels of the features that replace token numbers; None for token numbers.
+        is_causal: No token attends to a later one. A factory makes causal layers itself.
 
     Raises:
-        TypeError: A size is no int, or another argument is of the wrong type.
-        ValueError: A size is below 1, the attention or one of its options has no such name, or memory does not hold the
+        TypeError: A size is not an int, or another argument has the wrong type.
+        ValueError: A size is below 1, the attention or one of its options is unknown, or memory does not hold the
             parameters.
 
     Shapes:
@@ -236,7 +228,7 @@ class SequenceEncoder(Pretrained):
         >>> out.shape, trace.density.shape  # [N, channels], [L, B, H]
         (torch.Size([30, 16]), torch.Size([2, 2, 2]))
 
-    Embeddings start with standard deviation 1: with the customary 0.02, even full attention hardly learns to compare
+    Embeddings have standard deviation 1 at the start: with the usual 0.02, even full attention hardly learns to compare
     tokens.
     """
 
@@ -257,20 +249,7 @@ class SequenceEncoder(Pretrained):
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        self._options = {
-            "num_tokens": num_tokens,
-            "channels": channels,
-            "num_layers": num_layers,
-            "heads": heads,
-            "head_channels": head_channels,
-            "ffn_channels": ffn_channels,
-            "max_length": max_length,
-            "dropout": dropout,
-            "attention": attention,
-            "attention_options": attention_options,
-            "in_channels": in_channels,
-            "is_causal": is_causal,
-        }
+        self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if attention_options is not None:
             if not isinstance(attention_options, Mapping):
                 raise TypeError(
@@ -279,7 +258,7 @@ class SequenceEncoder(Pretrained):
                 )
             self._options["attention_options"] = dict(attention_options)
         channels, heads = (
-            checks.integer(name, size, 1, SIZES) for name, size in (("channels", channels), ("heads", heads))
+            checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in (("channels", channels), ("heads", heads))
         )
         head_channels = channels // heads if head_channels is None else head_channels
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
@@ -297,17 +276,16 @@ class SequenceEncoder(Pretrained):
             "max_length": max_length,
         }
         width, num_layers, head_channels, ffn_channels, max_length = (
-            checks.integer(name, size, 1, SIZES) for name, size in sizes.items()
+            checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in sizes.items()
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
-        checks.flag("is_causal", is_causal, "It says whether tokens attend to earlier ones alone.")
+        checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
-        _check_parameters(source, width * channels)
-        _check_parameters("max_length", max_length * channels)
-        _check_parameters("heads", attended)
-        _check_parameters("ffn_channels", network)
-        _check_parameters("num_layers", num_layers * (attended + network))
-        checks.memory("num_layers", num_layers, BLOCK_BYTES, torch.device("cpu"), "Build a smaller model.", "blocks")
+        counts = {source: width * channels, "max_length": max_length * channels, "heads": attended}
+        counts |= {"ffn_channels": network, "num_layers": num_layers * (attended + network)}
+        for name, count in counts.items():
+            _check_parameters(name, count)
+        checks.memory("num_layers", num_layers, LAYER_BYTES, torch.device("cpu"), "Build a smaller model.", "layers")
         if not (isinstance(attention, str) or callable(attention)):
             raise TypeError(
                 f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). "
@@ -319,26 +297,24 @@ class SequenceEncoder(Pretrained):
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
                     "A factory is called with (channels, head_channels, heads)."
                 )
-            layers = [
-                _named(attention, channels, head_channels, heads, is_causal, attention_options or {})
-                for _ in range(num_layers)
-            ]
+            make: AttentionFactory = partial(
+                _make_attention, attention, is_causal=is_causal, options=attention_options or {}
+            )
         else:
             if is_causal:
-                raise ValueError("Expected no 'is_causal' with a factory (got True). Let its layers be causal.")
+                raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
             if attention_options is not None:
-                raise ValueError(
-                    "Expected no 'attention_options' with a factory (got some). Let the factory hold them."
-                )
-            layers = [attention(channels, head_channels, heads) for _ in range(num_layers)]
+                raise ValueError("Expected no 'attention_options' with a factory (got some). Pass them to the factory.")
+            make = attention
+        attentions = [make(channels, head_channels, heads) for _ in range(num_layers)]
         self.num_tokens: int | None = width if in_channels is None else None
         self.in_channels: int | None = None if in_channels is None else width
         self.channels, self.heads, self.max_length, self.ffn_channels = channels, heads, max_length, ffn_channels
         self.token = nn.Embedding(width, channels) if in_channels is None else nn.Linear(width, channels)
         self.position = nn.Embedding(max_length, channels)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            _Block(channels, heads * head_channels, ffn_channels, dropout, layer) for layer in layers
+        self.layers = nn.ModuleList(
+            _Layer(channels, heads * head_channels, ffn_channels, dropout, each) for each in attentions
         )
         self.norm = nn.LayerNorm(channels)
 
@@ -358,20 +334,19 @@ class SequenceEncoder(Pretrained):
         sequence_ids: Tensor | None = None,
         return_trace: bool = False,
     ) -> Any:
-        """Encode.
+        """Encode tokens.
 
         Args:
             tokens: Token numbers, ``[N]`` or ``[N, 1]`` int64, or features ``[N, in_channels]``: the ``x`` of PyG's
                 data.
             ptr: Offsets of the sequences, ``[B+1]`` int64; one sequence if None.
             batch: The same as a sequence number per token, ``[N]``.
-            edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; None lets each choose
-                its own.
-            positions: Place of each token in its sequence, for the position embeddings, ``[N]`` int64 in ``0 ..
-                max_length-1``; counted if None. For sequences of which tokens were left out.
+            edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; if None, the source of
+                each layer chooses one.
+            positions: Position of each token in its sequence, ``[N]`` int64 in ``0 .. max_length-1``; counted from 0 if
+                None. Pass them if tokens were removed from a sequence.
             seed: Fixes the graphs that layers sample; from torch's default generator if None.
-            sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence then gets the same graphs in any
-                batch.
+            sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence gets the same graphs in any batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
@@ -386,21 +361,21 @@ class SequenceEncoder(Pretrained):
         given = () if edge_index is None else (edge_index,)
         x = self.dropout(self._embed(tokens) + self.position(self._positions(tokens, ptr, positions)))
         choices = []
-        for number, block in enumerate(self.blocks):
+        for number, layer in enumerate(self.layers):
             # Layers draw independently.
             layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
-            x, choice = block(x, given, ptr, layer_seed, sequence_ids, return_trace)
+            x, choice = layer(x, given, ptr, layer_seed, sequence_ids, return_trace)
             choices.append(choice)
         x = self.norm(x)
         return (x, EncoderTrace(tuple(choices), (ptr.numel() - 1, self.heads), tokens.device)) if return_trace else x
 
     def check_tokens(self, tokens: Tensor) -> Tensor:
-        """The tokens as the first layer takes them: ``[N]`` integers, or ``[N, in_channels]``.
+        """Check type and shape of the tokens; return ``[N]`` integers, or features ``[N, in_channels]``.
 
-        Whether the vocabulary holds them is checked where they are embedded.
+        The forward pass checks that the vocabulary has them.
 
         Raises:
-            TypeError, ValueError: Their type or shape is another.
+            TypeError, ValueError: The type or shape is wrong.
         """
         if self.num_tokens is None:
             checks.tensors(tokens=tokens)
@@ -421,7 +396,7 @@ class SequenceEncoder(Pretrained):
         return tokens
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Vectors of the tokens, ``[N, channels]``."""
+        """Embeddings of the tokens, ``[N, channels]``."""
         if self.num_tokens is not None and tokens.numel() and can_read(tokens):
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_tokens:
@@ -432,7 +407,7 @@ class SequenceEncoder(Pretrained):
         return self.token(tokens)
 
     def _positions(self, tokens: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
-        """Place of each token in its sequence, ``[N]``."""
+        """Position of each token in its sequence, ``[N]``."""
         count = tokens.size(0)
         if can_read(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
@@ -461,8 +436,8 @@ class SequenceEncoder(Pretrained):
         return positions
 
 
-class _Block(nn.Module):
-    """Pre-norm residual block: attention with an output projection, then a GELU network."""
+class _Layer(nn.Module):
+    """Pre-norm transformer layer: attention with an output projection, then a feed-forward network with GELU."""
 
     def __init__(self, channels: int, attended: int, ffn_channels: int, dropout: float, attention: nn.Module) -> None:
         super().__init__()
@@ -491,12 +466,12 @@ class _Block(nn.Module):
             self.norm1(x), *edge_index, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True
         )
         x = x + self.dropout(self.lin_out(attended))
-        # FSDP looks through all that a block returns, and warns of the views that a model of a graph is made of.
+        # FSDP inspects all outputs of a layer, and warns about the views in a choice.
         return x + self.ffn(self.norm2(x)), choice if return_choice else None
 
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
-    """Mean over the real tokens of each sequence, or their sum by a given length, ``[B, channels]``."""
+    """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``."""
     lengths = ptr.diff()
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
     return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / (
@@ -504,48 +479,57 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     )
 
 
-def _check_head(encoder: SequenceEncoder, num_classes: int, encoder_width: str) -> int:
-    """The number of classes, whose last layer fits into memory."""
-    if not isinstance(encoder, SequenceEncoder):
-        raise TypeError(
-            f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). It turns tokens into vectors."
-        )
-    num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
-    _check_parameters("num_classes", num_classes * getattr(encoder, encoder_width))
-    return num_classes
+class _Head(Pretrained):
+    """An encoder, and a classifier on its output."""
 
-
-class _Classifier(Pretrained):
-    """An encoder and a two-layer perceptron on features of ``inputs * channels``."""
-
-    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, width: str) -> None:
         super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="ffn_channels")
-        if pool_length is not None:
-            pool_length = checks.integer(
-                "pool_length", pool_length, 1, "Leave it out to average over the tokens there are."
+        if not isinstance(encoder, SequenceEncoder):
+            raise TypeError(
+                f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). "
+                "It turns tokens into vectors."
             )
-            checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
         self.encoder = encoder
-        self.classifier = nn.Sequential(
-            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
-            nn.ReLU(),
-            nn.Linear(encoder.ffn_channels, num_classes),
-        )
-        self.num_classes, self.pool_length = num_classes, pool_length
+        self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
+        _check_parameters("num_classes", self.num_classes * getattr(encoder, width))
 
     def constructor_options(self) -> dict[str, Any]:
         """As :meth:`Pretrained.constructor_options`."""
-        return {"encoder": self.encoder, "num_classes": self.num_classes, "pool_length": self.pool_length}
+        return {"encoder": self.encoder, "num_classes": self.num_classes}
+
+    def _encode(self, *tokens: Any, return_trace: bool, **options: Any) -> tuple[Tensor, tuple[EncoderTrace, ...]]:
+        """Encoded tokens, and the trace if requested."""
+        found = self.encoder(*tokens, return_trace=return_trace, **options)
+        return (found[0], found[1:]) if return_trace else (found, ())
 
 
-class SequenceClassifier(_Classifier):
+class _PoolingHead(_Head):
+    """A two-layer perceptron on ``inputs * channels`` features of pooled tokens."""
+
+    def __init__(self, encoder: SequenceEncoder, num_classes: int, inputs: int, pool_length: int | None) -> None:
+        super().__init__(encoder, num_classes, "ffn_channels")
+        if pool_length is not None:
+            pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens.")
+            checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
+        self.classifier = nn.Sequential(
+            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
+            nn.ReLU(),
+            nn.Linear(encoder.ffn_channels, self.num_classes),
+        )
+        self.pool_length = pool_length
+
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return super().constructor_options() | {"pool_length": self.pool_length}
+
+
+class SequenceClassifier(_PoolingHead):
     """One label per sequence: mean pooling over its tokens, then a two-layer perceptron.
 
     Args:
         encoder: The encoder.
         num_classes: Number of classes.
-        pool_length: Divide the sum over the tokens by this number, not by theirs, as a mean over zeroed padding does.
+        pool_length: Divide the sum over the tokens by this number in place of theirs, as a mean over zeroed padding.
 
     Shapes:
         - tokens ``[N]`` int64, ptr ``[B+1]``; logits ``[B, num_classes]``.
@@ -560,30 +544,18 @@ class SequenceClassifier(_Classifier):
         ptr: Tensor | None = None,
         *,
         batch: Tensor | None = None,
-        edge_index: AttentionGraph | Tensor | SparseTensor | None = None,
-        positions: Tensor | None = None,
-        seed: int | None = None,
-        sequence_ids: Tensor | None = None,
         return_trace: bool = False,
+        **options: Any,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
         tokens = self.encoder.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
-        found = self.encoder(
-            tokens,
-            ptr,
-            edge_index=edge_index,
-            positions=positions,
-            seed=seed,
-            sequence_ids=sequence_ids,
-            return_trace=return_trace,
-        )
-        x, *trace = found if return_trace else (found,)
+        x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
         logits = self.classifier(_mean_pool(x, ptr, self.pool_length))
         return (logits, *trace) if return_trace else logits
 
 
-class PairClassifier(_Classifier):
+class PairClassifier(_PoolingHead):
     """One label per pair of sequences, from ``[x0, x1, x0 * x1, x0 - x1]`` of their mean-pooled encodings.
 
     Args:
@@ -609,10 +581,10 @@ class PairClassifier(_Classifier):
         sequence_ids: Tensor | None = None,
         return_trace: bool = False,
     ) -> Any:
-        """Logits, or logits and the :class:`EncoderTrace` of the first sequences' layers followed by the second's.
+        """Logits, or logits and one :class:`EncoderTrace`: the layers over the first sequences, then over the second.
 
-        Each argument is a pair of those of :meth:`SequenceEncoder.forward`, one for each side. Only ``sequence_ids`` is
-        shared, in ``0 .. 2**31-1``: number n becomes 2 n for the first side and 2 n + 1 for the second.
+        Each argument but ``seed`` and ``sequence_ids`` is a pair of those of :meth:`SequenceEncoder.forward`.
+        ``sequence_ids`` lie in ``0 .. 2**31-1``; n becomes 2 n for the first sequences and 2 n + 1 for the second.
 
         Raises:
             ValueError: The two batches hold different numbers of sequences.
@@ -623,7 +595,7 @@ class PairClassifier(_Classifier):
                     f"Expected '{name}' to be a pair, of first and second sequences "
                     f"(got {type(pair).__name__}). Pass both."
                 )
-        ptrs, batches, sides = ptr or (None, None), batch or (None, None), positions or (None, None)
+        ptrs, batches, positions_of = ptr or (None, None), batch or (None, None), positions or (None, None)
         tokens = (self.encoder.check_tokens(tokens[0]), self.encoder.check_tokens(tokens[1]))
         offsets = [
             resolve_ptr(part.size(0), ptrs[side], batches[side], name=f"ptr[{side}]", device=part.device)
@@ -637,16 +609,9 @@ class PairClassifier(_Classifier):
         sequence_ids = 2 * resolve_sequence_ids(sequence_ids, offsets[0].numel() - 1, offsets[0].device, bits=31)
         pooled: list[Tensor] = []
         traces: list[EncoderTrace] = []
-        for side in range(2):  # whose sequence_ids are apart
-            found = self.encoder(
-                tokens[side],
-                offsets[side],
-                positions=sides[side],
-                seed=seed,
-                sequence_ids=sequence_ids + side,
-                return_trace=return_trace,
-            )
-            x, *trace = found if return_trace else (found,)
+        for side in range(2):
+            options = {"positions": positions_of[side], "seed": seed, "sequence_ids": sequence_ids + side}
+            x, trace = self._encode(tokens[side], offsets[side], return_trace=return_trace, **options)
             pooled.append(_mean_pool(x, offsets[side], self.pool_length))
             traces += trace
         first, second = pooled
@@ -654,7 +619,7 @@ class PairClassifier(_Classifier):
         return (logits, traces[0] + traces[1]) if return_trace else logits
 
 
-class TokenClassifier(Pretrained):
+class TokenClassifier(_Head):
     """One label per token: a linear layer on the encoder.
 
     Args:
@@ -666,33 +631,15 @@ class TokenClassifier(Pretrained):
     """
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int) -> None:
-        super().__init__()
-        num_classes = _check_head(encoder, num_classes, encoder_width="channels")
-        self.encoder = encoder
-        self.classifier = nn.Linear(encoder.channels, num_classes)
-        self.num_classes = num_classes
+        super().__init__(encoder, num_classes, "channels")
+        self.classifier = nn.Linear(encoder.channels, self.num_classes)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
-        return {"encoder": self.encoder, "num_classes": self.num_classes}
-
-    def forward(
-        self,
-        tokens: Tensor,
-        ptr: Tensor | None = None,
-        *,
-        batch: Tensor | None = None,
-        edge_index: AttentionGraph | Tensor | SparseTensor | None = None,
-        positions: Tensor | None = None,
-        seed: int | None = None,
-        sequence_ids: Tensor | None = None,
-        return_trace: bool = False,
-    ) -> Any:
+    def forward(self, tokens: Tensor, ptr: Tensor | None = None, *, return_trace: bool = False, **options: Any) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; arguments as :meth:`SequenceEncoder.forward`."""
-        found = self.encoder(
-            tokens, ptr, batch=batch, edge_index=edge_index, positions=positions, seed=seed, sequence_ids=sequence_ids,
-            return_trace=return_trace,
-        )  # fmt: skip
-        x, *trace = found if return_trace else (found,)
+        x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
         logits = self.classifier(x)
         return (logits, *trace) if return_trace else logits
+
+
+for _kind in (SequenceClassifier, TokenClassifier):
+    _kind.forward.__signature__ = inspect.signature(SequenceEncoder.forward)  # type: ignore[union-attr]

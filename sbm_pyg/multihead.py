@@ -1,8 +1,8 @@
-"""The attention layer behind the call of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
+"""The attention layer with the interface of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
 In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a
 sparse tensor. Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and
-puts the padding back.
+pads the output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["SBMMultiheadAttention"]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class _Kept(Tensor):
-    """A tensor that :func:`torch.overrides.has_torch_function` knows, so that torch's kernels leave it alone."""
+class _NoFastPath(Tensor):
+    """A subclass of Tensor: :func:`torch.overrides.has_torch_function` is True, so torch skips its fused kernels."""
 
 
 class SBMMultiheadAttention(nn.Module):
@@ -36,34 +36,31 @@ class SBMMultiheadAttention(nn.Module):
 
     .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
 
-    with the attention of :class:`SBMAttentionConv`: the softmax runs over the edges of each query alone. Padding is
-    removed before and put back after, so its values do not matter. Cost O(N E_q^2 + NKC + E (C + K)) on the N real
-    tokens, whatever the padded length.
+    with the attention of :class:`SBMAttentionConv`, whose softmax runs over the edges of each query. Padding is removed
+    before attention and added after it, so its values do not matter. Cost O(N E_q^2 + NKC + E (C + K)) on the N real
+    tokens, independent of the padded length.
 
     Args:
         embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
         num_heads: Number of heads H.
         dropout: Probability that an attention weight is dropped in training.
         bias: Biases in the four projections.
-        add_bias_kv: Not supported; False.
-        add_zero_attn: Not supported; False.
+        add_bias_kv, add_zero_attn: Not supported; False.
         kdim: Channels of the keys; ``embed_dim`` if None.
         vdim: Channels of the values; ``embed_dim`` if None.
         batch_first: Batched tensors are ``[B, L, channels]``; otherwise ``[L, B, channels]``, as in torch.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        num_blocks: Number of blocks K of each head's SBM. None: no SBM; attention is dense unless the call brings a
-            graph.
-        **options: Of :class:`SBMAttentionConv`: ``estimator``, ``exploration``, ``budget``, ``window``, ``normalizer``,
-            ``score_bias``...
+        device, dtype: Device and dtype of the parameters.
+        num_blocks: Number of communities K of each head's SBM. None: no SBM; attention is dense unless the call passes
+            a graph.
+        **options: Further options of :class:`SBMAttentionConv`, such as ``estimator``, ``window`` or ``score_bias``.
 
     Raises:
-        TypeError: A size is no integer, a switch no bool, or ``dtype`` not floating.
-        ValueError: ``embed_dim`` is no multiple of ``num_heads``, an argument is out of range or not supported.
+        TypeError: A size is not an integer, a flag not a bool, or ``dtype`` not floating.
+        ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is out of range or not supported.
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B,
-          ...]`` without, or ``[L, ...]`` for one sequence; or nested, ``[B, *, ...]`` always. Output as the query.
+          ...]`` without, ``[L, ...]`` for one sequence, or nested, ``[B, *, ...]``. The output is shaped as the query.
 
     Example:
         >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
@@ -73,21 +70,15 @@ class SBMMultiheadAttention(nn.Module):
         (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]), True)
 
     Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic
-    Block Models", NeurIPS 2022. Unlike torch's layer: padded queries of self-attention give zeros, weights are returned
-    before dropout, masks forbid or allow and do not add, and a query without keys gives the bias of the output
-    projection instead of NaN.
+    Block Models", NeurIPS 2022. Unlike in torch's layer, the output of padded queries in self-attention is zero,
+    weights are those before dropout, masks only forbid pairs and do not add to scores, and the output of a query
+    without keys is the bias of the output projection in place of NaN.
     """
 
     in_proj_bias = None
-    """Always None.
-
-    :class:`torch.nn.TransformerEncoderLayer` looks here before it bypasses a layer with a fused kernel of its own.
-    """
+    """Always None: :class:`torch.nn.TransformerEncoderLayer` then does not replace the layer by a fused kernel."""
     _qkv_same_embed_dim = False
-    """Always False.
-
-    :class:`torch.nn.TransformerEncoder` looks here, when it is made, before it plans for nested tensors.
-    """
+    """Always False: :class:`torch.nn.TransformerEncoder` then does not convert its inputs to nested tensors."""
 
     def __init__(
         self,
@@ -114,9 +105,7 @@ class SBMMultiheadAttention(nn.Module):
         )
         _check_flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
-            raise TypeError(
-                f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention computes with these."
-            )
+            raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention supports these.")
         if device is not None:
             checks.device(device)
         if embed_dim % num_heads:
@@ -126,12 +115,9 @@ class SBMMultiheadAttention(nn.Module):
             )
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
-                raise ValueError(
-                    f"Expected '{name}' to be False (got {value}). "
-                    "Append a token of your own to keys and values instead."
-                )
+                raise ValueError(f"Expected '{name}' to be False (got True). Append a token to keys and values.")
         if not options.pop("concat", True):
-            raise ValueError("Expected no 'concat' (got False). The output projection takes the heads side by side.")
+            raise ValueError("Expected no 'concat' (got False). The output projection needs the concatenated heads.")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
@@ -139,8 +125,6 @@ class SBMMultiheadAttention(nn.Module):
             (self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options
         )
         if self.vdim != self.kdim:
-            way_out = "Take values of fewer channels."
-            checks.memory("vdim", self.vdim * embed_dim, 4, torch.device("cpu"), way_out, "parameters")
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.to(device=device, dtype=dtype)
@@ -149,15 +133,15 @@ class SBMMultiheadAttention(nn.Module):
     def from_torch(
         cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 128, **options: Any
     ) -> SBMMultiheadAttention:
-        """A layer with the projections of a torch layer, copied.
+        """Construct a layer with copies of the projections of a torch layer.
 
         Args:
-            attention: The layer to start from.
+            attention: Torch's layer.
             num_blocks: As in the constructor.
-            **options: Of :class:`SBMAttentionConv`.
+            **options: Options of :class:`SBMAttentionConv`.
 
         Raises:
-            TypeError: It is no layer of torch.
+            TypeError: ``attention`` is not a layer of torch.
             ValueError: It appends a bias or zeros to its keys.
         """
         if not isinstance(attention, nn.MultiheadAttention):
@@ -196,7 +180,7 @@ class SBMMultiheadAttention(nn.Module):
         return made.train(attention.training)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew from torch's default generator."""
+        """Draw all parameters again from torch's default generator."""
         self.conv.reset_parameters()
         self.out_proj.reset_parameters()
 
@@ -212,11 +196,8 @@ class SBMMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        """The query projection, of a class of its own.
-
-        An encoder of torch that meets it leaves its fused kernels and nested tensors.
-        """
-        return self.conv.lin_query.weight.as_subclass(_Kept)
+        """The query projection as a :class:`_NoFastPath`, so that torch's encoders skip their fused kernels."""
+        return self.conv.lin_query.weight.as_subclass(_NoFastPath)
 
     def forward(
         self,
@@ -234,37 +215,36 @@ class SBMMultiheadAttention(nn.Module):
         sequence_ids: Tensor | None = None,
         return_graph: bool = False,
     ) -> tuple[Any, ...]:
-        """Attend.
+        """Attend over a graph that the source samples, or over a given one.
 
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` or, for one sequence, ``[L, embed_dim]``.
-            key: Likewise, S tokens of ``kdim`` channels. Where it is the same tensor as the query, or lies in the same
-                memory, this is self-attention, and padding is removed from the queries too.
+            key: Likewise, S tokens of ``kdim`` channels. If it is the same tensor as the query, or in the same memory,
+                the call is self-attention, and padding is removed from the queries too.
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
                 ones.
-            need_weights: Return the weights. Costs another O(E C).
+            need_weights: Return the weights, for another O(E C).
             attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
-                0, elsewhere. Edges there are removed from the graph after it was sampled.
-            average_attn_weights: Weights averaged over the heads, rather than one matrix per head.
-            is_causal: Without ``attn_mask``: no query attends to a later key. With it: torch's hint of what it holds,
-                not used.
-            graph: The graph to attend over, in the numbering of the real tokens (see :func:`~sbm_pyg.unpad`), H heads
-                or one.
+                0, elsewhere. These edges are removed from the graph after sampling.
+            average_attn_weights: Average the weights over the heads.
+            is_causal: Without ``attn_mask``, no query attends to a later key. With it, ignored: torch passes it as a
+                hint about the mask.
+            graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
-            sequence_ids: Number of each sequence's random stream, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
 
         Returns:
             The output, shaped as the query, and the weights before dropout or None: a sparse tensor ``[B, L, S]``
-            (``[B, H, L, S]`` without averaging; no B for one sequence) that stores the edges; and the graph, if asked
-            for.
+            (``[B, H, L, S]`` without averaging; no B for one sequence) that stores the edges; and, with
+            ``return_graph``, the graph.
 
         Raises:
-            TypeError: An argument is no tensor, no bool or no graph, tokens are not of the layer's dtype, or a mask is
+            TypeError: An argument is not a tensor, bool or graph, tokens do not have the layer's dtype, or a mask is
                 neither boolean nor floating.
             ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real
-                token, or there are ``sequence_ids`` and nothing is sampled.
+                token, or ``sequence_ids`` were passed and nothing is sampled.
         """
         _check_flags(
             need_weights=need_weights,
@@ -279,29 +259,28 @@ class SBMMultiheadAttention(nn.Module):
         )
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
-                "Expected no 'sequence_ids' where nothing is sampled "
-                "(got a 'graph', or num_blocks=None). Leave them out."
+                "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or num_blocks=None). Leave them out."
             )
-        self_attention, batched, nested = _same(query, key), query.dim() == 3, query.is_nested
+        self_attention, batched, nested = _is_self_attention(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
-        # Without padding of its own, the key side counts places as positions.
+        # Padding among the keys of cross-attention shifts their positions: then a mask makes the graph causal.
         causal = is_causal and attn_mask is None and (self_attention or real_key is None)
         forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
-        keys = _Side(key, real_key)
-        frame = _Frame(keys if self_attention else _Side(query, real_query), keys)
+        keys = _PaddedTokens(key, real_key)
+        layout = _PaddedBatch(keys if self_attention else _PaddedTokens(query, real_query), keys)
         edge_filter = None
         if graph is not None:
-            self._check_graph(graph, frame)
+            self._check_graph(graph, layout)
         if graph is None and self.conv.source is None:
-            graph = frame.dense_graph(forbidden, causal)
+            graph = layout.dense_graph(forbidden, causal)
         elif forbidden is not None:
-            edge_filter = partial(frame.allowed, forbidden)
+            edge_filter = partial(layout.allowed, forbidden)
         flat_query, flat_key, flat_value = (
-            lin(side.take(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)  # [H, N, C]
+            lin(side.unpad(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)  # [H, N, C]
             for lin, tokens, side in (
-                (self.conv.lin_query, query, frame.query),
-                (self.conv.lin_key, key, frame.key),
-                (self.conv.lin_value, value, frame.key),
+                (self.conv.lin_query, query, layout.query),
+                (self.conv.lin_key, key, layout.key),
+                (self.conv.lin_value, value, layout.key),
             )
         )
         attended, used, *rest = self.conv.attend(
@@ -312,27 +291,27 @@ class SBMMultiheadAttention(nn.Module):
             bipartite=not self_attention,
             is_causal=causal,
             edge_filter=edge_filter,
-            ptr=frame.query.ptr if self_attention else (frame.key.ptr, frame.query.ptr),
+            ptr=layout.query.ptr if self_attention else (layout.key.ptr, layout.query.ptr),
             seed=seed,
             sequence_ids=sequence_ids,
             returns=Returns(graph=True, attention_weights=need_weights),
         )
         attended = self.out_proj(attended)
         if nested:
-            out = torch.nested.as_nested_tensor([*attended.split(frame.query.ptr.diff().tolist())])
+            out = torch.nested.as_nested_tensor([*attended.split(layout.query.ptr.diff().tolist())])
         else:
-            out = frame.query.put(attended)
+            out = layout.query.pad(attended)
             out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         weights = None
         if need_weights:
-            weights = frame.weights(used, rest[0][1], average_attn_weights)
+            weights = layout.weights(used, rest[0][1], average_attn_weights)
             weights = weights if batched else weights[0]
         return (out, weights, used) if return_graph else (out, weights)
 
     def _check_tensors(
         self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None
     ) -> None:
-        """Refuse what is no tensor of numbers that this layer can take."""
+        """Check types, devices, dimensions and dtypes of the arguments."""
         like = self.conv.lin_query.weight
         given: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
         for name, x in given.items():
@@ -346,10 +325,10 @@ class SBMMultiheadAttention(nn.Module):
         for name, x in tokens.items():
             if x.dim() != dims or dims not in (2, 3):
                 raise ValueError(
-                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, as the other tokens have "
+                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, like the other tokens "
                     f"(got {x.dim()}). See the docstring of SBMMultiheadAttention."
                 )
-            same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights know better what they take
+            same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights check their inputs
             if not (same or (x.dtype in DTYPES and converts(x, like))):
                 raise TypeError(
                     f"Expected '{name}' to be {like.dtype}, as the layer is (got {x.dtype}). "
@@ -366,7 +345,7 @@ class SBMMultiheadAttention(nn.Module):
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The three tensors as ``[B, length, channels]``, and masks of real queries and keys, or None where all are."""
+        """The three tensors as ``[B, length, channels]``, and masks of real queries and keys (None: all are real)."""
         tensors = {"query": query, "key": key, "value": value}
         real: dict[str, Tensor | None] = dict.fromkeys(tensors)
         for name, x in tensors.items():
@@ -381,14 +360,14 @@ class SBMMultiheadAttention(nn.Module):
             fits = x.size(0) == batch and 0 not in x.shape[:2] and x.size(2) == channels
             if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
-                    f"Expected '{name}' to be [B, length, {channels}] with a token or more in each of the B sequences "
-                    f"of 'query', keys as many as values (got {list(x.shape)} with batch_first). "
+                    f"Expected '{name}' to be [B, length, {channels}] with at least one token in each of the B "
+                    f"sequences of 'query', and as many keys as values (got {list(x.shape)} with batch_first). "
                     "See the docstring of SBMMultiheadAttention."
                 )
         if key.is_nested != value.is_nested or (
             key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
         ):
-            raise ValueError("Expected 'value' to be nested as 'key' is (got other lengths). Each key has one value.")
+            raise ValueError("Expected 'value' to be nested like 'key' (got other lengths). Each key has one value.")
         if key_padding_mask is not None:
             if key.is_nested:
                 raise ValueError(
@@ -404,10 +383,10 @@ class SBMMultiheadAttention(nn.Module):
             real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
         return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
 
-    def _check_graph(self, graph: AttentionGraph, frame: _Frame) -> None:
-        total, keys = frame.query.total, frame.key.total
-        if torch.compiler.is_compiling():  # which takes it for granted, and looks when it runs
-            same = (graph.query_ptr == frame.query.ptr).all() & (graph.key_ptr == frame.key.ptr).all()
+    def _check_graph(self, graph: AttentionGraph, layout: _PaddedBatch) -> None:
+        total, keys = layout.query.total, layout.key.total
+        if torch.compiler.is_compiling():  # compiled code checks when it runs
+            same = (graph.query_ptr == layout.query.ptr).all() & (graph.key_ptr == layout.key.ptr).all()
             torch._assert_async(same, "Expected 'graph' over the sequences of the real tokens.")
             torch._check(graph.num_queries == total)
             torch._check(graph.num_keys == keys)
@@ -417,7 +396,7 @@ class SBMMultiheadAttention(nn.Module):
                 "Take one with `graph.head(h)` first."
             )
         if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(
-            frame.query.ptr, frame.key.ptr
+            layout.query.ptr, layout.key.ptr
         ):
             raise ValueError(
                 f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys "
@@ -439,23 +418,23 @@ class SBMMultiheadAttention(nn.Module):
         )
 
 
-def _same(query: Tensor, key: Tensor) -> bool:
-    """Whether queries are the keys, or what activation checkpointing makes of them: each by itself, in one memory."""
+def _is_self_attention(query: Tensor, key: Tensor) -> bool:
+    """True if queries and keys are one tensor, or views of one memory, as activation checkpointing makes them."""
     if query is key:
         return True
     if query.is_nested or key.is_nested or torch.compiler.is_compiling() or not (can_read(query) and can_read(key)):
         return False
-    layout = (query.shape, query.stride(), query.dtype, query.device)
-    return layout == (key.shape, key.stride(), key.dtype, key.device) and 0 != query.data_ptr() == key.data_ptr()
+    memory = (query.shape, query.stride(), query.dtype, query.device)
+    return memory == (key.shape, key.stride(), key.dtype, key.device) and 0 != query.data_ptr() == key.data_ptr()
 
 
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
-        checks.flag(name, value, "Look at the order of the arguments.")
+        checks.flag(name, value, "Check the order of the arguments.")
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:
-    """True where a boolean mask is True, or a floating one minus infinity."""
+    """A boolean mask: True where the mask is True or minus infinity."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -470,40 +449,37 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     elif not known:
         raise ValueError(
             f"Expected '{name}' to hold 0 and minus infinity alone (got other values). "
-            "Add to the scores of edges by the option `score_bias`."
+            "Use the option `score_bias` to add to the scores of edges."
         )
     return masked
 
 
 def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A nested tensor in padded form, ``[B, length, channels]``, and which of its tokens are real, ``[B, length]``."""
+    """Pad a nested tensor to ``[B, length, channels]``; also return the mask of its real tokens, ``[B, length]``."""
     if x.layout != torch.strided:
         raise ValueError(
-            f"Expected '{name}' to be padded, or nested as torch's encoders have it (got layout {x.layout}). "
+            f"Expected '{name}' to be padded, or nested with the strided layout (got layout {x.layout}). "
             "Pad it with `torch.nested.to_padded_tensor`, "
             "or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
         )
     lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
     if min(lengths) < 1 or len({*channels}) > 1:
         raise ValueError(
-            f"Expected '{name}' to hold a token or more in each sequence, of equal channels "
+            f"Expected '{name}' to have at least one token in each sequence, and equal channels "
             f"(got lengths {lengths}, channels {channels}). Leave empty sequences out of the batch."
         )
     padded = torch.nested.to_padded_tensor(x, 0.0)
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 
 
-class _Side:
-    """Where the real tokens of the queries, or of the keys, lie in their padded form.
-
-    By default all of them are real.
-    """
+class _PaddedTokens:
+    """Positions of the real tokens of queries or keys in the padded tensor; with ``real=None`` all tokens are real."""
 
     def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
         batch, self.length = padded.shape[:2]
         self.shape, self.real = (batch, self.length), real
         if real is None:
-            self.place, self.total = None, batch * self.length
+            self.slots, self.total = None, batch * self.length
             self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
             return
         lengths = real.sum(1)
@@ -516,42 +492,42 @@ class _Side:
                 "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). "
                 "Leave empty sequences out of the batch."
             )
-        self.place, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
-        self.total = self.place.numel()
+        self.slots, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
+        self.total = self.slots.numel()
         if torch.compiler.is_compiling():
-            torch._check(self.total >= 2)  # inductor wants to know, as of other sizes, that it is not 1
+            torch._check(self.total >= 2)  # inductor specialises sizes of 1
 
-    def take(self, padded: Tensor) -> Tensor:
-        """The real tokens ``[N, ...]`` of padded ones."""
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The real tokens, ``[N, ...]``, of padded ones ``[B, length, ...]``."""
         tokens = padded.flatten(0, 1)
-        return tokens if self.place is None else tokens[self.place]
+        return tokens if self.slots is None else tokens[self.slots]
 
-    def put(self, tokens: Tensor) -> Tensor:
-        """Padded tokens, ``[B, length, ...]``, with zeros where none is real."""
-        if self.place is not None:
+    def pad(self, tokens: Tensor) -> Tensor:
+        """Padded tokens, ``[B, length, ...]``, with zeros as padding."""
+        if self.slots is not None:
             padded = tokens.new_zeros(self.shape[0] * self.length, *tokens.shape[1:])
-            tokens = padded.index_copy(0, self.place, tokens)
+            tokens = padded.index_copy(0, self.slots, tokens)
         return tokens.unflatten(0, self.shape)
 
-    def where(self, token: Tensor) -> Tensor:
-        """Where real tokens, given by their numbers, stand among the padded ones."""
-        return token if self.place is None else self.place[token]
+    def slot(self, token: Tensor) -> Tensor:
+        """Indices of real tokens among all padded ones."""
+        return token if self.slots is None else self.slots[token]
 
 
-class _Frame:
-    """Queries and keys of a batch in their padded form."""
+class _PaddedBatch:
+    """Queries and keys of a padded batch."""
 
-    def __init__(self, query: _Side, key: _Side) -> None:
+    def __init__(self, query: _PaddedTokens, key: _PaddedTokens) -> None:
         self.query, self.key = query, key
 
     def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sequence, head, query and key of each edge, as the padded tensors count them, four times ``[E]``."""
+        """Sequence, head, query and key of each edge in the padded tensors, four times ``[E]``."""
         key, query = graph.edge_index
-        query, key = self.query.where(query), self.key.where(key)
+        query, key = self.query.slot(query), self.key.slot(key)
         return query // self.query.length, graph.edge_head, query % self.query.length, key % self.key.length
 
     def allowed(self, forbidden: Tensor, graph: AttentionGraph) -> Tensor:
-        """Mask ``[E]`` of the edges that are not among the forbidden pairs ``[B or 1, H or 1, L, S]``."""
+        """Mask ``[E]`` of the edges outside the forbidden pairs ``[B or 1, H or 1, L, S]``."""
         sequence, head, query, key = self.coordinates(graph)
         return ~forbidden[sequence % forbidden.size(0), head % forbidden.size(1), query, key]
 
@@ -564,31 +540,31 @@ class _Frame:
             else self.key.real
         )
         number = real.flatten().cumsum(0).view(batch, keys) - 1  # of each real key among all
-        place = self.query.where(torch.arange(self.query.total, device=real.device))
-        sequence, place = place // length, place % length  # [N]
+        slot = self.query.slot(torch.arange(self.query.total, device=real.device))
+        sequence, position = slot // length, slot % length  # [N]
         heads = 1 if forbidden is None else forbidden.size(1)
 
         def rows(row: Tensor) -> tuple[Tensor, Tensor]:
             query = row % self.query.total
-            mine = sequence[query]
-            pairs = real[mine]
+            own = sequence[query]
+            pairs = real[own]
             if is_causal:
-                pairs = pairs & (torch.arange(keys, device=real.device) <= place[query, None])
+                pairs = pairs & (torch.arange(keys, device=real.device) <= position[query, None])
             if forbidden is not None:
-                pairs = pairs & ~forbidden[mine % forbidden.size(0), row // self.query.total, place[query]]
-            return pairs, number[mine]
+                pairs = pairs & ~forbidden[own % forbidden.size(0), row // self.query.total, position[query]]
+            return pairs, number[own]
 
         count, way_out = heads * self.query.total, "Give the layer a source, or pass a graph."
         numbers = number.new_empty(0, dtype=index_type(self.key.total))
         rowptr, col = masked_rows(rows, count, count * keys, "query", way_out, numbers)
-        sides = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
-        return AttentionGraph._trusted(rowptr, col, *sides, is_causal)
+        sizes = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
+        return AttentionGraph._trusted(rowptr, col, *sizes, is_causal)
 
     def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
-        """Weights of the edges as a sparse tensor, ``[B, L, S]``, the mean over heads, or ``[B, H, L, S]``."""
+        """Weights of the edges as a sparse tensor: ``[B, L, S]``, averaged over heads, or ``[B, H, L, S]``."""
         way_out = "Pass need_weights=False, or a sparser graph."
         batch, length, keys = *self.query.shape, self.key.length
-        apart = graph.heads == 1 or (not average and batch == 1)  # edges are in order, and no two of a pair
+        apart = graph.heads == 1 or (not average and batch == 1)  # edges are sorted, with one edge a pair
         checks.memory("need_weights", graph.num_edges, 110 if apart else 160, graph.device, way_out)
         sequence, head, query, key = self.coordinates(graph)
         if average:

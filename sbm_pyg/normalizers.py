@@ -1,7 +1,7 @@
-"""How scores of edges become weights: softmax, or alpha-entmax with an alpha that is fixed or learnt.
+"""Normalization of edge scores to attention weights: softmax, or alpha-entmax with a fixed or learned alpha.
 
-In: scores ``[E, H]`` and the query of each edge, or rows. Out: weights of the same shape. Not here: scores, and what
-weights are for (``propagation``); how entmax is computed (``ops``).
+In: scores ``[E, H]`` and the query of each edge, or rows. Out: weights of the same shape. Not here: scores and weighted
+sums (``propagation``); the computation of entmax (``ops``).
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ __all__ = ["Entmax"]
 
 ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0}
 NAMES = (*ALPHAS, "entmax")
-LEAST = 1.01  # where an alpha that learns stops, next to softmax, before 1 / (alpha - 1) loses its digits
+MIN_ALPHA = 1.01  # lower bound of a learned alpha: closer to 1, 1 / (alpha - 1) loses precision
 
 
 class Entmax(nn.Module):
-    r"""alpha-entmax over segments, with an alpha for each head that learns.
+    r"""alpha-entmax over segments, with a learned alpha for each head.
 
-    Each head finds out how sparse its attention is. At :math:`\alpha = 1.5` and above, most weights are exactly 0; as
-    :math:`\alpha \to 1`, entmax becomes softmax. An alpha that learns is :math:`\alpha = 1.01 + 0.99\,\sigma(a)` with a
-    parameter :math:`a`, so that it stays between 1.01 and 2. Its gradient is exact. Cost as
+    Alpha sets the sparsity of a head's attention. At :math:`\alpha = 1.5` and above, most weights are exactly 0; as
+    :math:`\alpha \to 1`, entmax becomes softmax. A learned alpha is :math:`\alpha = 1.01 + 0.99\,\sigma(a)` with a
+    parameter :math:`a`, so it stays between 1.01 and 2. Its gradient is exact. Cost as
     :func:`sbm_pyg.ops.segment_entmax`.
 
     Args:
         heads: Number of heads H.
-        alpha: Where each alpha starts, or a list of H such numbers: above 1.01 and below 2 if it learns, else in (1,
-            4].
-        learnable: The parameter ``raw_alpha`` ``[H]`` learns. Otherwise ``fixed_alpha`` ``[H]`` is a buffer.
+        alpha: Initial alpha of all heads, or a list of H of them: in (1.01, 2) if learnable, else in (1, 4].
+        learnable: Alpha is the parameter ``raw_alpha`` ``[H]``. Otherwise it is the buffer ``fixed_alpha`` ``[H]``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
 
     Shapes:
-        - scores ``[E, H]``, or ``[E]`` of one head; output alike.
+        - scores ``[E, H]``, or ``[E]`` of one head; output of the same shape.
 
     Example:
         >>> from sbm_pyg import AttentionConv, patterns
@@ -52,7 +51,7 @@ class Entmax(nn.Module):
         tensor([1.3000, 1.3000], grad_fn=<AddBackward0>)
 
     Reference: Correia, Niculae and Martins, "Adaptively Sparse Transformers", EMNLP 2019. There :math:`\alpha = 1 +
-    \sigma(a)`, which rounds to 1 where a is small enough.
+    \sigma(a)`, which rounds to 1 for small a.
     """
 
     raw_alpha: nn.Parameter
@@ -61,14 +60,12 @@ class Entmax(nn.Module):
     def __init__(self, heads: int = 1, alpha: float | Sequence[float] = 1.5, learnable: bool = True) -> None:
         super().__init__()
         self.heads = checks.integer("heads", heads, 1, "It is the number of heads.")
-        checks.flag("learnable", learnable, "It says whether alpha is a parameter.")
+        checks.flag("learnable", learnable, "With True, alpha is a parameter.")
         checks.memory("heads", self.heads, 4, torch.device("cpu"), "Take fewer heads.", "parameters")
         alphas = [*alpha] if isinstance(alpha, list | tuple) else [alpha]
         if len(alphas) not in (1, self.heads):
-            raise ValueError(
-                f"Expected 'alpha' to be a number or {self.heads} (got {len(alphas)}). Heads have one each."
-            )
-        span = f"({LEAST}, 2)" if learnable else "(1, 4]"
+            raise ValueError(f"Expected 'alpha' to be a number or {self.heads} (got {len(alphas)}). Each head has one.")
+        span = f"({MIN_ALPHA}, 2)" if learnable else "(1, 4]"
         for each in alphas:
             checks.number("alpha", each, span, "With learnable=False it is in (1, 4].")
         self.start, self.learnable = alpha, learnable
@@ -79,27 +76,27 @@ class Entmax(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let each alpha start where it was asked to."""
+        """Set each alpha to its initial value."""
         given: Any = self.start
         alphas = torch.tensor(given, dtype=torch.float64).expand(self.heads)
         with torch.no_grad():
             if self.learnable:
-                share = (alphas - LEAST) / (2 - LEAST)
-                self.raw_alpha.copy_(share.log() - (1 - share).log())
+                fraction = (alphas - MIN_ALPHA) / (2 - MIN_ALPHA)
+                self.raw_alpha.copy_(fraction.log() - (1 - fraction).log())
             else:
                 self.fixed_alpha.copy_(alphas)
 
     @property
     def alpha(self) -> Tensor:
-        """Alpha of each head, ``[H]``, float32 or better, with its gradient."""
+        """Alpha of each head, ``[H]``, float32 or better, differentiable."""
         raw = self.raw_alpha if self.learnable else self.fixed_alpha
         raw = raw if raw.dtype == torch.float64 else raw.float()
-        return LEAST + (2 - LEAST) * raw.sigmoid() if self.learnable else raw
+        return MIN_ALPHA + (2 - MIN_ALPHA) * raw.sigmoid() if self.learnable else raw
 
     def forward(
         self, src: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None
     ) -> Tensor:
-        """Weights, as :func:`torch_geometric.utils.softmax` gives them.
+        """Weights, with the arguments of :func:`torch_geometric.utils.softmax`.
 
         Args:
             src: Scores, ``[E, H]``, or ``[E]`` of one head.
@@ -108,13 +105,13 @@ class Entmax(nn.Module):
             num_nodes: Number of segments with ``index``.
 
         Raises:
-            TypeError, ValueError: As :func:`sbm_pyg.ops.segment_entmax`, or the scores are of another number of heads.
+            TypeError, ValueError: As :func:`sbm_pyg.ops.segment_entmax`, or the scores have another number of heads.
         """
         checks.tensors(src=src)
         if self.heads > 1 and src.shape[1:] != (self.heads,):
             raise ValueError(
                 f"Expected 'src' to be [E, {self.heads}], one column for each head (got {list(src.shape)}). "
-                "Make an Entmax of as many heads."
+                "Make an Entmax with that many heads."
             )
         return ops.segment_entmax(src, index, ptr, num_nodes, self.alpha)
 
@@ -123,7 +120,7 @@ class Entmax(nn.Module):
 
 
 def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
-    """Refuse what is neither a name nor an :class:`Entmax`, and one of other heads."""
+    """Refuse anything but a name or an :class:`Entmax`, and one with another number of heads."""
     if isinstance(normalizer, str):
         checks.one_of("normalizer", normalizer, NAMES)
     elif not isinstance(normalizer, Entmax):
@@ -132,20 +129,20 @@ def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
         )
     elif heads not in (None, normalizer.heads):
         raise ValueError(
-            f"Expected 'normalizer' of {heads} heads, as the layer has (got {normalizer.heads}). Make an Entmax of as "
-            "many."
+            f"Expected 'normalizer' of {heads} heads, as the layer has (got {normalizer.heads}). Make an Entmax with "
+            "that many."
         )
 
 
 def alpha_of(normalizer: str | Entmax) -> float | Tensor:
-    """Alpha of all heads, or of each, ``[H]``; 1 for softmax."""
+    """One alpha for all heads, or alphas ``[H]``; 1 for softmax."""
     return ALPHAS[normalizer] if isinstance(normalizer, str) else normalizer.alpha
 
 
 def edge_softmax(
     logit: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, size: int | None = None
 ) -> Tensor:
-    """PyG's softmax, except that a logit of minus infinity gives weight 0, even if no other edge is left in the row."""
+    """PyG's softmax, except that a logit of minus infinity has weight 0 even if it is the only edge of its row."""
     forbidden = logit == -torch.inf
     alpha = softmax(logit.masked_fill(forbidden, torch.finfo(logit.dtype).min), index, ptr, size)
     return alpha.masked_fill(forbidden, 0)
@@ -158,7 +155,7 @@ def normalize(
     ptr: Tensor | None = None,
     num_nodes: int | None = None,
 ) -> Tensor:
-    """Weights of edges, ``[E, H or 1]``. One column holds all heads, those of later heads being later nodes."""
+    """Weights of edges, ``[E, H or 1]``. One column may hold all heads; later heads are then later nodes."""
     if normalizer == "softmax":
         return edge_softmax(logit, index, ptr, num_nodes)
     alpha = alpha_of(normalizer)

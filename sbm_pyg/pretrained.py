@@ -1,15 +1,16 @@
-"""Models in folders: weights that are checked, a config that rebuilds the model, and a card that says what it is.
+"""Models in folders, and graphs in files, in other processes and in exported programs.
 
-In: a model. Out: a folder of three files, and the same model again. Not here: optimisers, steps and anything else that
-a training run needs to go on (``examples/lra.py`` has checkpoints for that).
+In: a model or a graph. Out: a folder, file or program without code in it, and the same model or graph again, checked.
+Not here: optimisers, steps and what else a training run needs to resume (``examples/lra.py`` has checkpoints).
 
-The folder holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor options,
-hashes, what was measured) and ``README.md`` (the card). Nothing in it is code and nothing is pickled, so a folder of
-unknown origin can be opened.
+The folder of a model holds ``model.safetensors`` (the state dict), ``config.json`` (library version, class, constructor
+options, hash, results) and ``README.md`` (the model card). Nothing is pickled, so a folder of unknown origin can be
+opened. Importing this module registers graphs with pickle, :func:`torch.load` and :mod:`torch.export`.
 """
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -29,22 +30,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import __version__
+from .blocks import BlockGraph
+from .graph import AttentionGraph, check_graph
 from .ops import checks
+from .ops.values import can_read
 
 __all__ = ["Pretrained"]
 
 LIBRARY = "sbm_pyg"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-SPARE = 1000  # parameters, and numbers in them, that a constructor may make beyond those that stay
+EXTRA_PARAMETERS = 1000  # parameters, and numbers in them, that a constructor may make and replace
 RESTORE = "Restore the file as it was saved."
 
 
 class Pretrained(nn.Module):
-    """A module that goes into a folder and comes back; the base of the models of this library.
+    """A module that can be saved to a folder and loaded from it; the base class of the models of this library.
 
-    A subclass says how it was made, in :meth:`constructor_options`; all else is done here.
+    A subclass defines :meth:`constructor_options`.
 
     Example:
         >>> import tempfile
@@ -58,11 +63,11 @@ class Pretrained(nn.Module):
     """
 
     def constructor_options(self) -> dict[str, Any]:
-        """Keyword arguments that make a module of this shape.
+        """Keyword arguments that construct this module again.
 
-        Numbers, strings, lists, dicts and other :class:`Pretrained` modules.
+        They are numbers, strings, lists, dicts and other :class:`Pretrained` modules.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say how it was made. Define `constructor_options`.")
+        raise NotImplementedError(f"{type(self).__name__} has no constructor options. Define `constructor_options`.")
 
     def save_pretrained(
         self,
@@ -72,23 +77,21 @@ class Pretrained(nn.Module):
         metric: Mapping[str, float | Tensor] | None = None,
         density: float | Sequence[Sequence[float]] | Tensor | None = None,
     ) -> None:
-        """Write the model into a folder, whole or not at all.
+        """Save the model to a folder, with a model card.
 
-        The files are written beside the folder and then take its place; if that fails, what was there stays. Saving
-        again into the folder of a saved model replaces it, the card included. Cost: one pass over the weights to write
-        and one to hash them.
+        The files are written next to the folder and then replace it as a whole; if writing fails, the folder stays as
+        it was. Cost: one pass over the weights to write them and one to hash them.
 
         Args:
-            folder: A new or empty folder, or one that holds a saved model and nothing else.
-            task: What the model was trained on, and how its inputs were made.
-            metric: What it reached, by name: finite numbers, of Python, numpy or torch.
-            density: Share of the pairs that its graphs hold: one number, or one per layer and head ``[L, H]``, in [0,
-                1].
+            folder: A new or empty folder, or one that holds nothing but a saved model, which is replaced.
+            task: The task that the model was trained on, and how its inputs were made.
+            metric: Results by name: finite numbers, of Python, numpy or torch.
+            density: Density of its graphs in [0, 1]: one number, or one per layer and head ``[L, H]``.
 
         Raises:
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
                 number.
-            ValueError: The folder holds something else, a density is out of range, a metric is not finite, an option is
+            ValueError: The folder holds other files, a density is out of range, a metric is not finite, an option is
                 NaN, weights are NaN, infinite, of less than 16 bits or not there yet (lazy or on the device ``meta``),
                 or a file cannot be written.
         """
@@ -117,31 +120,30 @@ class Pretrained(nn.Module):
             _publish(draft, target)
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"Expected 'folder' to be a place that can be written (got '{target}': {error}). "
-                "Make room or get the right, or choose another one; what was there stays."
+                f"Expected 'folder' to be writable (got '{target}': {error}). "
+                "Free some space, or choose another folder; nothing was replaced."
             ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
-        """Read a model from a folder, in evaluation mode, with the dtypes that it was saved with.
+        """Load a model from a folder, in evaluation mode and in the dtypes of the saved weights.
 
-        ``Pretrained.from_pretrained`` reads a model of any known class; a class reads itself and its subclasses. The
-        state of torch's random generators is left as it is. Weights are copied into torch's own memory. On the CPU they
-        start at a multiple of 64 bytes there, as those of the saved model did, so that products of matrices are rounded
-        alike. Memory: the model, and one of its weights.
+        ``Pretrained.from_pretrained`` loads a model of any known class; another class loads itself and its subclasses.
+        The state of torch's random generators does not change. Weights are copied into memory that torch allocates,
+        whose alignment decides how matrix products are rounded, so outputs equal those of the saved model to the bit.
+        Memory: the model, and one of its weights.
 
         Args:
-            folder: What :meth:`save_pretrained` wrote.
-            device: Where the weights go.
+            folder: A folder that :meth:`save_pretrained` wrote.
+            device: Device of the weights.
 
         Raises:
-            ValueError: A file is missing or has changed, the library is too old for it, the class is unknown or another
-                one, options or weights do not fit the class, or weights are NaN, infinite or of less than 16 bits. A
-                config that asks for more than the weights is refused before more is made.
+            ValueError: A file is missing or has changed, a newer version of the library wrote it, the class is unknown
+                or another one, options or weights do not fit the class, or weights are NaN, infinite or of less than 16
+                bits. Construction stops as soon as it makes more parameters than the file has.
         """
-
         source, device = _path(folder), checks.device(device)
         config = _read_config(source)
         weights = source / WEIGHTS
@@ -155,7 +157,7 @@ class Pretrained(nn.Module):
                 f"Expected '{weights}' to have the SHA-256 {short(wanted)} of {CONFIG} (got {short(found)}). "
                 "The file has changed: copy it again."
             )
-        with torch.random.fork_rng(devices=[]), _no_more_than(weights):
+        with torch.random.fork_rng(devices=[]), _limit_parameters(weights):
             try:
                 model = _build(config, cls, source / CONFIG)
             except RecursionError:
@@ -182,7 +184,7 @@ def _plain(value: Any, where: str) -> Any:
         if value.keys() & {"class", "options"}:
             raise ValueError(
                 f"Expected '{where}' to have no key 'class' or 'options' (got {[*value]}). "
-                "They tell a model: rename the key."
+                "These keys mark a model: rename the key."
             )
         return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -190,22 +192,19 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Real) and not isinstance(value, bool | int | float):  # of numpy
         value = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, float) and math.isnan(value):
-        raise ValueError(f"Expected '{where}' to be a number (got nan). Make the model with one that it can work with.")
+        raise ValueError(f"Expected '{where}' to be a number (got nan). Construct the model with a number.")
     if isinstance(value, float) and math.isinf(value):
-        return str(value)  # JSON has no infinity; no option is a word like this
+        return str(value)  # JSON has no infinity; no option is the string "inf"
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
         f"Expected '{where}' to be plain data (got {value!r}). A config holds no code: "
-        "name the attention, or save `model.state_dict()` and keep the code that made the model."
+        "pass the name of an attention, or save `model.state_dict()` and keep the code that makes the model."
     )
 
 
 def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: str = "") -> Any:
-    """The module that a description asks for, a ``base`` or a subclass of it.
-
-    ``where`` is the way to it in the file.
-    """
+    """Construct the module of a description: a ``base`` or a subclass of it. ``where`` is its path in the file."""
     known = {cls.__name__: cls for cls in _subclasses(base)}
     name, options = description.get("class"), description.get("options")
     if not isinstance(name, str) or name not in known:
@@ -221,18 +220,18 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
     where = f"{where}options"
     if not isinstance(options, dict):
         raise ValueError(f"Expected '{where}' in '{path}' to be an object (got {short(options)}). {RESTORE}")
-    parts = {key: _revive(value, path, f"{where}.{key}") for key, value in options.items()}
+    arguments = {key: _revive(value, path, f"{where}.{key}") for key, value in options.items()}
     try:
-        return known[name](**parts)
-    except Exception as error:  # a class may say in any way that it was not made for these
+        return known[name](**arguments)
+    except Exception as error:  # constructors of users may raise anything
         raise ValueError(
             f"Expected '{where}' in '{path}' to fit {name} (got {type(error).__name__}: {error}). "
-            "Restore the options it was saved with."
+            "Restore the options that it was saved with."
         ) from error
 
 
 def _revive(value: Any, path: Path, where: str) -> Any:
-    """What :func:`_plain` made plain."""
+    """The inverse of :func:`_plain`."""
     if isinstance(value, dict) and value.keys() & {"class", "options"}:
         if value.keys() != {"class", "options"}:
             raise ValueError(
@@ -244,7 +243,7 @@ def _revive(value: Any, path: Path, where: str) -> Any:
         return {key: _revive(entry, path, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list):
         return [_revive(entry, path, f"{where}[{number}]") for number, entry in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):  # infinity is written as a word
+    if isinstance(value, float) and not math.isfinite(value):  # infinity is written as a string
         raise ValueError(f"Expected '{where}' in '{path}' to be a finite number (got {value}). {RESTORE}")
     return float(value) if value in ("inf", "-inf") else value
 
@@ -260,31 +259,26 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as safetensors takes it: numbers, each in memory of its own."""
+    """The state dict, checked, in contiguous tensors that share no memory, as safetensors needs them."""
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if is_lazy(tensor) or tensor.is_meta:
-            kind, way_out = (
-                ("a size that no input has set", "Call the model once")
-                if is_lazy(tensor)
-                else ("a meta tensor", "Load weights")
-            )
+            kind = "a lazy parameter" if is_lazy(tensor) else "a meta tensor"
+            way_out = "Call the model once" if is_lazy(tensor) else "Load weights"
             raise ValueError(f"Expected '{name}' to hold numbers (got {kind}). {way_out} before it is saved.")
         _check_type(tensor, f"'{name}'")
-        _check_numbers(
-            tensor, f"'{name}'", "The training diverged: save an earlier state, or keep `model.state_dict()`."
-        )
+        _check_finite(tensor, f"'{name}'", "Training diverged: save an earlier state, or use `model.state_dict()`.")
         tensor = tensor.detach().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        weights[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        weights[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
     return weights
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An open file of weights; a damaged one is named."""
+    """Open a file of weights; an error names a damaged one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -295,10 +289,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _no_more_than(path: Path) -> Iterator[None]:
-    """Let this thread make no more parameters than a file of weights has; twice as many, for some are replaced."""
+def _limit_parameters(path: Path) -> Iterator[None]:
+    """Stop this thread if it makes more than twice the parameters of a file; a constructor may replace some."""
     with _opened(path) as file:
-        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118, it is no dict
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118, not a dict
     thread, made, numbers = threading.get_ident(), 0, 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -306,7 +300,7 @@ def _no_more_than(path: Path) -> Iterator[None]:
         if threading.get_ident() != thread or parameter is None:
             return
         made, numbers = made + 1, numbers + (0 if is_lazy(parameter) else parameter.numel())
-        if made > 2 * len(sizes) + SPARE or numbers > 2 * sum(sizes) + SPARE:
+        if made > 2 * len(sizes) + EXTRA_PARAMETERS or numbers > 2 * sum(sizes) + EXTRA_PARAMETERS:
             raise ValueError(
                 f"it makes {made:,} parameters or more, of {numbers:,} numbers, "
                 f"and '{path}' has {len(sizes):,}, of {sum(sizes):,}"
@@ -320,13 +314,10 @@ def _no_more_than(path: Path) -> Iterator[None]:
 
 
 def _load(model: nn.Module, path: Path, device: torch.device) -> None:
-    """Put weights in the place of those that a model was made with, one after the other.
-
-    What is one parameter stays one.
-    """
+    """Replace the weights of a model one after the other. Tied parameters stay tied."""
     mine, state = model.state_dict(keep_vars=True), {}
     with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118, it is no dict
+        for name in file.keys():  # noqa: SIM118, not a dict
             saved = file.get_tensor(name)
             _check_type(saved, f"'{name}' in '{path}'")
             tensor = torch.empty_like(saved, device=device, memory_format=torch.contiguous_format).copy_(saved)
@@ -336,24 +327,22 @@ def _load(model: nn.Module, path: Path, device: torch.device) -> None:
                     raise ValueError(
                         f"Expected '{name}' in '{path}' to be as {own.dtype} (got {tensor.dtype}). {RESTORE}"
                     )
-                own.data = tensor  # which frees what was there
+                own.data = tensor  # frees the old weight
                 tensor = own
             state[name] = tensor
     try:
         model.load_state_dict(state, assign=True)
-    except (RuntimeError, TypeError, ValueError) as error:  # the last two by a share that is none
+    except (RuntimeError, TypeError, ValueError) as error:  # a `share` raises the last two
         raise ValueError(
-            f"Expected '{path.with_name(CONFIG)}' to fit the weights beside it (got {error}). "
-            "Restore the options it was saved with."
+            f"Expected '{path.with_name(CONFIG)}' to fit '{path.name}' (got {error}). "
+            "Restore the options that it was saved with."
         ) from error
     for name, tensor in model.state_dict(keep_vars=True).items():
-        _check_numbers(
-            tensor, f"'{name}' in '{path}'", "The training diverged before the model was saved: load an earlier one."
-        )
+        _check_finite(tensor, f"'{name}' in '{path}'", "Training diverged: load a model that was saved earlier.")
 
 
 def _check_type(tensor: Tensor, name: str) -> None:
-    """Refuse floats of less than 16 bits, with which nothing of this library computes."""
+    """Refuse floats of less than 16 bits; no op of this library takes them."""
     if tensor.is_floating_point() and tensor.element_size() < 2:
         raise ValueError(
             f"Expected {name} to be of at least 16 bits (got {tensor.dtype}). "
@@ -361,12 +350,12 @@ def _check_type(tensor: Tensor, name: str) -> None:
         )
 
 
-def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
-    """Refuse NaN, and infinite parameters; a buffer may hold infinity, as masks do."""
+def _check_finite(tensor: Tensor, name: str, way_out: str) -> None:
+    """Refuse NaN, and infinite parameters; buffers such as masks may be infinite."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    low, high = real.aminmax()  # of which one is NaN if any number is
+    low, high = real.aminmax()  # `low` is NaN if any number is
     if low.isnan() or (isinstance(tensor, nn.Parameter) and (low.isinf() or high.isinf())):
         raise ValueError(f"Expected {name} to be finite (got values from {low:g} to {high:g}). {way_out}")
 
@@ -375,14 +364,14 @@ def _check_numbers(tensor: Tensor, name: str, way_out: str) -> None:
 
 
 def _path(folder: Any) -> Path:
-    """The folder, if the file system can have one of that name."""
+    """The folder as a path that the file system accepts."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(
             f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path."
         )
     path = Path(folder)
     try:
-        path.stat() if "\0" in str(path) else path.exists()  # `exists` takes a name with a null for one that is free
+        path.stat() if "\0" in str(path) else path.exists()  # `exists` is False for a name with a null byte
     except (OSError, ValueError) as error:
         raise ValueError(
             f"Expected 'folder' to be a path of this file system (got {str(folder)[:80]!r}: {error}). Choose another."
@@ -416,7 +405,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    """Parse an integer of JSON; infinite beyond what a float can hold, where Python is slow or refuses."""
+    """Parse an integer of JSON; infinite if it has more digits than a float can hold."""
     return int(digits) if len(digits) < 300 else float(digits)
 
 
@@ -431,12 +420,12 @@ def _sha256(path: Path) -> str:
 
 
 def _beside(folder: Path, purpose: str) -> Path:
-    """A name on the same file system that nothing has yet."""
+    """An unused name on the same file system."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{purpose}")
 
 
 def _check_target(folder: Path) -> None:
-    """Refuse to replace what is not a saved model."""
+    """Refuse to replace anything but a saved model."""
     if not folder.exists():
         return
     content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
@@ -455,7 +444,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Put the finished draft in the folder's place; what was there comes back if that fails."""
+    """Replace the folder by the finished draft; if that fails, restore the folder."""
     if not folder.exists():
         os.rename(draft, folder)
         return
@@ -475,18 +464,13 @@ def _publish(draft: Path, folder: Path) -> None:
 def _check_density(density: float | Sequence[Sequence[float]] | Tensor | None) -> float | list[list[float]] | None:
     if density is None:
         return None
+    way_out = "Average over sequences: `trace.density.mean(1)`."
     try:
         table = torch.as_tensor(density, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"Expected 'density' to be a number or [L, H] (got {density!r}). Average over sequences: "
-            "`trace.density.mean(1)`."
-        ) from None
+        raise TypeError(f"Expected 'density' to be a number or [L, H] (got {density!r}). {way_out}") from None
     if table.dim() not in (0, 2) or table.numel() == 0 or not bool(((table >= 0) & (table <= 1)).all()):
-        raise ValueError(
-            f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). Average over sequences: "
-            "`trace.density.mean(1)`."
-        )
+        raise ValueError(f"Expected 'density' to be a number or [L, H] in [0, 1] (got {density}). {way_out}")
     return table.tolist()
 
 
@@ -495,7 +479,7 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
         return None
     if not isinstance(metric, Mapping):
         raise TypeError(
-            f"Expected 'metric' to be numbers by name (got {metric!r}). Say what it is: {{'test accuracy': 0.5}}."
+            f"Expected 'metric' to be a dict of numbers (got {metric!r}). Name each: {{'test accuracy': 0.5}}."
         )
     numbers = {}
     for name, value in metric.items():
@@ -505,7 +489,7 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
             number = float(torch.as_tensor(value, dtype=torch.float64).detach())
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(
-                f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Give one for each name."
+                f"Expected 'metric' to hold a number for {name!r} (got {value!r}). Pass one number for each name."
             ) from None
         if not math.isfinite(number):
             raise ValueError(f"Expected 'metric' to hold a finite number for {name!r} (got {number}). Leave it out.")
@@ -514,10 +498,9 @@ def _check_metric(metric: Mapping[str, Any] | None) -> dict[str, float] | None:
 
 
 def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
-    """What a person should know about the folder, in Markdown."""
-    trained = config["trained"]
+    """The model card, in Markdown."""
+    trained, name = config["trained"], config["class"]
     density, metric = trained["density"], trained["metric"] or {}
-    name = config["class"]
     mean = None if density is None else float(torch.as_tensor(density).mean())
     rows = [
         ("trained on", trained["task"] or "not stated"),
@@ -527,36 +510,159 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
         ("written by", f"{LIBRARY} {config['version']}, torch {torch.__version__}"),
         (f"SHA-256 of `{WEIGHTS}`", f"`{config['sha256'][WEIGHTS]}`"),
     ]
-    lines = ["---", f"library_name: {LIBRARY}", "tags: [sparse-attention, stochastic-block-model]", "---", ""]
-    lines += [f"# {name}", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]
+    text = f"---\nlibrary_name: {LIBRARY}\ntags: [sparse-attention, stochastic-block-model]\n---\n\n# {name}\n\n"
+    text += _table(["", ""], rows)
     if isinstance(density, list):
-        heads = len(density[0])
-        lines += [
-            "",
-            "Density of the graphs:",
-            "",
-            "| layer |" + "".join(f" head {head} |" for head in range(heads)),
-            "|---|" + "---:|" * heads,
-        ]
-        lines += [
-            f"| {layer} |" + "".join(f" {100 * share:.2f} % |" for share in row) for layer, row in enumerate(density)
-        ]
-    lines += [
-        "",
-        "## Use",
-        "",
-        "```python",
-        f"from {LIBRARY} import {name}",
-        "",
-        f'model = {name}.from_pretrained("path/of/this/folder")',
-        "```",
-        "",
-    ]
-    lines += ["It is in evaluation mode; pass `seed=` to fix the graphs that it samples.", ""]
-    lines += ["## Constructor options", "", "```json", json.dumps(config["options"], indent=2), "```", ""]
-    return "\n".join(lines)
+        layers = [[str(layer), *(f"{100 * each:.2f} %" for each in row)] for layer, row in enumerate(density)]
+        heads = [f"head {head}" for head in range(len(density[0]))]
+        text += f"\nDensity of the graphs:\n\n{_table(['layer', *heads], layers)}"
+    return (
+        text
+        + f"""
+## Use
+
+```python
+from {LIBRARY} import {name}
+
+model = {name}.from_pretrained("path/of/this/folder")
+```
+
+The model is in evaluation mode; pass `seed=` to fix the graphs that it samples.
+
+## Constructor options
+
+```json
+{json.dumps(config["options"], indent=2)}
+```
+"""
+    )
 
 
-def _cell(text: str) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# ------------------------------------------------------------------ graphs in files and processes
+
+
+def restore_graph(
+    rowptr: Tensor,
+    col: Tensor,
+    num_queries: int,
+    num_keys: int,
+    heads: int,
+    query_ptr: Tensor,
+    key_ptr: Tensor,
+    is_causal: bool,
+) -> AttentionGraph:
+    """Construct a graph from a pickle, with all checks, of copies that no other tensor of the file shares."""
+    rowptr, col, *ptrs = _copies(rowptr, col, query_ptr, key_ptr)
+    return AttentionGraph(rowptr, col, num_queries, num_keys, heads, *ptrs, is_causal=is_causal)
+
+
+def restore_block_graph(
+    blocks: AttentionGraph, block_size: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
+) -> BlockGraph:
+    """As :func:`restore_graph`; meta tensors have no values to check."""
+    check_graph(blocks, "blocks")
+    query_ptr, key_ptr = _copies(query_ptr, key_ptr)
+    if blocks.device.type == "meta":
+        return BlockGraph._trusted_blocks(blocks, block_size, query_ptr, key_ptr, num_queries, num_keys)
+    return BlockGraph(blocks, block_size, query_ptr=query_ptr, key_ptr=key_ptr)
+
+
+def _copies(*tensors: Tensor) -> list[Tensor]:
+    """A copy of each tensor; one copy of a tensor that occurs twice."""
+    copies = {id(x): x.clone() if isinstance(x, Tensor) else x for x in tensors}
+    return [copies[id(x)] for x in tensors]
+
+
+def _reduce_graph(graph: AttentionGraph) -> tuple[Any, ...]:
+    sizes = (graph.num_queries, graph.num_keys, graph.heads)
+    return restore_graph, (graph.rowptr, graph.col, *sizes, graph.query_ptr, graph.key_ptr, graph.is_causal)
+
+
+def _reduce_block_graph(graph: BlockGraph) -> tuple[Any, ...]:
+    sizes = (graph.num_queries, graph.num_keys)
+    return restore_block_graph, (graph.blocks, graph.block_size, graph.query_ptr, graph.key_ptr, *sizes)
+
+
+copyreg.pickle(AttentionGraph, _reduce_graph)
+copyreg.pickle(BlockGraph, _reduce_block_graph)
+# The functions, not the classes: `torch.load(weights_only=True)` then makes only graphs that were checked.
+torch.serialization.add_safe_globals([restore_graph, restore_block_graph])
+
+
+# ------------------------------------------------------------------ graphs in exported programs
+
+
+def _offsets_and_sizes(graph: AttentionGraph) -> dict[str, Any]:
+    """Offsets and sizes, of the queries alone if the keys are the same tokens."""
+    found = {"query_ptr": graph.query_ptr, "num_queries": graph.num_queries}
+    if graph.key_ptr is graph.query_ptr and graph.num_keys == graph.num_queries:
+        return found
+    return found | {"key_ptr": graph.key_ptr, "num_keys": graph.num_keys}
+
+
+def _flatten_graph(graph: AttentionGraph) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The inputs of an exported program, and its constants."""
+    return {"rowptr": graph.rowptr, "col": graph.col, **_offsets_and_sizes(graph)}, (graph.heads, graph.is_causal)
+
+
+def _flatten_block_graph(graph: BlockGraph) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    return {"blocks": graph.blocks, **_offsets_and_sizes(graph)}, (graph.block_size,)
+
+
+def _unflatten_graph(leaves: Iterable[Any], context: tuple[Any, ...]) -> AttentionGraph:
+    (rowptr, col, *rest), (heads, is_causal) = leaves, context
+    (query_ptr, num_queries), (key_ptr, num_keys) = rest[:2], rest[-2:]
+    known = {"rowptr": rowptr, "col": col, "num_queries": num_queries, "num_keys": num_keys, "heads": heads}
+    known |= {"query_ptr": query_ptr, "key_ptr": key_ptr, "is_causal": is_causal}
+    if _have_values([rowptr, col, query_ptr, key_ptr], [num_queries, num_keys]):
+        return AttentionGraph(**known)
+    graph = object.__new__(AttentionGraph)
+    for name, value in known.items():
+        object.__setattr__(graph, name, value)
+    return graph
+
+
+def _unflatten_block_graph(leaves: Iterable[Any], context: tuple[Any, ...]) -> BlockGraph:
+    (blocks, *rest), (block_size,) = leaves, context
+    (query_ptr, num_queries), (key_ptr, num_keys) = rest[:2], rest[-2:]
+    if _have_values([query_ptr, key_ptr], [num_queries, num_keys]):
+        return BlockGraph(blocks, block_size, query_ptr=query_ptr, key_ptr=key_ptr)
+    return BlockGraph._trusted_blocks(blocks, block_size, query_ptr, key_ptr, num_queries, num_keys)
+
+
+def _have_values(tensors: Iterable[Any], sizes: Iterable[Any]) -> bool:
+    """True if the leaves can be checked: a trace passes symbols, and functions over trees pass any object."""
+    return all(isinstance(x, Tensor) and can_read(x) for x in tensors) and all(type(size) is int for size in sizes)
+
+
+def _register(kind: type, flatten: Callable[[Any], tuple[dict[str, Any], tuple[Any, ...]]], unflatten: Any) -> None:
+    """Register a class of graphs as a node of torch's trees."""
+
+    def plain(graph: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        named, context = flatten(graph)
+        return [*named.values()], context
+
+    def with_keys(graph: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        named, context = flatten(graph)
+        return [(GetAttrKey(name), leaf) for name, leaf in named.items()], context
+
+    register_pytree_node(
+        kind,
+        plain,
+        unflatten,
+        serialized_type_name=f"sbm_pyg.{kind.__name__}",
+        to_dumpable_context=list,
+        from_dumpable_context=tuple,
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+_register(AttentionGraph, _flatten_graph, _unflatten_graph)
+_register(BlockGraph, _flatten_block_graph, _unflatten_block_graph)

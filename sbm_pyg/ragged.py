@@ -1,7 +1,7 @@
 """Batches of ragged sequences: :class:`Tokens`, offsets, sequence numbers, seeds, and conversion to padded tensors.
 
-In and out: tokens of all sequences one after the other, ``[N, ...]``, with offsets ``ptr`` [B+1]; or ``[B, L, ...]``
-with a mask. Not here: graphs over these tokens (``graph``), and rules that choose them (``sources``).
+In and out: the tokens of all sequences in one tensor, ``[N, ...]``, with offsets ``ptr`` [B+1]; or padded tokens,
+``[B, L, ...]``, with a mask. Not here: graphs over these tokens (``graph``), and rules that choose them (``sources``).
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ __all__ = [
 ]
 
 _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Offsets on a device that were found to be right, for how many tokens, and in which version."""
+"""Offsets on a device that have been checked: the number of tokens, and the version of the tensor at that time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tokens:
-    """Queries and keys of a batch of ragged sequences, as a graph source sees them.
+    """Queries and keys of a batch of ragged sequences: the argument of graph sources and rules.
 
-    Everything is checked once, when the record is made. After that every field is set, ``sequence_ids`` excepted, and
-    sources, rules and kernels trust it. ``dataclasses.replace`` makes a record with other fields.
+    The constructor checks all arguments and fills in those that are None, except ``sequence_ids``; sources, rules and
+    kernels do not check them again. ``dataclasses.replace`` makes a copy with other fields.
 
     Args:
         query: Queries of each head, ``[H, N, C]``.
         key: Keys of each head, ``[H, M, C]``. None: self-attention, the queries are the keys.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. None: one sequence.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries.
-        bipartite: Queries and keys are different tokens, even where N = M. None: True if another key tensor was passed.
-        is_causal: No query may attend to a later key, nor may its row depend on one. The graph says so
-            (:attr:`AttentionGraph.is_causal`), and densities count the pairs that are left.
-        seed: Integer of 64 bits from which all random choices follow.
-        sequence_ids: Number of each sequence, ``[B]`` int64, as :func:`sbm_pyg.sample_edges` takes it. None: sequences
-            are numbered by their position in the batch.
+        bipartite: If True, queries and keys are different tokens, even if N = M. None: True if ``key`` is another
+            tensor than ``query``.
+        is_causal: If True, no query attends to a later key, and its row does not depend on one. The graph is causal
+            (:attr:`AttentionGraph.is_causal`), so densities count only the pairs that are allowed.
+        seed: Integer of 64 bits that determines all random choices.
+        sequence_ids: Number of each sequence, ``[B]`` int64; see :func:`sbm_pyg.sample_edges`. None: the position in
+            the batch.
 
     Raises:
         TypeError: An argument has the wrong type, or queries and keys have different dtypes.
@@ -91,20 +92,20 @@ class Tokens:
         if not torch.compiler.is_compiling() and (min(query.shape[:2]) < 1 or key.size(1) < 1):
             raise ValueError(
                 f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
-                f"{list(key.shape)}). A graph has tokens on both sides."
+                f"{list(key.shape)}). A graph has at least one query and one key."
             )
         ptr = (self.query_ptr if self.key_ptr is None else self.key_ptr, self.query_ptr)
         names = ("query_ptr", "key_ptr")
         ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
         bipartite = key is not query if self.bipartite is None else self.bipartite
-        checks.flag("bipartite", bipartite, "It says whether queries and keys are different tokens.")
-        checks.flag("is_causal", self.is_causal, "It says whether edges to later tokens are left out.")
+        checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
+        checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
         check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
         known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
         self.__dict__.update(known, seed=checks.seed(self.seed))
 
     def with_vectors(self, query: Tensor, key: Tensor) -> Tokens:
-        """The same tokens with other vectors, such as projections ``[H, N, r]`` and ``[H, M, r]``, without checks."""
+        """Copy with other vectors, such as projections ``[H, N, r]`` and ``[H, M, r]``, without checks."""
         tokens = object.__new__(Tokens)
         tokens.__dict__.update(self.__dict__, query=query, key=key)
         return tokens
@@ -130,56 +131,56 @@ class Tokens:
 
     @cached_property
     def query_sequence(self) -> Tensor:
-        """The sequence of each query, ``[N]``."""
+        """The sequence of each query, ``[N]`` int64."""
         return torch.repeat_interleave(self.query_ptr.diff(), output_size=self.num_queries)
 
     @cached_property
     def key_sequence(self) -> Tensor:
-        """The sequence of each key, ``[M]``."""
+        """The sequence of each key, ``[M]`` int64."""
         return torch.repeat_interleave(self.key_ptr.diff(), output_size=self.num_keys)
 
     @cached_property
     def query_position(self) -> Tensor:
-        """The position of each query in its sequence, from 0, ``[N]``."""
+        """The position of each query in its sequence, from 0, ``[N]`` int64."""
         return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]
 
     @cached_property
     def key_position(self) -> Tensor:
-        """The position of each key in its sequence, from 0, ``[M]``."""
+        """The position of each key in its sequence, from 0, ``[M]`` int64."""
         return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]
 
     @cached_property
     def allowed_keys(self) -> Tensor:
-        """Number of keys that each query may attend to, which are the first ones of its sequence, ``[N]``."""
+        """Number of keys that each query may attend to, the first of its sequence, ``[N]`` int64."""
         return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
 
     @property
     def first_key(self) -> Tensor:
-        """Where the sequence of each query begins among the keys of all heads, ``[H*N]``."""
+        """First key of the sequence of each query, numbered through all heads, ``[H*N]`` int64."""
         head = self.num_keys * torch.arange(self.heads, device=self.key.device)
         return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
 
 
 def check_record(tokens: object) -> None:
-    """Raise TypeError unless it is :class:`Tokens`."""
+    """Raise TypeError unless ``tokens`` is a :class:`Tokens`."""
     if not isinstance(tokens, Tokens):
         raise TypeError(
-            f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Make them of queries and keys: "
-            "`Tokens(query, key)`."
+            f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Build them with `Tokens(query, key)`."
         )
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
-    """Raise TypeError unless it is a dense tensor or, where it is optional, None."""
+    """Raise TypeError unless ``x`` is a dense tensor or, if optional, None."""
     if not (optional and x is None):
         checks.dense(name, x)
 
 
 def unmerged(x: Tensor) -> Tensor:
-    """The tensor; in compiled code a copy for ops whose size depends on values, as ``nonzero`` and ``unique``.
+    """The tensor itself; in compiled code, a copy for ops with an output size set by values, such as ``nonzero``.
 
-    Torch merges equal calls of one program, those of two layers over one mask say, and forgets the size of the second,
-    which later code names (``InductorError: u3 not in ...``). It merges no empty memory, and so nothing made of it.
+    The compiler merges equal calls in a program, for example those of two layers over one mask, and loses the size of
+    the second, which later code refers to (``InductorError: u3 not in ...``). It does not merge calls that depend on
+    newly allocated memory, as those over this copy do.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -196,23 +197,23 @@ def offsets(counts: Tensor) -> Tensor:
         or counts.is_complex()
     ):
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
-        raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds how many there are of each.")
+        raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds the size of each group.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:
-    """Pairs of a query and a key of each sequence, ``[B]`` int64.
+    """Number of pairs of a query and a key in each sequence, ``[B]`` int64.
 
     Args:
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        is_causal: Only pairs whose key is not later in its sequence than the query in its own.
+        is_causal: Count only pairs with a key position up to the query position.
     """
     queries, keys = query_ptr.diff(), key_ptr.diff()
     if not is_causal:
         return queries * keys
-    few = torch.minimum(queries, keys)
-    return few * (few + 1) // 2 + (queries - few) * keys
+    both = torch.minimum(queries, keys)
+    return both * (both + 1) // 2 + (queries - both) * keys
 
 
 def resolve_ptr(
@@ -229,19 +230,19 @@ def resolve_ptr(
         total: Number of tokens N.
         ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
         batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
-        name: What to call ``ptr`` in messages.
-        device: Where the offsets go, that of the tokens; None leaves them where they are. (PyG's batches have theirs on
-            the CPU unless their features are on CUDA.)
+        name: Name of ``ptr`` in error messages.
+        device: Device of the result, usually that of the tokens. None: the device of the argument. (A PyG batch keeps
+            offsets on the CPU unless its features are on CUDA.)
 
     Returns:
-        Offsets, ``[B+1]`` int64. On the CPU they are a copy, which writing into ``ptr`` does not change.
+        Offsets, ``[B+1]`` int64. On the CPU they are a copy, so later writes into ``ptr`` have no effect.
 
     Raises:
-        TypeError: Offsets or sequence numbers are no integer tensor.
+        TypeError: Offsets or sequence numbers are not an integer tensor.
         ValueError: The offsets do not describe N tokens, or a sequence is empty.
     """
     if ptr is not None and batch is not None:
-        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one out: they say the same.")
+        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one of them out.")
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
     total = checks.integer("total", total, 0, "It is the number of tokens.")
@@ -281,15 +282,15 @@ def resolve_ptr(
     if can_read(ptr):
         if values.can_read_without_sync(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
             _check_ptr_values(ptr, total, name)
-    else:  # no branch on values; the kernels must still see none that is out of range
+    else:  # no branch on values, but kernels must never see one that is out of range
         fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
         torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
-    # numpy writes into what lies on the CPU, and no version tells: whoever keeps offsets must have their own
+    # numpy may write into a tensor on the CPU without a new version, so the offsets that are kept are a copy
     return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(ptr)), total)
 
 
 def trust_offsets(ptr: Tensor, total: int) -> Tensor:
-    """The same offsets, at which nobody needs to look again where a device would be waited for."""
+    """Mark offsets on a device as checked and return them. Later calls skip the check, which waits for the device."""
     if can_read(ptr) and not values.can_read_without_sync(ptr) and not ptr.is_inference():
         _VALID[ptr] = total, ptr._version
     return ptr
@@ -304,20 +305,18 @@ def resolve_sides(
     *,
     names: tuple[str, str] = ("ptr", "ptr"),
 ) -> tuple[Tensor, Tensor]:
-    """Offsets of the sequences in queries and in keys.
-
-    Both are the same tensor where they are given once and N = M.
+    """Offsets of the sequences in queries and in keys: the same tensor for both, if they are given once and N = M.
 
     Args:
         num_queries: Number of queries N.
         num_keys: Number of keys M.
-        ptr: Offsets, ``[B+1]`` int64, or the pair (keys, queries), as PyG orders bipartite things; or None.
-        batch: The same as sequence numbers; or None.
+        ptr: Offsets, ``[B+1]`` int64, or the pair (keys, queries), in PyG's order; or None.
+        batch: Sequence number of each token, or the pair (keys, queries); or None.
         device: As in :func:`resolve_ptr`.
-        names: What to call the offsets of queries and of keys in messages.
+        names: Names of the offsets of queries and of keys in error messages.
 
     Raises:
-        TypeError, ValueError: As :func:`resolve_ptr`, or the sides hold different numbers of sequences.
+        TypeError, ValueError: As :func:`resolve_ptr`; or queries and keys have different numbers of sequences.
     """
     for name, value in (("ptr", ptr), ("batch", batch)):
         if isinstance(value, tuple) and len(value) != 2:
@@ -339,16 +338,14 @@ def resolve_sides(
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
-    """Offsets of the sequences of PyG ``Data``, or of one kind of nodes of ``HeteroData``.
-
-    They come from its ``ptr``, else from its ``batch``.
+    """Offsets of the sequences of PyG ``Data``, or of one node type of ``HeteroData``: its ``ptr``, else its ``batch``.
 
     Args:
-        store: What carries ``num_nodes`` and perhaps ``ptr`` or ``batch``.
+        store: An object with ``num_nodes`` and, optionally, ``ptr`` or ``batch``.
         device: As in :func:`resolve_ptr`.
 
     Returns:
-        Offsets, ``[B+1]`` int64, or None where it carries neither.
+        Offsets, ``[B+1]`` int64; None if the object has neither.
 
     Raises:
         TypeError, ValueError: As :func:`resolve_ptr`.
@@ -376,14 +373,11 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The seed itself, or one drawn from a generator.
-
-    A given seed is an integer of 64 bits. A drawn one lies in ``0 .. 2**63-1``; torch's default generator draws it if
-    ``generator`` is None.
+    """The given seed, or a seed in ``0 .. 2**63-1`` drawn from a generator; from torch's default one if it is None.
 
     Raises:
         TypeError: The seed is not an integer.
-        ValueError: Both were given, or the seed does not fit into 64 bits.
+        ValueError: Both are given, or the seed does not fit into 64 bits.
     """
     if seed is not None:
         if generator is not None:
@@ -395,11 +389,11 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
         )
     device = "cpu" if generator is None else generator.device
     drawn = torch.randint(2**63 - 1, (), generator=generator, device=device).item()
-    return cast(int, drawn)  # `int(...)` would ask for the number where `torch.export` has none yet
+    return cast(int, drawn)  # `int(...)` would need the number, which `torch.export` does not have yet
 
 
 def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
-    """Raise TypeError or ValueError unless it is ``[B]`` integers, or None; values are not looked at."""
+    """Raise TypeError or ValueError unless ``sequence_ids`` is ``[B]`` integers or None. Values are not checked."""
     check_tensor(sequence_ids, "sequence_ids")
     if sequence_ids is None:
         return
@@ -411,9 +405,9 @@ def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
 
 
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of each sequence, ``[B]`` int64, on a device; on the CPU a copy, as of offsets.
+    """Number of each sequence, ``[B]`` int64, on a device. Random words depend on it.
 
-    It is the position in the batch if None is given. Random words depend on it.
+    None: the position in the batch. On the CPU the result is a copy.
 
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
@@ -426,7 +420,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
         if low < 0 or high >= 2**bits:
             raise ValueError(
                 f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). "
-                "Number sequences by their place in the data set."
+                "Use the position of each sequence in the data set."
             )
     if device.type != "meta":
         require_values(sequence_ids, "sequence_ids")
@@ -439,15 +433,15 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
     Args:
         x: Tokens, ``[N, ...]``.
         ptr: Offsets, ``[B+1]`` int64.
-        fill_value: What stands in the padding, a value of the type of ``x``.
+        fill_value: Value of the padding, representable in the dtype of ``x``.
 
     Returns:
-        The tokens, ``[B, L, ...]`` with L the longest sequence, and the mask of real tokens, ``[B, L]`` bool.
+        The tokens, ``[B, L, ...]`` for a longest sequence of L tokens; and a mask, ``[B, L]`` bool, False on padding.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: ``ptr`` does not describe N tokens, the type of ``x`` does not hold ``fill_value``, or memory does
-            not hold the result, whose size is that of B sequences as long as the longest.
+        TypeError: An argument has the wrong type.
+        ValueError: ``ptr`` does not describe N tokens, ``fill_value`` is not representable in the dtype of ``x``, or
+            the result does not fit into memory.
 
     Example:
         >>> padded, mask = pad(torch.arange(3.0), torch.tensor([0, 1, 3]))
@@ -457,18 +451,18 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
     _check_tokens(x, 1, "[N, ...]")
     require_values(x, "x")
     if not (isinstance(fill_value, Real) and fill_value != fill_value):  # NaN
-        checks.number("fill_value", fill_value, "[-inf, inf]", "It stands in the padding, NaN if you like.")
+        checks.number("fill_value", fill_value, "[-inf, inf]", "It fills the padding; NaN is allowed.")
     if not (x.is_floating_point() or x.is_complex()):
         low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
         if not low <= fill_value <= high or fill_value != int(fill_value):
             raise ValueError(
-                f"Expected 'fill_value' to be a value of {x.dtype}, as 'x' is (got {fill_value}). Convert 'x', or name "
-                "an integer."
+                f"Expected 'fill_value' to be a value of {x.dtype}, as 'x' is (got {fill_value}). Convert 'x', or pass "
+                "an integer in range."
             )
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
     if not torch.compiler.is_compiling():
         numbers = lengths.numel() * int(lengths.max()) * math.prod(x.shape[1:])
-        way_out = "Pad sequences of like length together, or leave them ragged."
+        way_out = "Pad sequences of similar length together, or leave them ragged."
         checks.memory("ptr", numbers, x.element_size(), x.device, way_out, "numbers")
     batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
@@ -479,14 +473,14 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: Tokens, ``[B, L, ...]``.
-        mask: True where a token is real, ``[B, L]`` bool; each row holds at least one.
+        mask: False on padding, ``[B, L]`` bool. Each row has at least one real token.
 
     Returns:
         The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: Shapes differ, or a sequence is empty.
+        TypeError: An argument is not a tensor.
+        ValueError: The shapes do not fit, or a sequence is empty.
     """
     _check_tokens(x, 2, "[B, L, ...]")
     check_tensor(mask, "mask", optional=False)
@@ -494,7 +488,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] "
-            f"(got {mask.dtype} {list(mask.shape)}). It is True where a token is real."
+            f"(got {mask.dtype} {list(mask.shape)}). It is False on padding."
         )
     lengths = mask.sum(1)
     if lengths.numel() == 0 or bool((lengths == 0).any()):

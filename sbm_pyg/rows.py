@@ -1,7 +1,6 @@
-"""A graph in compressed rows: which query attends to which key, per head and sequence.
+"""A graph in compressed rows: the keys of each query, per head and sequence.
 
-In: row offsets and keys, or another graph. Out: its numbers, its parts, and its union with another. Not here: any other
-form of a graph (``graph``).
+In: row offsets and keys, or another graph. Out: properties, subgraphs and unions. Not here: conversions (``graph``).
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
-__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "the_one"]
+__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "resolve_index"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompressedRows:
-    """A graph in compressed rows: all of :class:`~sbm_pyg.AttentionGraph` but its conversions.
-
-    Make an :class:`~sbm_pyg.AttentionGraph`, never this. The arguments are explained there.
-    """
+    """Base class of :class:`~sbm_pyg.AttentionGraph`, which adds conversions and documents the arguments."""
 
     rowptr: Tensor  # [H*N+1]
     col: Tensor  # [E]
@@ -42,11 +38,11 @@ class CompressedRows:
         for name in ("rowptr", "col", "query_ptr", "key_ptr"):
             check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
         check_sizes(self.num_queries, self.num_keys, self.heads)
-        checks.flag("is_causal", self.is_causal, "It says whether no query may attend to a later key.")
+        checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
         if self.rowptr.dtype != torch.int64:
             raise TypeError(
                 f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). "
-                "Offsets of large graphs overflow anything smaller."
+                "Offsets of large graphs overflow int32: convert it with `.long()`."
             )
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
@@ -80,14 +76,14 @@ class CompressedRows:
         self.validate()
 
     def _fill_offsets(self) -> None:
-        """Put the offsets of one sequence where none were given."""
+        """Replace offsets that are None by those of one sequence."""
         if self.query_ptr is None:
             object.__setattr__(self, "query_ptr", resolve_ptr(self.num_queries, device=self.device))
         if self.key_ptr is None:
             if self.num_keys != self.num_queries and self.query_ptr.numel() > 2:
                 raise ValueError(
-                    "Expected 'key_ptr' where N != M "
-                    f"(got N = {self.num_queries}, M = {self.num_keys} and no 'key_ptr'). Pass the offsets of the keys."
+                    f"Expected 'key_ptr' for several sequences with N = {self.num_queries} queries and "
+                    f"M = {self.num_keys} keys (got None). Pass the offsets of the keys."
                 )
             same = self.num_keys == self.num_queries
             object.__setattr__(
@@ -106,7 +102,7 @@ class CompressedRows:
         key_ptr: Tensor | None = None,
         is_causal: bool = False,
     ) -> Self:
-        """Make a graph without checks, from rows that are valid by the way they were made."""
+        """Make a graph without checks, from rows that are valid by construction."""
         graph = object.__new__(cls)
         object.__setattr__(graph, "rowptr", rowptr)
         object.__setattr__(graph, "col", col)
@@ -120,11 +116,11 @@ class CompressedRows:
         return graph
 
     def _with(self, rowptr: Tensor, col: Tensor, heads: int, is_causal: bool | None = None) -> Self:
-        """The graph of other rows, which are valid, over the same tokens."""
+        """Copy over the same tokens, with other rows that are valid by construction."""
         sides = (self.num_queries, self.num_keys, heads, self.query_ptr, self.key_ptr)
         return self._trusted(rowptr, col, *sides, self.is_causal if is_causal is None else is_causal)
 
-    # ---------------------------------------------------------------- what is in it
+    # ---------------------------------------------------------------- properties
 
     @property
     def num_edges(self) -> int:
@@ -153,33 +149,33 @@ class CompressedRows:
 
     @property
     def edge_index(self) -> Tensor:
-        """Edges as PyG writes them, ``[2, E]`` int64: row 0 the key (source), row 1 the query (target)."""
+        """Edges in PyG's form, ``[2, E]`` int64: row 0 the keys (sources), row 1 the queries (targets)."""
         return torch.stack([self.col.long(), self.edge_row % self.num_queries])
 
     @property
     def edge_head(self) -> Tensor:
-        """Head of each edge, ``[E]`` int64, an edge type in the sense of PyG's relational layers."""
+        """Head of each edge, ``[E]`` int64; an edge type for PyG's relational layers."""
         return self.edge_row // self.num_queries
 
     @property
     def degree(self) -> Tensor:
-        """Number of keys each query attends to, ``[H, N]`` int64."""
+        """Number of keys that each query attends to, ``[H, N]`` int64."""
         return self.rowptr.diff().view(self.heads, self.num_queries)
 
     @property
     def edges_per_sequence(self) -> Tensor:
-        """Number of edges, ``[B, H]`` int64."""
+        """Number of edges in each sequence and head, ``[B, H]`` int64."""
         starts = self.query_ptr[:, None] + self.num_queries * torch.arange(self.heads, device=self.device)  # [B+1, H]
         return self.rowptr[starts].diff(dim=0)
 
     @property
     def pairs_per_sequence(self) -> Tensor:
-        """Number of pairs of a query and a key that may be edges, ``[B]`` int64, in each head."""
+        """Number of pairs of a query and a key that may be edges in each head of a sequence, ``[B]`` int64."""
         return count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
 
     @property
     def density(self) -> Tensor:
-        """Share of the pairs of each sequence that are edges, ``[B, H]`` float64, or float32 on devices without it."""
+        """Fraction of pairs that are edges, ``[B, H]`` float64, or float32 on devices without float64."""
         return self.edges_per_sequence.to(checks.widest(self.device)) / self.pairs_per_sequence[:, None]
 
     def __repr__(self) -> str:
@@ -201,7 +197,7 @@ class CompressedRows:
         return f"AttentionGraph({', '.join(parts)}{causal}{device})"
 
     def __eq__(self, other: object) -> bool:
-        """True where the other graph has the same edges, heads and sequences (index dtypes and devices may differ)."""
+        """True if both graphs have the same edges, heads and sequences; index dtypes and devices may differ."""
         if not isinstance(other, CompressedRows):
             return NotImplemented
         if (self.heads, self.num_queries, self.num_keys, self.num_edges) != (
@@ -221,12 +217,12 @@ class CompressedRows:
         return hash((self.heads, self.num_queries, self.num_keys, self.num_edges))
 
     def validate(self) -> Self:
-        """Check every value again, in O(HN + E), and return the graph.
+        """Check every value and return the graph. Cost O(HN + E).
 
-        The constructor has done so. Call it where tensors of the graph were written into since.
+        The constructor calls this method. Call it again after writing into a tensor of the graph.
 
         Raises:
-            ValueError: Offsets do not fit, an edge leaves its sequence, the keys of a row are unsorted or repeated, or
+            ValueError: Offsets do not fit; an edge leaves its sequence; the keys of a row are unsorted or repeated; or
                 a causal graph has an edge from a later key.
         """
         resolve_ptr(self.num_queries, self.query_ptr, name="query_ptr")
@@ -240,22 +236,22 @@ class CompressedRows:
         early = torch.ones_like(rises)
         if self.is_causal and (compiling or bool(rises & (row < 0))):
             early = ~self.later.any()
-        if compiling:  # no branch on values; the kernels must still see none that is out of range
+        if compiling:  # no branch on values, but kernels must never see one that is out of range
             torch._assert_async(
-                rises & (row < 0) & early, "Expected 'rowptr' and 'col' to be the rows of a graph, see AttentionGraph."
+                rises & (row < 0) & early, "Expected 'rowptr' and 'col' to be valid rows. See AttentionGraph."
             )
         elif not bool(rises & (row < 0)):
             self._explain(int(row))
         elif not bool(early):
             key, query = self.edge_index[:, self.later.nonzero()[0, 0]].tolist()
             raise ValueError(
-                f"Expected 'col' to hold no key later than its query, as 'is_causal' says (got key {key} of query "
-                f"{query}). `graph.causal()` leaves such edges out."
+                f"Expected 'col' to hold no key later than its query with is_causal=True (got key {key} of query "
+                f"{query}). Remove such edges with `graph.causal()`."
             )
         return self
 
     def _explain(self, row: int) -> None:
-        """Say what is wrong with a row, or with the ends of all."""
+        """Raise the error of an invalid row, or of invalid first and last offsets."""
         first, last, (start, end) = (
             int(self.rowptr[0]),
             int(self.rowptr[-1]),
@@ -265,7 +261,7 @@ class CompressedRows:
             raise ValueError(
                 f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} "
                 f"(got {first} to {last}{f', and {start} to {end} in row {row}' if row >= 0 else ''}). "
-                "Build it from row counts by `cumsum`."
+                "Build it with `cumsum` over the numbers of keys."
             )
         keys = self.col[start:end]
         descents = (keys[1:] <= keys[:-1]).nonzero()
@@ -279,14 +275,14 @@ class CompressedRows:
         low, high = self.key_ptr[sequence : sequence + 2].tolist()
         raise ValueError(
             "Expected 'col' to hold keys of the sequence of their query "
-            f"(got {int(keys[0])} to {int(keys[-1])} in row {row}, whose sequence has keys {low} to {high - 1}). "
-            "Key numbers count through all sequences: add their 'key_ptr' offsets to numbers that start at 0 in each."
+            f"(got {int(keys[0])} to {int(keys[-1])} in row {row}; its sequence has keys {low} to {high - 1}). "
+            "Keys are numbered through all sequences: add 'key_ptr' to numbers that start at 0 in each sequence."
         )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
-        """Whether the sequences of the graph have these offsets.
+        """True if the sequences of the graph have these offsets.
 
-        Where values may not be read, as in compiled code, only their number is compared.
+        If values cannot be read, for example in compiled code, only the number of sequences is compared.
 
         Args:
             query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
@@ -302,7 +298,7 @@ class CompressedRows:
 
     @property
     def later(self) -> Tensor:
-        """Which edges have a key later than their query, ``[E]`` bool; places count within the sequence."""
+        """True for edges from a later key, ``[E]`` bool; positions are those within the sequence."""
         key, query = self.edge_index
         if self.key_ptr is self.query_ptr:
             return key > query
@@ -312,14 +308,14 @@ class CompressedRows:
     # ---------------------------------------------------------------- graphs from graphs
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same graph on another device.
+        """The same graph on another device. Arguments are those of :meth:`torch.Tensor.to`.
 
         Raises:
-            TypeError: ``non_blocking`` is no bool.
-            ValueError: There is no such device, or the graph is on the meta device and has no values.
+            TypeError: ``non_blocking`` is not a bool.
+            ValueError: The device does not exist, or the graph is on the meta device.
         """
         device = checks.device(device)
-        checks.flag("non_blocking", non_blocking, "It is that of `torch.Tensor.to`.")
+        checks.flag("non_blocking", non_blocking, "See `torch.Tensor.to`.")
         if device.type != "meta":
             require_values(self.col, "graph")
         rowptr, col, query_ptr, key_ptr = (
@@ -330,9 +326,9 @@ class CompressedRows:
         return self._trusted(rowptr, col, *sides, self.is_causal)
 
     def sequence(self, sequence: int) -> Self:
-        """The graph of one sequence, tokens counted from 0, all heads."""
+        """The graph of one sequence, all heads. Tokens are numbered from 0."""
         require_values(self.col, "graph")
-        sequence = _counted(sequence, self.num_sequences, "sequence")
+        sequence = _check_index(sequence, self.num_sequences, "sequence")
         start, end = (int(x) for x in self.query_ptr[sequence : sequence + 2])
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
         head_start = self.num_queries * torch.arange(self.heads, device=self.device)
@@ -350,21 +346,21 @@ class CompressedRows:
     def head(self, head: int) -> Self:
         """The graph of one head, all sequences."""
         require_values(self.col, "graph")
-        head = _counted(head, self.heads, "head")
+        head = _check_index(head, self.heads, "head")
         rowptr = self.rowptr[head * self.num_queries : (head + 1) * self.num_queries + 1]
         col = self.col[int(rowptr[0]) : int(rowptr[-1])]
         return self._with(rowptr - rowptr[0], col, 1)
 
     def expand(self, heads: int) -> Self:
-        """A graph of one head, repeated for ``heads`` heads."""
-        checks.integer("heads", heads, 1, "A graph without heads has no rows.")
+        """Copy of a graph with one head, repeated for ``heads`` heads; the graph itself if it has them already."""
+        checks.integer("heads", heads, 1, "It is the number of heads.")
         if self.heads == heads:
             return self
         if self.heads != 1:
             raise ValueError(
                 f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
             )
-        way_out = "Ask for fewer heads, or attend over the graph of one head, which serves all."
+        way_out = "Take fewer heads, or pass the graph of one head to the layer."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
         starts = self.num_edges * torch.arange(heads, device=self.device)[:, None]
@@ -373,17 +369,18 @@ class CompressedRows:
 
     @classmethod
     def concatenate(cls, graphs: Sequence[Self]) -> Self:
-        """One ragged batch of the sequences of several graphs with the same heads.
+        """One graph over the sequences of several graphs, as one ragged batch.
 
         Args:
-            graphs: At least one graph; B, N and M may differ, H may not.
+            graphs: At least one graph. B, N and M may differ; H may not.
 
         Raises:
-            ValueError: The list is empty or heads differ.
+            TypeError: ``graphs`` is not a list of graphs.
+            ValueError: The list is empty, or numbers of heads or devices differ.
         """
         if isinstance(graphs, CompressedRows) or not isinstance(graphs, Sequence):
             raise TypeError(
-                f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put it in brackets."
+                f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put a single graph in a list."
             )
         for graph in graphs:
             check_graph(graph, "graphs")
@@ -412,19 +409,20 @@ class CompressedRows:
         )  # fmt: skip
 
     def union(self, other: Self) -> tuple[Self, Tensor]:
-        """The union of both graphs per head, and which of its edges the other graph holds.
+        """The union of both graphs per head, and a mask of the edges of the other graph.
 
-        Both are sorted, so nothing is sorted again: cost O(E + E' log E) with E' the edges of ``other``.
+        Cost O(E + E' log E) for E' edges of ``other``; both graphs are sorted already.
 
         Args:
-            other: A graph over the same tokens. Where one of both graphs has a single head, its edges count in every
-                head.
+            other: A graph over the same tokens. If one of the graphs has one head, its edges are repeated for all heads
+                of the other.
 
         Returns:
-            The union, and a mask ``[E'']`` bool that is True on the edges of ``other``.
+            The union, and a mask ``[E'']`` bool, True for edges of ``other``.
 
         Raises:
-            ValueError: The graphs are not over the same tokens, heads and sequences, or memory does not hold the union.
+            TypeError: ``other`` is not a graph.
+            ValueError: The graphs differ in tokens, heads or sequences, or the union does not fit into memory.
         """
         check_graph(other, "other")
         require_values(self.col, "graph")
@@ -439,53 +437,53 @@ class CompressedRows:
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). "
                 "Build both with the same 'ptr'."
             )
-        way_out = "Unite graphs of fewer heads or shorter sequences."
+        way_out = "Take graphs with fewer heads or shorter sequences."
         checks.memory("other", self.num_edges + other.num_edges, 36, self.device, way_out)  # numbers, masks, the result
         mine, theirs = self._numbered(), other._numbered()
-        place = torch.searchsorted(mine, theirs)
-        added = torch.cat([mine, mine.new_full((1,), -1)])[place] != theirs
+        position = torch.searchsorted(mine, theirs)
+        added = torch.cat([mine, mine.new_full((1,), -1)])[position] != theirs
         before = offsets(added)
-        slot = place + before[:-1]  # where each edge of the other graph lands
+        slot = position + before[:-1]  # position in the union of each edge of the other graph
         (new,) = unmerged(added).nonzero(as_tuple=True)
-        size, landed = mine.numel() + new.numel(), slot[new]
+        size, new_slot = mine.numel() + new.numel(), slot[new]
         from_other, is_new = (
-            torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, landed)
+            torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, new_slot)
         )
         col = self.col.new_empty(size, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
-        col = col.masked_scatter(~is_new, self.col.to(col.dtype)).index_copy(0, landed, other.col[new].to(col.dtype))
+        col = col.masked_scatter(~is_new, self.col.to(col.dtype)).index_copy(0, new_slot, other.col[new].to(col.dtype))
         is_causal = self.is_causal and other.is_causal
         return self._with(self.rowptr + before[other.rowptr], col, self.heads, is_causal), from_other
 
     def select(self, mask: Tensor) -> Self:
-        """The graph of those edges where ``mask`` ``[E]`` bool is True. Cost O(HN + E).
+        """The graph with only the edges for which a mask, ``[E]`` bool, is True. Cost O(HN + E).
 
         Raises:
-            TypeError, ValueError: The mask is no tensor, not boolean, or not ``[E]``.
+            TypeError, ValueError: The mask is not a tensor ``[E]`` bool.
         """
         check_tensor(mask, "mask", optional=False)
         require_values(mask, "mask")
         if mask.dtype != torch.bool:
-            raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Compare, as in `select(weight > 0)`.")
+            raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Pass a comparison such as `weight > 0`.")
         if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
             raise ValueError(
                 f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). "
-                "It says of each edge whether it stays."
+                "It is True for the edges to keep."
             )
         return self._with(offsets(mask)[self.rowptr], self.col[unmerged(mask)], self.heads)
 
     def causal(self) -> Self:
-        """The graph without the edges from later keys; its densities count the pairs that are left. Cost O(HN + E)."""
+        """The causal graph of the edges that are not from later keys. Cost O(HN + E)."""
         if self.is_causal:
             return self
         graph = self.select(~self.later)
         return graph._with(graph.rowptr, graph.col, graph.heads, is_causal=True)
 
     def contains(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
-        """Says of each pair whether it is an edge, ``[E']`` bool. Cost O(E' log E).
+        """True for each pair that is an edge, ``[E']`` bool. Cost O(E' log E).
 
         Args:
-            edge_index: ``[2, E']`` integers, keys and queries, in any order.
-            edge_head: Head of each pair, ``[E']`` integers; head 0 if None.
+            edge_index: Pairs in any order, ``[2, E']`` integers: row 0 keys, row 1 queries.
+            edge_head: Head of each pair, ``[E']`` integers. None: head 0.
 
         Raises:
             TypeError: A tensor is not an integer tensor.
@@ -499,21 +497,19 @@ class CompressedRows:
         return self._search(*check_edges(edge_index, edge_head))[1]
 
     def find(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
-        """Where the graph stores each of the given edges, ``[E']`` int64 in ``0 .. E-1``. Cost O(E' log E).
-
-        All of them must be edges of the graph; :meth:`contains` says which are.
+        """Index of each given edge among the edges of the graph, ``[E']`` int64 in ``0 .. E-1``. Cost O(E' log E).
 
         Args:
-            edge_index: ``[2, E']`` integers, keys and queries, in any order.
-            edge_head: Head of each edge, ``[E']`` integers; head 0 if None.
+            edge_index: Edges of the graph in any order, ``[2, E']`` integers: row 0 keys, row 1 queries.
+            edge_head: Head of each edge, ``[E']`` integers. None: head 0.
 
         Raises:
             TypeError: A tensor is not an integer tensor.
-            ValueError: Shapes do not fit, or an edge is not in the graph.
+            ValueError: Shapes do not fit, or a pair is not an edge of the graph; check with :meth:`contains`.
         """
         key, query, head = check_edges(edge_index, edge_head)
-        place, found = self._search(key, query, head)
-        if can_read(place) and not bool(found.all()):
+        position, found = self._search(key, query, head)
+        if can_read(position) and not bool(found.all()):
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} "
@@ -522,25 +518,25 @@ class CompressedRows:
             edge = int(found.logical_not().nonzero()[0])
             raise ValueError(
                 "Expected 'edge_index' to hold edges of the graph "
-                f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is none). "
-                "Choose among `graph.edge_index` and `graph.edge_head`."
+                f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is not an edge). "
+                "Check pairs with `graph.contains`."
             )
-        return place
+        return position
 
     def _search(self, key: Tensor, query: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each pair is stored, or would be; and whether it is, ``[E']`` each."""
+        """Position of each pair among the sorted edges, and whether it is an edge, ``[E']`` each."""
         checks.same_device("graph", self.col, edge_index=key, edge_head=head)
         mine = self._numbered()
         wanted = (head * self.num_queries + query) * self.num_keys + key
-        place = torch.searchsorted(mine, wanted)
+        position = torch.searchsorted(mine, wanted)
         inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
         inside &= (head >= 0) & (head < self.heads)
         if mine.numel() == 0:
-            return place, torch.zeros_like(inside)
-        return place, inside & (mine[place.clamp(max=mine.numel() - 1)] == wanted)
+            return position, torch.zeros_like(inside)
+        return position, inside & (mine[position.clamp(max=mine.numel() - 1)] == wanted)
 
     def _numbered(self) -> Tensor:
-        """Number of each edge among all pairs, ``[E]``, ascending."""
+        """Number of each edge among all pairs, ``[E]`` int64, ascending."""
         return self.edge_row.mul_(self.num_keys).add_(self.col)
 
     def __or__(self, other: Self) -> Self:
@@ -548,37 +544,40 @@ class CompressedRows:
 
 
 def index_type(num_keys: int) -> torch.dtype:
-    """The smaller integer that numbers so many keys."""
-    small = not torch.compiler.is_compiling() and num_keys < 2**31  # compiled code may not know the number
+    """The smallest dtype of key numbers: int32 or int64."""
+    small = not torch.compiler.is_compiling() and num_keys < 2**31  # the number may be unknown in compiled code
     return torch.int32 if small else torch.int64
 
 
 def masked_rows(
     rows: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, pairs: int, name: str, way_out: str, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compressed rows of a mask. Where it is large, some rows are made at a time, once to count and once to keep them.
+    """Compressed rows of a mask.
+
+    A large mask is computed in chunks of rows, once to count edges and once to store them.
 
     Args:
-        rows: From numbers of rows ``[r]`` to their mask ``[r, m]`` bool, and to the keys of all its pairs, ``[r, m]``.
-        count: How many rows there are.
-        pairs: Of how many pairs the mask is.
-        name, way_out: Of what asks for the edges; see :func:`.checks.memory`.
-        numbers: Empty, of the type of the keys, where the graph is.
+        rows: Function from numbers of rows, ``[r]``, to their mask, ``[r, m]`` bool, and the keys of all pairs,
+            ``[r, m]`` or broadcast to it.
+        count: Number of rows.
+        pairs: Number of pairs in the mask.
+        name, way_out: For the error if the edges do not fit into memory; see :func:`.checks.memory`.
+        numbers: An empty tensor with the dtype and device of the keys.
 
     Returns:
-        Offsets ``[count+1]``, and keys ``[E]``.
+        Offsets, ``[count+1]`` int64, and keys, ``[E]``.
     """
     every = torch.arange(count, device=numbers.device)
     if torch.compiler.is_compiling() or pairs <= EDGES_PER_CHUNK:
         mask, keys = rows(every)
         return offsets(mask.sum(1)), keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)]
-    some = every.split(max(EDGES_PER_CHUNK * count // pairs, 1))
-    rowptr = offsets(torch.cat([rows(part)[0].sum(1) for part in some]))
+    chunks = every.split(max(EDGES_PER_CHUNK * count // pairs, 1))
+    rowptr = offsets(torch.cat([rows(chunk)[0].sum(1) for chunk in chunks]))
     total = int(rowptr[-1])
     checks.memory(name, total, numbers.element_size(), numbers.device, way_out)
     col, begin = numbers.new_empty(total), 0
-    for part in some:
-        mask, keys = rows(part)
+    for chunk in chunks:
+        mask, keys = rows(chunk)
         found = keys.to(col.dtype).expand_as(mask)[mask]
         col[begin : begin + found.numel()] = found
         begin += found.numel()
@@ -586,30 +585,29 @@ def masked_rows(
 
 
 def check_graph(graph: object, name: str = "graph") -> None:
-    """Raise TypeError unless it is an :class:`~sbm_pyg.AttentionGraph`."""
+    """Raise TypeError unless ``graph`` is an :class:`~sbm_pyg.AttentionGraph`."""
     if not isinstance(graph, CompressedRows):
         raise TypeError(
             f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). "
-            "`AttentionGraph.from_edge_index` makes one."
+            "Build one with `AttentionGraph.from_edge_index`."
         )
 
 
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:
-    """Return the three sizes; refuse those below 1, and those whose pairs int64 cannot number."""
-    tokens = "A graph has tokens on both sides."
-    heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
-    num_queries = checks.integer("num_queries", num_queries, 1, tokens)
-    num_keys = checks.integer("num_keys", num_keys, 1, tokens)
+    """The sizes, if each is at least 1 and int64 can number all pairs."""
+    heads = checks.integer("heads", heads, 1, "It is the number of heads.")
+    num_queries = checks.integer("num_queries", num_queries, 1, "A graph has at least one query.")
+    num_keys = checks.integer("num_keys", num_keys, 1, "A graph has at least one key.")
     if not torch.compiler.is_compiling() and heads * num_queries * num_keys >= 2**63:
         raise ValueError(
-            "Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 "
-            f"(got {heads} * {num_queries} * {num_keys}). Pairs are numbered in int64."
+            "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 "
+            f"(got {heads} * {num_queries} * {num_keys}). Take fewer: pairs are numbered in int64."
         )
     return num_queries, num_keys, heads
 
 
 def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Key, query and head of each edge, ``[E]`` int64 each; refuse what is no list of edges."""
+    """Key, query and head of each edge, ``[E]`` int64 each, if the arguments are a list of edges."""
     for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
         check_tensor(value, name, optional=name == "edge_head")
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
@@ -625,26 +623,23 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(
-            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). "
-            "It holds one head number per edge."
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds the head of each edge."
         )
     return key, query, edge_head.long()
 
 
-def the_one(value: int | None, end: int, name: str, other: str = "") -> int:
-    """Return the number that is meant: ``value``, or 0 for None where there is only one thing.
-
-    Numbers count from 0, and negative ones from the end.
+def resolve_index(value: int | None, end: int, name: str, other: str = "") -> int:
+    """The index ``value`` in ``0 .. end-1``; negative values count from the end. None is 0 if ``end`` is 1.
 
     Raises:
-        TypeError, ValueError: The value is no int or out of range, or it is None where there are several things.
+        TypeError, ValueError: The value is not an int or is out of range, or it is None and ``end`` is above 1.
     """
     if value is None and end > 1:
-        raise ValueError(f"Expected '{name}' where there are {end} of them (got None). Pass {name}=0, for one{other}.")
-    return 0 if value is None else _counted(value, end, name)
+        raise ValueError(f"Expected '{name}' in 0..{end - 1} (got None). Pass {name}=0, for example{other}.")
+    return 0 if value is None else _check_index(value, end, name)
 
 
-def _counted(value: int, end: int, name: str) -> int:
+def _check_index(value: int, end: int, name: str) -> int:
     checks.integer(name, value, -(2**63), "Count from 0.")
     if not -end <= value < end:
         raise ValueError(f"Expected '{name}' in 0..{end - 1} (got {value}). Count from 0.")

@@ -23,11 +23,12 @@ from sbm_pyg import (
     GraphSource,
     PairClassifier,
     SBMAttentionConv,
-    SBMGraph,
     SBMHead,
     SBMMultiheadAttention,
+    SBMSource,
     SequenceClassifier,
     SequenceEncoder,
+    SourceGraph,
     TokenClassifier,
     Tokens,
     analysis,
@@ -363,16 +364,11 @@ def pattern(device: Device, variant: Callable[..., AttentionGraph]) -> Any:
 @case
 def transforms(device: Device) -> Any:
     data = [Data(x=normal(device, n, 16, seed=n)) for n in (4, 7)]
-    batch = patterns.WindowGraph(2)(Batch.from_data_list(data))
-    sampled = SBMGraph(head=on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), seed=1)(
-        Data(x=normal(device, 9, 16))
-    )
-    return (
-        batch.edge_index,
-        patterns.BigBirdGraph(1, 1, 1, seed=0)(data[0]).edge_index,
-        sampled.edge_index,
-        sampled.edge_type,
-    )
+    batch = SourceGraph(patterns.PatternSource(patterns.window, size=2))(Batch.from_data_list(data))
+    source = SBMSource(on(device, lambda: SBMHead(8, heads=2, num_blocks=4)))
+    sampled = SourceGraph(source, heads=2, seed=1)(Data(x=normal(device, 9, 16)))
+    bigbird = patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1)
+    return (batch.edge_index, SourceGraph(bigbird, seed=0)(data[0]).edge_index, sampled.edge_index, sampled.edge_type)
 
 
 # ------------------------------------------------------------------ block models, estimators, ops
@@ -425,7 +421,8 @@ def edge_ops(device: Device) -> Any:
     gate, bias = (normal(device, graph.num_edges, seed=seed).sigmoid().requires_grad_() for seed in (4, 5))
     dots = ops.edge_dot(query, key, graph.rows)
     attended, lse = ops.edge_attention(
-        query, key, value, graph.rows._replace(bias=bias), gate=gate, dropout=0.2, seed=7)
+        query, key, value, graph.rows._replace(bias=bias), gate=gate, dropout=0.2, seed=7
+    )
     entmax = ops.segment_entmax(dots, ptr=graph.rowptr, alpha=1.5)
     (attended.sin().sum() + entmax.square().sum()).backward()
     return dots, attended, lse, entmax, [x.grad for x in (query, key, value, gate, bias)]
@@ -454,13 +451,13 @@ def padding(device: Device) -> Any:
 def analyses(device: Device) -> Any:
     sbm = block_model(device)
     graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
-    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, blocks=sbm).rows()]
+    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, communities=sbm).rows()]
     path = analysis.hamiltonian_path(window).path
     return (
         statistics,
         path,
         analysis.universality([window]).holds,
-        analysis.blocks_of(sbm),
+        analysis.communities_of(sbm),
         analysis.expected_graph(sbm, 0.05),
     )
 
@@ -470,7 +467,7 @@ def figures(device: Device) -> Any:
     sbm = block_model(device)
     graph = sample_edges(sbm, seed=1)
     plots.plot_mask(graph, sbm, sequence=1)
-    plots.plot_blocks(graph, sbm, sequence=1)
+    plots.plot_communities(graph, sbm, sequence=1)
     plots.plot_density(graph.density[None])
     plots.plot_inputs([graph])
     plots.plot_extremes([graph])

@@ -6,9 +6,10 @@ result, an exception that blames the library, or a share of refusals without the
 ``python tests/fuzz.py --calls 20000`` runs the calls in forked children, which are replaced when they crash or hang. Call ``n`` is a function of the
 seed and ``n`` alone: ``--only n`` makes it in this process and shows it as code.
 
-A refusal is a ValueError, a TypeError, an ImportError, or the NotImplementedError of forward-mode derivatives. It has the argument's name if a word in
-quotes is that name. A value that is at odds with another argument and wrong in nothing else (a size, a number, a dtype, a graph over other tokens) may
-be refused by the name of the other argument. All other exceptions count as refusals without the name.
+A refusal is a ValueError, a TypeError, an ImportError, the NotImplementedError of forward-mode derivatives, or the error with which torch refuses to
+allocate the parameters of a module. It has the argument's name if a word in quotes is that name; torch's error needs none. A value that is at odds with
+another argument and wrong in nothing else (a size, a number, a dtype, a graph over other tokens) may be refused by the name of the other argument. All
+other exceptions count as refusals without the name.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ from numba.core import event
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+import sbm_pyg
 from sbm_pyg import SBM, AttentionGraph
 
 LIMIT, COMPILING = 20.0, 300.0  # seconds of CPU that a call, and one compilation of a kernel, may take
 PATIENCE = 6  # times as long may it take by the clock, since others use the machine too
 REFUSALS = (ValueError, TypeError, ImportError)
+TOO_LARGE = re.compile("can't allocate memory|Storage size calculation overflowed|Overflow when unpacking long")
 RELATIONS = {"size", "number", "dtype", "other"}  # kinds of hostile values that only another argument makes wrong
 HARMLESS = {"view"}  # kinds whose values are those of the plain argument: the same result, if any
 RECORDS = {
@@ -407,12 +410,14 @@ def judge(seed: int, number: int) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         message = f"{type(error).__name__}: {error}"
         forward = isinstance(error, NotImplementedError) and "reverse-mode" in message
-        refused = (isinstance(error, REFUSALS) and not isinstance(error, UnicodeError)) or forward
+        too_large = is_module(name) and bool(TOO_LARGE.search(message))
+        refused = (isinstance(error, REFUSALS) and not isinstance(error, UnicodeError)) or forward or too_large
         if not chosen and not (isinstance(error, ImportError) and "to be installed" in message):
             kind = "wrong"
             message = f"valid arguments refused: {message}"
         elif refused:
-            kind = "refused" if named(message, names) or "to be installed" in message else "unnamed"
+            known = named(message, names) or "to be installed" in message or too_large
+            kind = "refused" if known else "unnamed"
         else:
             kind = "other"
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -430,6 +435,14 @@ def judge(seed: int, number: int) -> dict[str, Any]:
         for folder in draw.folders:
             shutil.rmtree(folder, ignore_errors=True)
     return verdict | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def is_module(name: str) -> bool:
+    """Whether a public name is that of a module."""
+    found: Any = sbm_pyg
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return isinstance(found, type) and issubclass(found, torch.nn.Module)
 
 
 def records(value: Any) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from problems import reference_attention, small_sbms
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMGraph, ops, sample_edges
 from sbm_pyg.sources import patterns
 
 
@@ -1075,27 +1075,14 @@ def _sample_edges(d: Draw) -> Case:
 @case("SBMGraph", 10)
 def _sbm_graph(d: Draw) -> Case:
     n, heads, blocks = d.randint(1, 6), d.randint(1, 3), d.randint(1, 3)
-    if d.random() < 0.5:
-        head, data = SBMHead(4, heads, blocks), Data(x=torch.randn(n, heads * 4))
-    else:
-        y = torch.rand(n, heads, blocks) / blocks
-        head, data = (
-            None,
-            Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n),
-        )
-        broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
-        more = [
-            (f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))
-        ]
-        more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
-        more += [
-            (
-                "memberships of more rows",
-                "value",
-                lambda: Data(**(data.to_dict() | {"query_membership": y.repeat(2, 1, 1)})),
-            )
-        ]
-    hostile = DATA if head is not None else DATA + (more if broken else more[1:])
+    y = torch.rand(n, heads, blocks) / blocks
+    data = Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n)
+    broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
+    more = [(f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))]
+    more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
+    longer = {"query_membership": y.repeat(2, 1, 1)}
+    more += [("memberships of more rows", "value", lambda: Data(**(data.to_dict() | longer)))]
+    hostile = DATA + (more if broken else more[1:])
 
     def call(data: Any, **options: Any) -> Any:
         return SBMGraph(**options)(data)
@@ -1108,7 +1095,6 @@ def _sbm_graph(d: Draw) -> Case:
 
     arguments = {
         "data": data,
-        "head": head,
         "edge_type": ("key", "to", "query"),
         "method": "bernoulli",
         "exploration": 0.0,
@@ -1124,30 +1110,17 @@ TABLE["SBMGraph.forward"] = (4, _sbm_graph)
 # ------------------------------------------------------------------ patterns
 
 Place = Callable[..., bool]
-PATTERNS: dict[
-    str, tuple[str, dict[str, tuple[int, int]], Place]
-] = {  # class, ranges of options, whether i attends to j among n
-    "full": ("FullGraph", {}, lambda i, j, n: True),
-    "window": ("WindowGraph", {"size": (0, 4)}, lambda i, j, n, size: abs(i - j) <= size),
-    "global_tokens": (
-        "GlobalGraph",
-        {"num_global": (0, 3)},
-        lambda i, j, n, num_global: i < num_global or j < num_global,
-    ),
-    "random": ("RandomGraph", {"num_keys_per_query": (0, 5)}, lambda i, j, n, **_: True),
-    "bigbird": (
-        "BigBirdGraph",
-        {"size": (0, 2), "num_global": (0, 2), "num_random": (0, 3)},
-        lambda i, j, n, **_: True,
-    ),
-    "block_diagonal": (
-        "BlockDiagonalGraph",
-        {"num_blocks": (1, 4)},
-        lambda i, j, n, num_blocks: i * num_blocks // n == j * num_blocks // n,
-    ),
-    "relay_keys": ("RelayKeysGraph", {"num_relays": (1, 4)}, lambda i, j, n, num_relays: j >= n - num_relays),
-    "relay_queries": ("RelayQueriesGraph", {"num_relays": (1, 4)}, lambda i, j, n, num_relays: i >= n - num_relays),
-    "self_loops": ("SelfLoopsGraph", {}, lambda i, j, n: i == j),
+# ranges of options, and whether query i attends to key j among n tokens
+PATTERNS: dict[str, tuple[dict[str, tuple[int, int]], Place]] = {
+    "full": ({}, lambda i, j, n: True),
+    "window": ({"size": (0, 4)}, lambda i, j, n, size: abs(i - j) <= size),
+    "global_tokens": ({"num_global": (0, 3)}, lambda i, j, n, num_global: i < num_global or j < num_global),
+    "random": ({"num_keys_per_query": (0, 5)}, lambda i, j, n, **_: True),
+    "bigbird": ({"size": (0, 2), "num_global": (0, 2), "num_random": (0, 3)}, lambda i, j, n, **_: True),
+    "block_diagonal": ({"num_blocks": (1, 4)}, lambda i, j, n, num_blocks: i * num_blocks // n == j * num_blocks // n),
+    "relay_keys": ({"num_relays": (1, 4)}, lambda i, j, n, num_relays: j >= n - num_relays),
+    "relay_queries": ({"num_relays": (1, 4)}, lambda i, j, n, num_relays: i >= n - num_relays),
+    "self_loops": ({}, lambda i, j, n: i == j),
 }
 
 
@@ -1155,7 +1128,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
     """A dense mask ``[H, N, N]`` against the definition."""
     is_causal = options.get("is_causal", False)
     options = {
-        key: operator.index(value) for key, value in options.items() if key in PATTERNS[name][1] and value is not None
+        key: operator.index(value) for key, value in options.items() if key in PATTERNS[name][0] and value is not None
     }
     start = 0
     for n in lengths:
@@ -1178,7 +1151,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
                 "other edges than those of the definition",
             )
         else:
-            wanted = torch.tensor([[PATTERNS[name][2](i, j, n, **options) for j in range(n)] for i in range(n)])
+            wanted = torch.tensor([[PATTERNS[name][1](i, j, n, **options) for j in range(n)] for i in range(n)])
             wanted = wanted.tril() if is_causal else wanted
             expect(bool((found == wanted).all()), "other edges than those of the definition")
         expect(not (is_causal and bool(found.triu(1).any())), "an edge from a later key")
@@ -1187,7 +1160,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
 
 
 def pattern_options(d: Draw, name: str) -> dict[str, Any]:
-    options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][1].items()} | {
+    options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][0].items()} | {
         "heads": d.randint(1, 3)
     }
     options |= {"is_causal": d.random() < 0.3}
@@ -1213,26 +1186,5 @@ def _pattern(d: Draw, name: str) -> Case:
     return Case(getattr(patterns, name), {**arguments, "device": d.maybe("cpu")}, check)
 
 
-def _transform(d: Draw, name: str) -> Case:
-    lengths = d.lengths()
-    ptr = pointer(lengths)
-    data = Data(x=torch.ones(sum(lengths), 2), ptr=ptr, batch=torch.repeat_interleave(ptr.diff()))
-
-    def call(data: Any, **options: Any) -> Any:
-        return getattr(patterns, PATTERNS[name][0])(**options)(data)
-
-    def check(result: Data, data: Any, heads: Any, **options: Any) -> None:
-        nodes = data.num_nodes
-        mask = torch.zeros(operator.index(heads), nodes, nodes, dtype=torch.bool)
-        for place in edges_of(result, heads):
-            mask[place] = True
-        check_pattern(name, mask, lengths if "ptr" in data else [nodes], options)
-
-    return Case(
-        call, {"data": data, **pattern_options(d, name)}, check, more={"data": DATA}, names={"data": DATA_NAMES}
-    )
-
-
-for _name, _entry in PATTERNS.items():
+for _name in PATTERNS:
     TABLE[f"patterns.{_name}"] = 9, partial(_pattern, name=_name)
-    TABLE[f"patterns.{_entry[0]}"] = 4, partial(_transform, name=_name)

@@ -18,6 +18,8 @@ import networkx as nx
 import numpy as np
 import torch
 from fuzz_cases import (
+    DATA,
+    DATA_NAMES,
     TABLE,
     Case,
     Draw,
@@ -106,7 +108,7 @@ def _draw_probes(d: Draw) -> Case:
     return Case(estimators.draw_probes, arguments, check)
 
 
-@case("estimators.local_expectation", 6)
+@case("estimators.attach_local_expectation", 6)
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, graph.query_ptr.diff().tolist(), graph.key_ptr.diff().tolist())
@@ -143,7 +145,7 @@ def _local(d: Draw) -> Case:
             (grad,) = torch.autograd.grad(result.square().sum(), sbm.query_membership)
             expect(grad.isfinite().all(), "a gradient is not finite")
 
-    return Case(estimators.local_expectation, arguments, check)
+    return Case(estimators.attach_local_expectation, arguments, check)
 
 
 @case("estimators.relaxed_bias", 3)
@@ -385,7 +387,7 @@ def _head_options(d: Draw) -> Case:
     }
     options |= {
         "parameterization": d.choice(("paper", "mixed", "assortative", "overlapping")),
-        "density": 0.25,
+        "initial_density": 0.25,
         "temperature": 1.0,
         "tied": False,
         "degree_corrected": d.random() < 0.5,
@@ -481,9 +483,9 @@ def _dcmm_predict(d: Draw) -> Case:
 
 def block_graph(d: Draw) -> BlockGraph:
     """Blocks of up to three tokens of some sequences."""
-    grain, lengths = d.randint(1, 3), d.lengths()
-    counts = [-(-length // grain) for length in lengths]
-    return BlockGraph(d.graph(queries=counts, keys=counts), grain, query_ptr=pointer(lengths))
+    block_size, lengths = d.randint(1, 3), d.lengths()
+    counts = [-(-length // block_size) for length in lengths]
+    return BlockGraph(d.graph(queries=counts, keys=counts), block_size, query_ptr=pointer(lengths))
 
 
 @case("BlockGraph", 4)
@@ -491,7 +493,7 @@ def _block_graph(d: Draw) -> Case:
     graph = block_graph(d)
     arguments = {
         "blocks": graph.blocks,
-        "grain": graph.grain,
+        "block_size": graph.block_size,
         "query_ptr": graph.query_ptr,
         "key_ptr": d.maybe(graph.key_ptr),
     }
@@ -522,7 +524,7 @@ def _block_attention(d: Draw) -> Case:
     graph = block_graph(d)
     sizes = {"query": graph.num_queries, "key": graph.num_keys, "value": graph.num_keys}
     arguments: dict[str, Any] = {name: d.real(graph.heads, count, 3) for name, count in sizes.items()}
-    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.grain}
+    arguments |= {"rows": graph.blocks.rows, "ptrs": (graph.query_ptr, graph.key_ptr), "block_size": graph.block_size}
     arguments |= {"is_causal": False, "scale": d.uniform(0.1, 1.5)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, scale: Any, **_: Any) -> None:
@@ -953,7 +955,7 @@ def _sbm_source(d: Draw) -> Case:
         "budget": d.maybe(2.0),
         "self_loops": False,
         "window": d.maybe(1),
-        "grain": d.randint(1, 4),
+        "block_size": d.randint(1, 4),
         "pool": "mean",
         "detach": d.random() < 0.5,
     }
@@ -964,8 +966,10 @@ def _sbm_source(d: Draw) -> Case:
 
 @case("SBMSource.forward", 4)
 def _sbm_source_forward(d: Draw) -> Case:
-    grain = d.choice((1, 1, 3))
-    return source_arguments(d, SBMSource(SBMHead(4, 2, 3), grain=grain), lambda result, **_: valid(result.graph))
+    block_size = d.choice((1, 1, 3))
+    return source_arguments(
+        d, SBMSource(SBMHead(4, 2, 3), block_size=block_size), lambda result, **_: valid(result.graph)
+    )
 
 
 @case("patterns.PatternSource", 4)
@@ -991,7 +995,7 @@ def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]
     def make(d: Draw) -> Case:
         heads = d.randint(1, 2)
         arguments = token_fields(d, heads) | options(d, heads)
-        arguments["is_causal"] &= name not in ("bucketing", "blocks")
+        arguments["is_causal"] &= name not in ("bucketing", "block_bigbird")
         query = arguments["query"]
         if "centroids" in arguments:
             arguments["centroids"] = arguments["centroids"].to(query.dtype)
@@ -1019,11 +1023,11 @@ SELECTORS: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     "routing": lambda d, heads: {"centroids": d.real(heads, 2, 3), "size": d.maybe(2)},
 }
 PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
-    "gold_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
+    "ground_truth_graph": lambda d, heads: {"alpha": d.choice((1.5, 2.0)), "scale": d.maybe(0.5)},
     "distance": lambda d, heads: {"threshold": 1.5, "cap": d.maybe(2)},
     "bucketing": lambda d, heads: {"num_buckets": d.randint(1, 3)},
     "clustering": lambda d, heads: {"centroids": d.real(heads, 2, 3), "top": d.randint(1, 2)},
-    "blocks": lambda d, heads: {
+    "block_bigbird": lambda d, heads: {
         "centroids": d.real(heads, 2, 3),
         "k": d.randint(1, 3),
         "block_size": d.randint(1, 3),
@@ -1033,7 +1037,7 @@ PREDICTED: dict[str, Callable[[Draw, int], dict[str, Any]]] = {
     },
 }
 for _name, _options in (SELECTORS | PREDICTED).items():
-    _module = selectors if _name in SELECTORS else ground_truth if _name == "gold_graph" else predictors
+    _module = selectors if _name in SELECTORS else ground_truth if _name == "ground_truth_graph" else predictors
     TABLE[f"{_module.__name__.rpartition('.')[2]}.{_name}"] = 4, _rule(_module, _name, _options)
 
 
@@ -1084,12 +1088,12 @@ def _compare(d: Draw) -> Case:
     used = d.graph()
     graph = d.choice((used, used.select(used.col % 2 == 0)))
 
-    def check(result: Any, gold: AttentionGraph, graph: AttentionGraph) -> None:
-        a, b = dense(gold), dense(graph)
+    def check(result: Any, ground_truth: AttentionGraph, graph: AttentionGraph) -> None:
+        a, b = dense(ground_truth), dense(graph)
         wanted = torch.where(a.sum((1, 2)) > 0, (a & b).sum((1, 2)) / a.sum((1, 2)).clamp(min=1), 1.0)
         close(result.recall, wanted.double(), "recall", torch.float32)
 
-    return Case(ground_truth.compare, {"gold": used, "graph": graph}, check)
+    return Case(ground_truth.compare, {"ground_truth": used, "graph": graph}, check)
 
 
 @case("sparsefinder.Projection", 3)
@@ -1222,7 +1226,13 @@ TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
 
 @case("indexer.IndexerSource", 4)
 def _indexer_source(d: Draw) -> Case:
-    arguments = {"scorer": _indexer(d), "select": "coins", "share": d.maybe(0.3), "density": 0.5, "window": d.maybe(1)}
+    arguments = {
+        "scorer": _indexer(d),
+        "select": "coins",
+        "share": d.maybe(0.3),
+        "initial_density": 0.5,
+        "window": d.maybe(1),
+    }
     return Case(
         indexer.IndexerSource,
         arguments,
@@ -1294,15 +1304,17 @@ def _source_graph(d: Draw) -> Case:
     )
 
 
-@case("SourceGraph.forward", 4)
+@case("SourceGraph.forward", 8)
 def _source_graph_forward(d: Draw) -> Case:
-    n = d.randint(2, 6)
-    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1), heads=2)
+    n, reads = d.randint(2, 6), d.random() < 0.5
+    one = patterns.PatternSource(patterns.random, num_keys_per_query=1)
+    made = SourceGraph(selectors.SelectorSource(selectors.top_k, k=1) if reads else one, heads=2)
     return Case(
         made.forward,
-        {"data": Data(x=d.real(n, 6))},
-        lambda result, **_: expect(result.num_edges == 2 * n, "other edges"),
-        names={"data": ("query",)},
+        {"data": Data(x=d.real(n, 6)) if reads else Data(num_nodes=n)},
+        lambda result, **_: expect(result.num_edges == 2 * result.num_nodes, "other edges"),
+        more={"data": DATA},
+        names={"data": (*DATA_NAMES, "query")},
     )
 
 
@@ -1502,7 +1514,7 @@ def _statistics(d: Draw) -> Case:
     square = g.query_ptr.tolist() == g.key_ptr.tolist()
     arguments = {
         "graph": g,
-        "blocks": d.choice((None, labels, d.model(g))),
+        "communities": d.choice((None, labels, d.model(g))),
         "bipartite": d.maybe(True if not square else d.random() < 0.5),
     }
 
@@ -1614,8 +1626,8 @@ def _expected_graph(d: Draw) -> Case:
     return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
 
 
-@case("analysis.blocks_of", 2)
-def _blocks_of(d: Draw) -> Case:
+@case("analysis.communities_of", 2)
+def _communities_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
         expect(
             torch.equal(result[0], sbm.query_membership.argmax(-1))
@@ -1623,7 +1635,7 @@ def _blocks_of(d: Draw) -> Case:
             "other blocks",
         )
 
-    return Case(analysis.blocks_of, {"sbm": d.sbm()}, check)
+    return Case(analysis.communities_of, {"sbm": d.sbm()}, check)
 
 
 @case("analysis.to_networkx", 6)
@@ -1761,8 +1773,8 @@ def _plot_mask(d: Draw) -> Case:
     return Case(plots.plot_mask, arguments, drawn, free=("title",))
 
 
-@case("plots.plot_blocks", 2)
-def _plot_blocks(d: Draw) -> Case:
+@case("plots.plot_communities", 2)
+def _plot_communities(d: Draw) -> Case:
     g = d.graph()
     arguments = {
         "graph": g,
@@ -1771,7 +1783,7 @@ def _plot_blocks(d: Draw) -> Case:
         "head": d.randrange(g.heads),
         "title": "",
     }
-    return Case(plots.plot_blocks, arguments, drawn, free=("title",))
+    return Case(plots.plot_communities, arguments, drawn, free=("title",))
 
 
 @case("plots.plot_density", 2)
@@ -1949,10 +1961,10 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
         "later": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
-        "grain": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
+        "block_size": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
     }),
     "BlockGraph": (lambda d: block_graph(d), {
-        "grain": lambda g: None, "blocks": lambda g: None, "device": lambda g: g.blocks.device,
+        "block_size": lambda g: None, "blocks": lambda g: None, "device": lambda g: g.blocks.device,
         "num_edges": lambda g: int(dense(g).sum()), "col": lambda g: g.expand_tokens().col, "expand_tokens()": lambda g: g,
     }),
     "BlockPool": (lambda d: BlockPool(4), {"extra_repr()": lambda a: "channels=4, heads=1", "reset_parameters()": lambda a: None}),
@@ -1992,7 +2004,6 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "DCMMBias": (lambda d: DCMMBias(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
-    "TokenClassifier": (lambda d: TokenClassifier(encoder(d), 2), {"constructor_options()": lambda m: None}),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {
         "log10_cycles": lambda r: None, "share": lambda r: None, "interval": lambda r: None, "limit": lambda r: None, "lemma": lambda r: None,
     }),
@@ -2052,12 +2063,12 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
-        "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "tiles", "to", "to_block_mask", "union", "validate", "with_blocks")},
+        "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "edge_bias_to_blocks", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.Rows", "AttentionGraph.rows"), "a record of tensors, which ops check"),
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "ground_truth.Match": "a record that the library makes and users read",
-    "ground_truth.record": "it listens to a model, see test_gold.py",
+    "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
     "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",

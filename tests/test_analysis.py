@@ -33,7 +33,7 @@ from sbm_pyg.analysis import (
     Certificate,
     HamiltonianPath,
     Lemma1,
-    blocks_of,
+    communities_of,
     conditions,
     expected_graph,
     graph_statistics,
@@ -344,7 +344,7 @@ def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the construction failed, and " in str(answer)
     answer = hamiltonian_path(graph, time_limit=0.09)
     assert answer.status == "UNKNOWN"
-    assert str(answer).endswith("neither the construction nor OR-tools came to an end")
+    assert str(answer).endswith("neither the construction nor OR-tools finished")
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     answer = hamiltonian_path(graph)
     assert answer.status == "UNKNOWN"
@@ -389,8 +389,8 @@ def test_a_compilation_does_not_take_the_time_of_the_search(monkeypatch: pytest.
     assert (answer.status, answer.method) == ("ABSENT", "OR-tools")
     assert answer.seconds < 1
 
-    spread: Any = conditions.spread
-    monkeypatch.setattr(conditions, "spread", numba.njit(spread.py_func))
+    step: Any = conditions.spread_step
+    monkeypatch.setattr(conditions, "spread_step", numba.njit(step.py_func))
     start = time.perf_counter()
     assert spread_steps([patterns.window(40, 1)], time_limit=0.1) == 39
     assert time.perf_counter() - start > 0.1  # or this shows nothing
@@ -447,7 +447,7 @@ analysis.to_networkx(graph, sbm=sbm), analysis.expected_graph(sbm), analysis.is_
 
 def test_a_wrong_path_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hamiltonian, "_construct", lambda n, *given: np.arange(n))
-    with pytest.raises(AssertionError, match=r"is none\. Please report this graph"):
+    with pytest.raises(AssertionError, match=r"is invalid\. Please report this graph"):
         hamiltonian_path(planted(50, 6, seed=0))
 
 
@@ -457,7 +457,7 @@ def test_is_hamiltonian_path() -> None:
     for wrong in ([3, 1, 2, 0], [0, 2, 1], [0, 2, 1, 1], [0, 1, 2, 3], [0, 2, 1, 4], []):
         assert not is_hamiltonian_path(graph, wrong)
     with pytest.raises(
-        TypeError, match=r"Expected 'path' to be whole numbers \(got float64\)\. Pass the numbers of the tokens\."
+        TypeError, match=r"Expected 'path' to be integers \(got float64\)\. Pass the numbers of the tokens\."
     ):
         is_hamiltonian_path(graph, [0.4, 2.5, 1.0, 3.9])  # type: ignore[list-item]
 
@@ -529,10 +529,10 @@ def test_lemma2_holds_for_all_small_sizes() -> None:
                 assert expected_graph(sbm) | patterns.self_loops(n) == graph
                 assert set(sbm.edge_prob_dense().flatten().tolist()) <= {0.0, 1.0}
             assert is_hamiltonian_path(lemma.graphs[0] | lemma.graphs[1] | lemma.graphs[2], lemma.path)
-            # The law of docs/analysis.md: in the order of the paper, s depends on how many blocks have no relay.
+            # The law of docs/analysis.md: in the order of the paper, s depends on how many communities have no relay.
             block, relays = [r * num_blocks // n for r in range(n)], range(n - num_blocks, n)
             without = num_blocks - len({block[r] for r in relays})
-            only_relays = block.index(block[relays[0]]) == relays[0]  # in the blocks that have any
+            only_relays = block.index(block[relays[0]]) == relays[0]  # in the communities that have any
             assert lemma.s() == (1 if num_blocks == 1 else {0: 2, 1: 3 if only_relays else 4}.get(without, 5))
             assert lemma.s((1, 3, 2)) in (1, 2, 3)
 
@@ -572,7 +572,7 @@ def test_s_without_self_loops_equals_brute_force() -> None:
         torch.eye(5).roll(1, 0)
     )  # strongly connected, and yet what is known only moves round
     assert spread_steps([turn]) == math.inf
-    assert "what tokens know repeats without being complete" in str(analysis.universality([turn]))
+    assert "the spread of information repeats without reaching all tokens" in str(analysis.universality([turn]))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -616,10 +616,10 @@ def test_report_gives_evidence_for_each_condition() -> None:
     page = str(report)
     for words in (
         "3 patterns over 64 tokens: HOLDS",
-        "itself       yes",
+        "1. every token attends to itself                            yes",
         "FOUND",
         "after s = 5 steps",
-        "strongly connected            yes",
+        "union strongly connected                                 yes",
     ):
         assert words in page
 
@@ -691,11 +691,12 @@ def test_universality_errors() -> None:
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
         analysis.universality(patterns.full(3), time_limit=-1)
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts where its probability is above it.",
+        ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."
     ):
         analysis.universality(lemma2(4, 2).sbms, threshold=1)
-    with pytest.raises(ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each block needs a token."):
+    with pytest.raises(
+        ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."
+    ):
         lemma2(4, 5)
     with pytest.raises(
         ValueError,
@@ -858,7 +859,7 @@ def test_statistics_equal_those_of_networkx(name: str) -> None:
     split = bipartite or graph.num_queries != graph.num_keys
     query = torch.randint(3, (graph.heads, graph.num_queries), generator=generator)
     key = torch.randint(3, (graph.heads, graph.num_keys), generator=generator) if split else query
-    found = graph_statistics(graph, blocks=(query, key) if split else query, bipartite=bipartite)
+    found = graph_statistics(graph, communities=(query, key) if split else query, bipartite=bipartite)
     assert torch.equal(found.density, graph.density)
     assert torch.equal(found.in_degree, graph.degree)
     for sequence in range(graph.num_sequences):
@@ -944,14 +945,14 @@ def test_the_gap_of_a_long_path_keeps_its_digits() -> None:
     assert found == pytest.approx(2 * math.sin(math.pi / (n - 1) / 2) ** 2, rel=1e-6)
 
 
-def test_statistics_of_a_model_use_its_own_blocks() -> None:
+def test_statistics_of_a_model_use_its_own_communities() -> None:
     member = torch.eye(4).repeat_interleave(30, 0)[None]
     sbm = SBM(member, member, (0.5 * torch.eye(4) + 0.02)[None])
     graph = sample_edges(sbm, seed=0)
-    query, key = blocks_of(sbm)
+    query, key = communities_of(sbm)
     assert torch.equal(query, torch.arange(4).repeat_interleave(30)[None])
-    found = graph_statistics(graph, blocks=sbm, spectral_gap=False)
-    assert torch.equal(found.modularity, graph_statistics(graph, blocks=(query, key)).modularity)
+    found = graph_statistics(graph, communities=sbm, spectral_gap=False)
+    assert torch.equal(found.modularity, graph_statistics(graph, communities=(query, key)).modularity)
     assert found.modularity > 0.5
     assert found.spectral_gap.isnan().all()
     assert graph_statistics(graph).modularity.isnan().all()
@@ -972,29 +973,31 @@ def test_statistics_as_rows_and_table() -> None:
 def test_statistics_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'bipartite' to be True where sequences have not as many queries as keys \(got N = 7, M = 11\).",
+        match=r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\).",
     ):
         graph_statistics(GRAPHS["bipartite"], bipartite=False)
     with pytest.raises(
         ValueError,
-        match=r"Expected 'blocks' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the block of each token",
+        match=r"Expected 'communities' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the community of each token",
     ):
-        graph_statistics(GRAPHS["bipartite"], blocks=torch.zeros(3, 7, dtype=torch.long))
+        graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long))
     for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),)):
         with pytest.raises(
-            TypeError, match=r"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those \(got "
+            TypeError, match=r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got "
         ):
-            graph_statistics(GRAPHS["bipartite"], blocks=wrong)  # type: ignore[arg-type]
-    for function in (blocks_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
+            graph_statistics(GRAPHS["bipartite"], communities=wrong)  # type: ignore[arg-type]
+    for function in (communities_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
         with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
             function(torch.eye(3))  # type: ignore[arg-type]
 
 
-def test_blocks_may_have_any_numbers() -> None:
+def test_communities_may_have_any_numbers() -> None:
     graph = random_graph(2, 30, 30, 0.2, 3)
-    blocks = torch.randint(3, (2, 30), generator=torch.Generator().manual_seed(0))
-    wanted = graph_statistics(graph, blocks=blocks, spectral_gap=False).modularity
-    found = graph_statistics(graph, blocks=torch.tensor([2**62, -7, 2**40])[blocks], spectral_gap=False).modularity
+    communities = torch.randint(3, (2, 30), generator=torch.Generator().manual_seed(0))
+    wanted = graph_statistics(graph, communities=communities, spectral_gap=False).modularity
+    found = graph_statistics(
+        graph, communities=torch.tensor([2**62, -7, 2**40])[communities], spectral_gap=False
+    ).modularity
     assert torch.equal(found, wanted)
 
 
@@ -1009,7 +1012,7 @@ def test_the_interval_is_that_of_wilson() -> None:
 # ---------------------------------------------------------------------------------------------------------- networkx
 
 
-def test_networkx_views_carry_probabilities_and_blocks() -> None:
+def test_networkx_views_carry_probabilities_and_communities() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, block = (torch.rand(2, size, 3, generator=generator) for size in (9, 9, 3))
     ptr = torch.tensor([0, 4, 9])
@@ -1021,9 +1024,11 @@ def test_networkx_views_carry_probabilities_and_blocks() -> None:
         for a, b, p in tokens.edges.data("probability"):
             assert p == pytest.approx(float(chance[1, b, a]), abs=1e-6)
         first = int(ptr[sequence if sequence >= 0 else 1])
-        assert [tokens.nodes[i]["block"] for i in tokens] == query[1, first : first + len(tokens)].argmax(-1).tolist()
+        assert [tokens.nodes[i]["community"] for i in tokens] == query[1, first : first + len(tokens)].argmax(
+            -1
+        ).tolist()
         split = to_networkx(graph, sequence, 0, view="bipartite", sbm=sbm)
-        assert split.nodes["key", 1]["block"] == int(key[0, first + 1].argmax())
+        assert split.nodes["key", 1]["community"] == int(key[0, first + 1].argmax())
         assert split.number_of_edges() == int((chance[0] > 0.1).sum())
         every = to_networkx(graph, sequence, "all", sbm=sbm)
         assert every.number_of_edges() == int((chance > 0.1).sum())
@@ -1034,12 +1039,12 @@ def test_networkx_views_carry_probabilities_and_blocks() -> None:
 def test_networkx_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). For all heads at once pass head='all'.",
+        match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once.",
     ):
         to_networkx(patterns.full(3), view="multigraph")
     with pytest.raises(
         ValueError,
-        match=r"Expected 'bipartite' to be True where there are not as many queries as keys \(got False, 7 and 11\).",
+        match=r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\).",
     ):
         to_networkx(GRAPHS["bipartite"], 0, 0)
     with pytest.raises(

@@ -459,14 +459,6 @@ def test_option_types(option: dict[str, Any], message: str) -> None:
         SBMAttentionConv(**({"in_channels": 16, "out_channels": 8} | option))
 
 
-def test_heads_that_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=re.escape("Expected 'heads' to ask for no more than memory holds (got 274,877,906,944 parameters"),
-    ):
-        SBMAttentionConv(16, 8, heads=2**31)
-
-
 def test_tokens_of_another_width_or_type_are_named() -> None:
     conv, pair, x, narrow = layer(), SBMAttentionConv((12, 16), 8).double(), tokens(), torch.zeros(30, 12).double()
     with pytest.raises(ValueError, match=re.escape("Expected 'x' to be [N, 16], as 'in_channels' says (got [30, 12])")):
@@ -572,8 +564,8 @@ SAMPLING: dict[str, Callable[[], AttentionConv]] = {
     "share": lambda: layer(share=0.3),
     "causal": lambda: layer(is_causal=True, estimator="distill"),
     "tiled": lambda: layer(tiled=True),
-    "blocks": lambda: layer(grain=4),
-    "blocks, causal": lambda: layer(grain=4, is_causal=True, pool="learned"),
+    "blocks": lambda: layer(block_size=4),
+    "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
     "coins": lambda: over_indexer("local"),
     "coins, distilled": lambda: over_indexer("distill"),
     "ranks": lambda: over_indexer("imitate", select="top_k"),
@@ -613,7 +605,7 @@ def test_offsets_that_were_written_into_are_looked_at_again(kind: str, write: Ca
 @pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
 def test_a_graph_of_blocks_keeps_its_offsets(write: Callable[..., None]) -> None:
     """Of a source that is called by itself, too."""
-    source, q, ptr = layer(grain=4).source, torch.randn(2, 30, 8, dtype=torch.float64), PTR.clone()
+    source, q, ptr = layer(block_size=4).source, torch.randn(2, 30, 8, dtype=torch.float64), PTR.clone()
     assert source is not None
     graph = source(Tokens(q, query_ptr=ptr, seed=1)).graph
     write(ptr, [0, 2, 28, 30])

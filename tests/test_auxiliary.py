@@ -48,10 +48,10 @@ LAYERS: dict[str, Any] = {
     "local": partial(sbm, estimator="local"),
     "distill": partial(sbm, estimator="distill"),
     "imitate": partial(sbm, estimator="imitate"),
-    "distill over blocks": partial(sbm, estimator="distill", grain=3),
+    "distill over blocks": partial(sbm, estimator="distill", block_size=3),
     "share": partial(sbm, share=0.4),
     "causal share, distill": partial(sbm, share=0.4, estimator="distill", is_causal=True),
-    "share of blocks": partial(sbm, share=0.4, grain=3),
+    "share of blocks": partial(sbm, share=0.4, block_size=3),
     "tiled share": partial(sbm, share=0.4, tiled=True),
     "ranks that imitate": lambda: AttentionConv(
         8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"

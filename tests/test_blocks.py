@@ -27,6 +27,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    SourceGraph,
     Tokens,
     auxiliary_loss,
     estimators,
@@ -34,7 +35,7 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.analysis import graph_statistics, plots, to_networkx
-from sbm_pyg.blocks import block_mean, block_tokens
+from sbm_pyg.blocks import block_means, pool_blocks
 from sbm_pyg.normalizers import normalize
 from sbm_pyg.ops.reference import blocks as meaning
 from sbm_pyg.ops.reference.blocks import Cut
@@ -48,13 +49,13 @@ grad_of: Any = torch.autograd.grad
 
 
 def make(
-    lengths: list[int], grain: int, *, keys: list[int] | None = None, heads: int = 2, density: float = 0.6,
+    lengths: list[int], block_size: int, *, keys: list[int] | None = None, heads: int = 2, density: float = 0.6,
     is_causal: bool = False, seed: int = 0,
 ) -> BlockGraph:  # fmt: skip
     """Random blocks over sequences of these lengths."""
     random = torch.Generator().manual_seed(seed)
     query_ptr, key_ptr = (offsets(torch.tensor(each)) for each in (lengths, keys or lengths))
-    cut = [offsets((ptr.diff() + grain - 1) // grain) for ptr in (query_ptr, key_ptr)]
+    cut = [offsets((ptr.diff() + block_size - 1) // block_size) for ptr in (query_ptr, key_ptr)]
     mask = torch.rand(heads, int(cut[0][-1]), int(cut[1][-1]), generator=random) < density
     mine, theirs = (torch.repeat_interleave(ptr.diff()) for ptr in cut)
     head, query, key = (mask & (mine[:, None] == theirs)).nonzero(as_tuple=True)
@@ -62,7 +63,7 @@ def make(
         torch.stack([key, query]), size=(mask.size(2), mask.size(1)), edge_head=head, heads=heads, query_ptr=cut[0],
         key_ptr=cut[1],
     )  # fmt: skip
-    return BlockGraph(over.causal() if is_causal else over, grain, query_ptr=query_ptr, key_ptr=key_ptr)
+    return BlockGraph(over.causal() if is_causal else over, block_size, query_ptr=query_ptr, key_ptr=key_ptr)
 
 
 def brute(graph: BlockGraph) -> Tensor:
@@ -78,24 +79,24 @@ def brute(graph: BlockGraph) -> Tensor:
         (i0, i1), (j0, j1) = graph.query_ptr[b : b + 2].tolist(), graph.key_ptr[b : b + 2].tolist()
         first = int(graph.blocks.query_ptr[b]), int(graph.blocks.key_ptr[b])
         for h, i, j in itertools.product(range(graph.heads), range(i1 - i0), range(j1 - j0)):
-            pair = (h, first[0] + i // graph.grain, first[1] + j // graph.grain)
+            pair = (h, first[0] + i // graph.block_size, first[1] + j // graph.block_size)
             found[h, i0 + i, j0 + j] = pair in edges and (not graph.is_causal or j <= i)
     return found
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {"lengths": [8, 12], "grain": 4},
-    "ragged": {"lengths": [7, 1, 13], "grain": 4},
-    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "grain": 3},
-    "one token": {"lengths": [5, 6], "grain": 1},
-    "short": {"lengths": [3, 2], "grain": 8},
-    "long": {"lengths": [87, 41], "grain": 40},
-    "causal, long": {"lengths": [87, 41], "grain": 40, "is_causal": True, "density": 0.9},
-    "causal": {"lengths": [8, 12], "grain": 4, "is_causal": True},
-    "causal, ragged": {"lengths": [7, 1, 13], "grain": 4, "is_causal": True},
-    "causal, cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "grain": 3, "is_causal": True},
-    "empty rows": {"lengths": [9, 10], "grain": 2, "density": 0.15},
-    "no edges": {"lengths": [9, 10], "grain": 2, "density": 0.0},
+    "whole": {"lengths": [8, 12], "block_size": 4},
+    "ragged": {"lengths": [7, 1, 13], "block_size": 4},
+    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3},
+    "one token": {"lengths": [5, 6], "block_size": 1},
+    "short": {"lengths": [3, 2], "block_size": 8},
+    "long": {"lengths": [87, 41], "block_size": 40},
+    "causal, long": {"lengths": [87, 41], "block_size": 40, "is_causal": True, "density": 0.9},
+    "causal": {"lengths": [8, 12], "block_size": 4, "is_causal": True},
+    "causal, ragged": {"lengths": [7, 1, 13], "block_size": 4, "is_causal": True},
+    "causal, cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3, "is_causal": True},
+    "empty rows": {"lengths": [9, 10], "block_size": 2, "density": 0.15},
+    "no edges": {"lengths": [9, 10], "block_size": 2, "density": 0.0},
 }
 
 
@@ -106,7 +107,7 @@ def graph(request: pytest.FixtureRequest) -> BlockGraph:
 
 def rows(graph: BlockGraph) -> Any:
     """Arguments of ops over blocks."""
-    return graph.blocks.rows, (graph.query_ptr, graph.key_ptr), graph.grain, graph.is_causal
+    return graph.blocks.rows, (graph.query_ptr, graph.key_ptr), graph.block_size, graph.is_causal
 
 
 def tokens(graph: BlockGraph, dtype: torch.dtype = torch.float64, width: int = 5, value: int = 5) -> Any:
@@ -204,15 +205,15 @@ def test_what_is_forced_is_over_blocks_of_the_same_size() -> None:
 
 def test_numbers_of_tokens_become_tiles(graph: BlockGraph) -> None:
     number = torch.arange(1.0, graph.num_edges + 1)
-    tiles = graph.tiles(number)
-    assert tiles.shape == (graph.blocks.num_edges, graph.grain, graph.grain)
+    tiles = graph.edge_bias_to_blocks(number)
+    assert tiles.shape == (graph.blocks.num_edges, graph.block_size, graph.block_size)
     assert int((tiles > 0).sum()) == graph.num_edges
     expanded = graph.expand_tokens()
     index, head = expanded.edge_index, expanded.edge_head
     key_cut, query_cut = graph.cuts[1], graph.cuts[0]
     slots = torch.stack([key_cut.slot[index[0]], query_cut.slot[index[1]]])
-    edge = graph.blocks.find(slots // graph.grain, head)
-    assert torch.equal(tiles[edge, slots[1] % graph.grain, slots[0] % graph.grain], number)
+    edge = graph.blocks.find(slots // graph.block_size, head)
+    assert torch.equal(tiles[edge, slots[1] % graph.block_size, slots[0] % graph.block_size], number)
     assert torch.equal(graph.spread(torch.arange(graph.blocks.num_edges)), edge)
 
 
@@ -238,13 +239,13 @@ def test_bad_blocks_are_refused_by_name() -> None:
     blocks = AttentionGraph.from_dense(torch.eye(3))
     with pytest.raises(ValueError, match=r"'query_ptr' of sequences with \[3\] blocks of 4 tokens \(got \[2\]\)"):
         BlockGraph(blocks, 4, query_ptr=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="'grain' to be at least 1"):
+    with pytest.raises(ValueError, match="'block_size' to be at least 1"):
         BlockGraph(blocks, 0)
     with pytest.raises(TypeError, match="'blocks' to be an AttentionGraph"):
         BlockGraph(torch.eye(3), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Pass its `\.blocks`"):
         BlockGraph(BlockGraph(blocks, 4), 4)
-    with pytest.raises(ValueError, match="graph of tokens where edges are left out"):
+    with pytest.raises(ValueError, match="graph of tokens to leave edges out of"):
         Choice(BlockGraph(blocks, 4)).select(torch.ones(48, dtype=torch.bool))
 
 
@@ -264,13 +265,13 @@ def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float
 def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: str, biased: bool, value: int) -> None:
     parts = [x.requires_grad_() for x in tokens(graph, value=value)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
-    tiles = None if bias is None else graph.tiles(bias)
-    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
+    tiles = None if bias is None else graph.edge_bias_to_blocks(bias)
+    (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     given: Any = [*parts, *([] if bias is None else [bias])]
     wanted, lse = over_tokens(graph, parts, bias, 0.7)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
     grads = grad_of(wanted, given, weight)
-    arguments = (*parts, rowptr, col, *ptrs, grain, is_causal, tiles, 0.7)
+    arguments = (*parts, rowptr, col, *ptrs, block_size, is_causal, tiles, 0.7)
     out, total = PATHS[path].block_attention(*arguments)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(total, lse, atol=1e-10, rtol=1e-10)
@@ -278,7 +279,7 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
         found = grad_of(out, given, weight)
     else:
         detached = [x if x is None else x.detach() for x in (*parts, rowptr, col, *ptrs, tiles, out, total)]
-        *found, tile = backward(weight, *detached, grain, is_causal, 0.7, 0.0, 0, biased)
+        *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, 0.0, 0, biased)
         found += [] if tiles is None else [*grad_of(tiles, [bias], tile.view_as(tiles))]
     for one, other in zip(found, grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
@@ -291,9 +292,11 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     bias = torch.zeros(graph.num_edges, dtype=torch.float64)
     alone = graph.edge_row % 3 == 0
     bias[alone] = -torch.inf
-    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
-    layout, options = (*ptrs, graph.tiles(bias)), (grain, is_causal, 0.7, 0.0, 0, True)
-    out, total = PATHS[path].block_attention(query, key, value, rowptr, col, *ptrs, grain, is_causal, layout[2], 0.7)
+    (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
+    layout, options = (*ptrs, graph.edge_bias_to_blocks(bias)), (block_size, is_causal, 0.7, 0.0, 0, True)
+    out, total = PATHS[path].block_attention(
+        query, key, value, rowptr, col, *ptrs, block_size, is_causal, layout[2], 0.7
+    )
     empty = torch.arange(out.size(0) * out.size(1)) % 3 == 0
     assert not out.flatten(0, 1)[empty].any()
     assert bool((total.flatten()[empty] == -torch.inf).all())
@@ -311,7 +314,7 @@ def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, bias
     given: Any = [*parts, *([] if bias is None else [bias])]
     wanted, _ = edge_attention(*parts, graph.rows._replace(bias=bias), scale=0.7, dropout=0.4, seed=5)
     edges, *layout = rows(graph)
-    edges = edges._replace(bias=None if bias is None else graph.tiles(bias))
+    edges = edges._replace(bias=None if bias is None else graph.edge_bias_to_blocks(bias))
     out, _ = block_attention(*parts, edges, *layout, scale=0.7, dropout=0.4, seed=5)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
@@ -329,7 +332,7 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
     at = every.find(graph.edge_index, graph.edge_head)
 
     def tiles(of: BlockGraph, bias: Tensor) -> Tensor | None:
-        return of.tiles(bias) if biased else None
+        return of.edge_bias_to_blocks(bias) if biased else None
 
     def loss(of: BlockGraph) -> Tensor:
         bias = everywhere[every.find(of.edge_index, of.edge_head)]
@@ -337,9 +340,9 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
 
     edges = (graph.blocks.rowptr, graph.blocks.col, tiles(graph, everywhere[at]))
     probes = (every.blocks.rowptr, every.blocks.col, tiles(every, everywhere))
-    _, ptrs, grain, is_causal = rows(graph)
+    _, ptrs, block_size, is_causal = rows(graph)
     effect, probe_effect = PATHS[path].block_effect(
-        grad, query, key, value, *edges, *probes, *ptrs, grain, is_causal, 0.7
+        grad, query, key, value, *edges, *probes, *ptrs, block_size, is_causal, 0.7
     )
     for number in range(graph.blocks.num_edges):
         kept = torch.arange(graph.blocks.num_edges) != number
@@ -355,8 +358,8 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
 
 def test_weights_of_blocks_are_sums_of_those_of_tokens(graph: BlockGraph) -> None:
     query, key, _ = tokens(graph)
-    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
-    found = ops.block_weight(query, key, ops.Rows(rowptr, col), ptrs, grain, is_causal, scale=0.7)
+    (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
+    found = ops.block_weight(query, key, ops.Rows(rowptr, col), ptrs, block_size, is_causal, scale=0.7)
     logit = ops.edge_dot(query, key, graph.rows) * 0.7
     weight = normalize("softmax", logit, ptr=graph.rowptr)
     edge = graph.spread(torch.arange(graph.blocks.num_edges))
@@ -409,40 +412,41 @@ def test_ops_over_blocks_pass_opcheck_and_gradcheck() -> None:
     graph = make([5, 4], 2, is_causal=True, density=0.7)
     query, key, value = (x.requires_grad_() for x in tokens(graph, width=3, value=3))
     bias = torch.randn(graph.blocks.num_edges, 2, 2, dtype=torch.float64).requires_grad_()
-    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     torch.library.opcheck(
-        torch.ops.sbm_pyg.block_attention.default, (query, key, value, rowptr, col, *ptrs, grain, is_causal, bias, 0.5)
+        torch.ops.sbm_pyg.block_attention.default,
+        (query, key, value, rowptr, col, *ptrs, block_size, is_causal, bias, 0.5),
     )
 
     def attend(*parts: Any) -> Any:
-        return block_attention(*parts[:3], ops.Rows(rowptr, col, parts[3]), ptrs, grain, is_causal, 0.5)[0]
+        return block_attention(*parts[:3], ops.Rows(rowptr, col, parts[3]), ptrs, block_size, is_causal, 0.5)[0]
 
     assert torch.autograd.gradcheck(attend, (query, key, value, bias))
     grad, probes = torch.randn_like(query), (rowptr.clone(), col.clone(), None)
     detached = [x.detach() for x in (query, key, value)]
     torch.library.opcheck(
         torch.ops.sbm_pyg.block_effect.default,
-        (grad.detach(), *detached, rowptr, col, None, *probes, *ptrs, grain, is_causal, 0.5),
+        (grad.detach(), *detached, rowptr, col, None, *probes, *ptrs, block_size, is_causal, 0.5),
     )
     torch.library.opcheck(
-        torch.ops.sbm_pyg.block_weight.default, (*detached[:2], rowptr, col, None, *ptrs, grain, is_causal, 0.5)
+        torch.ops.sbm_pyg.block_weight.default, (*detached[:2], rowptr, col, None, *ptrs, block_size, is_causal, 0.5)
     )
 
 
 def test_bad_arguments_of_block_ops_are_refused_by_name() -> None:
     graph = make([5, 4], 2)
     query, key, value = tokens(graph)
-    (rowptr, col, _), ptrs, grain, _ = rows(graph)
+    (rowptr, col, _), ptrs, block_size, _ = rows(graph)
     with pytest.raises(ValueError, match=r"'rowptr' to be .*one row per head and query block"):
-        block_attention(query, key, value, ops.Rows(rowptr[:-1], col), ptrs, grain)
+        block_attention(query, key, value, ops.Rows(rowptr[:-1], col), ptrs, block_size)
     with pytest.raises(ValueError, match="'block_size'"):
         block_attention(query, key, value, ops.Rows(rowptr, col), ptrs, 0)
     with pytest.raises(ValueError, match=r"'ptrs\[1\]' to run from 0 to 9, the number of tokens"):
-        block_attention(query, key, value, ops.Rows(rowptr, col), (ptrs[0], ptrs[1].clamp(max=8)), grain)
+        block_attention(query, key, value, ops.Rows(rowptr, col), (ptrs[0], ptrs[1].clamp(max=8)), block_size)
     with pytest.raises(ValueError, match="'bias' to be"):
-        block_attention(query, key, value, ops.Rows(rowptr, col, query.new_zeros(col.numel())), ptrs, grain)
+        block_attention(query, key, value, ops.Rows(rowptr, col, query.new_zeros(col.numel())), ptrs, block_size)
     with pytest.raises(TypeError, match="'ptrs' to be a tuple of offsets"):
-        block_attention(query, key, value, ops.Rows(rowptr, col), ptrs[0], grain)
+        block_attention(query, key, value, ops.Rows(rowptr, col), ptrs[0], block_size)
 
 
 # ------------------------------------------------------------------ the estimator and the layer
@@ -481,7 +485,9 @@ def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is
         out, _ = block_attention(query, key, value, *rows(graph), scale=0.7)
         expected = expected + law * (out * weight).sum()
         # probes are pairs drawn with their chance: each alone has its effect, so their mean is exact
-        local = estimators.local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
+        local = estimators.attach_local_expectation(
+            out, query, key, value, probability, graph, every, chance, scale=0.7
+        )
         edge_part, probe_part = _split(local, weight, probability, pairs, mask, chance)
         found = found + law.detach() * (edge_part + probe_part)
     (wanted,) = grad_of(expected, free)
@@ -542,7 +548,7 @@ def test_blocks_of_one_token_are_the_layer_over_tokens(is_causal: bool, estimato
 @pytest.mark.parametrize("pool", ["mean", "learned"])
 @pytest.mark.parametrize("options", [{}, {"share": 0.4}, {"budget": 6.0}, {"window": 5}, {"exploration": 0.3}])
 def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: dict[str, Any]) -> None:
-    conv, x, ptr = pair_of_layers(True, grain=4, pool=pool, probes=4, **options)
+    conv, x, ptr = pair_of_layers(True, block_size=4, pool=pool, probes=4, **options)
     if pool == "learned":
         torch.nn.init.normal_(conv.source.pool.weight, generator=torch.Generator().manual_seed(1))
     out, choice = conv(x, ptr=ptr, seed=5, return_choice=True)
@@ -550,7 +556,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
     for t in (9, 13, 14, 20):
         other = x.clone()
         other[t:] = torch.randn(21 - t, 6, dtype=torch.float64)
-        conv2, _, _ = pair_of_layers(True, grain=4, pool=pool, probes=4, **options)
+        conv2, _, _ = pair_of_layers(True, block_size=4, pool=pool, probes=4, **options)
         conv2.load_state_dict(conv.state_dict())
         if "share" in options:  # the running mean has seen a batch; both layers begin without one
             for buffer in conv2.source.buffers(recurse=False):
@@ -570,7 +576,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
 
 
 def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
-    conv, x, ptr = pair_of_layers(True, grain=4, sbm_options={"density": 0.01})
+    conv, x, ptr = pair_of_layers(True, block_size=4, sbm_options={"initial_density": 0.01})
     _, choice = conv(x, ptr=ptr, seed=0, return_choice=True)
     own = choice.graph.blocks.edge_index[0] == choice.graph.blocks.edge_index[1]
     assert int(own.sum()) == 2 * (2 + 4)
@@ -581,12 +587,12 @@ def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
 
 
 def test_windows_and_budgets_count_tokens() -> None:
-    conv, x, ptr = pair_of_layers(False, grain=4, window=5, sbm_options={"density": 1e-6})
+    conv, x, ptr = pair_of_layers(False, block_size=4, window=5, sbm_options={"initial_density": 1e-6})
     graph = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     window = patterns.window(None, 5, ptr=ptr).expand(2)
     assert graph | window == graph  # every token of the window, widened to whole blocks
     assert graph.blocks.degree[0].tolist() == [2, 2, 3, 4, 4, 3]
-    conv, x, ptr = pair_of_layers(False, grain=4, budget=4.0, sbm_options={"density": 0.9})
+    conv, x, ptr = pair_of_layers(False, block_size=4, budget=4.0, sbm_options={"initial_density": 0.9})
     choice = conv(x, ptr=ptr, seed=0, return_choice=True)[1]
     assert float(choice.probability.expected_degree().detach().max()) <= 1 + 1e-9  # one block
 
@@ -619,7 +625,7 @@ def test_a_strict_model_draws_earlier_keys_with_their_probabilities(method: str,
 
 def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:
     for options in ({"estimator": "mask"}, {"estimator": "relaxed"}, {"normalizer": "entmax15"}, {"dropout": 0.3}):
-        conv, x, ptr = pair_of_layers(False, grain=4, **options)
+        conv, x, ptr = pair_of_layers(False, block_size=4, **options)
         out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)
         out.square().sum().backward()
         assert isinstance(choice.graph, BlockGraph)
@@ -632,28 +638,29 @@ def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:
 
 def test_a_pool_is_the_mean_of_the_tokens_that_may_be_seen() -> None:
     x, cut = torch.arange(9.0)[None, :, None], Cut(torch.tensor([0, 6, 9]), 9, 4)
-    assert block_mean(*block_tokens(x, cut)).flatten().tolist() == [1.5, 4.5, 7.0]
-    assert block_mean(*block_tokens(x, cut, before=True)).flatten().tolist() == [0.0, 2.5, 6.0]
-    learned = BlockPool(1)
+    assert pool_blocks(x, cut).flatten().tolist() == [1.5, 4.5, 7.0]
+    assert pool_blocks(x, cut, before=True).flatten().tolist() == [0.0, 2.5, 6.0]
     for before in (False, True):
-        tokens_of, there = block_tokens(x, cut, before=before)
-        torch.testing.assert_close(learned(tokens_of, there), block_mean(tokens_of, there))
+        torch.testing.assert_close(pool_blocks(x, cut, BlockPool(1), before=before), pool_blocks(x, cut, before=before))
+    means, ptr, block = block_means(x, cut.tokens, 4)
+    torch.testing.assert_close(means, pool_blocks(x, cut))
+    assert (ptr.tolist(), block.tolist()) == ([0, 2, 3], [0, 0, 0, 0, 1, 1, 2, 2, 2])
 
 
 def test_what_blocks_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="'pool' to be"):
-        SBMAttentionConv(6, 4, grain=4, pool="sum")
-    with pytest.raises(ValueError, match="'grain' to be at least 1"):
-        SBMAttentionConv(6, 4, grain=0)
-    conv = SBMAttentionConv(6, 4, grain=4, is_causal=True, sbm_options={"tied": True})
+        SBMAttentionConv(6, 4, block_size=4, pool="sum")
+    with pytest.raises(ValueError, match="'block_size' to be at least 1"):
+        SBMAttentionConv(6, 4, block_size=0)
+    conv = SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
     with pytest.raises(ValueError, match="a head that is not tied"):
         conv(torch.randn(8, 6))
     with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):
-        SBMSource(SBMHead(4), grain=4, pool=3)  # type: ignore[arg-type]
+        SBMSource(SBMHead(4), block_size=4, pool=3)  # type: ignore[arg-type]
 
 
 def test_an_encoder_takes_blocks() -> None:
-    encoder = SequenceEncoder(16, 8, max_length=32, attention_options={"grain": 4, "num_blocks": 4})
+    encoder = SequenceEncoder(16, 8, max_length=32, attention_options={"block_size": 4, "num_blocks": 4})
     x, ptr = torch.randint(0, 16, (40,)), torch.tensor([0, 13, 40])
     out, trace = encoder(x, ptr=ptr, seed=0, return_trace=True)
     out.sum().backward()
@@ -662,11 +669,11 @@ def test_an_encoder_takes_blocks() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_transform_writes_edges_of_blocks(is_causal: bool) -> None:
+def test_transforms_write_edges_of_blocks(is_causal: bool) -> None:
     torch.manual_seed(0)
     data = Data(x=torch.randn(11, 8))
-    head = SBMHead(4, 2, 3, density=0.5)
-    graph = AttentionGraph.from_data(SBMGraph(head, grain=4, is_causal=is_causal, seed=0)(data.clone()))
+    source = SBMSource(SBMHead(4, 2, 3, initial_density=0.5), block_size=4).eval()
+    graph = AttentionGraph.from_data(SourceGraph(source, heads=2, is_causal=is_causal, seed=0)(data))
     blocks = graph.to_dense().view(2, 11, 11)
     for i, j in itertools.product(range(3), range(3)):
         tile = blocks[:, 4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
@@ -675,7 +682,7 @@ def test_the_transform_writes_edges_of_blocks(is_causal: bool) -> None:
             assert torch.equal(each, full) or (not each.any() and not (is_causal and i == j))
     assert 0 < graph.num_edges < 2 * 11 * 11
     members = Data(query_membership=torch.ones(8, 1), key_membership=torch.ones(8, 1), block_matrix=torch.ones(1, 1))
-    assert SBMGraph(grain=4, is_causal=is_causal, seed=0)(members).num_edges == (36 if is_causal else 64)
+    assert SBMGraph(block_size=4, is_causal=is_causal, seed=0)(members).num_edges == (36 if is_causal else 64)
 
 
 @pytest.mark.slow
@@ -692,12 +699,12 @@ def test_a_layer_over_blocks_compiles_without_a_break() -> None:
 def test_autocast_leaves_precisions_as_they_are(dropout: float) -> None:
     """Or products of tokens, and what is summed of them, would have two."""
     graph = make([7, 1, 13], 4, is_causal=True)
-    (rowptr, col, _), ptrs, grain, is_causal = rows(graph)
+    (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     parts = torch.randn(3, 2, 21, 8, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
-    bias = torch.randn(col.numel(), grain, grain, requires_grad=True)
+    bias = torch.randn(col.numel(), block_size, block_size, requires_grad=True)
 
     def attend() -> Tensor:
-        return block_attention(*parts, ops.Rows(rowptr, col, bias), ptrs, grain, is_causal, 0.5, dropout, 3)[0]
+        return block_attention(*parts, ops.Rows(rowptr, col, bias), ptrs, block_size, is_causal, 0.5, dropout, 3)[0]
 
     wanted = attend()
     grads = grad_of(wanted.square().sum(), (*parts, bias))
@@ -722,14 +729,14 @@ def test_a_model_over_blocks_says_what_tokens_may_expect(is_causal: bool) -> Non
     offsets = graph.query_ptr
     tokens = SBM(y[:, block], z[:, block], over.block_matrix, offsets, offsets, is_causal=is_causal)
     expanded = graph.expand_tokens()
-    for draw in (plots.plot_mask, plots.plot_blocks):
+    for draw in (plots.plot_mask, plots.plot_communities):
         found, wanted = (draw(*each, sequence=1, head=1) for each in ((graph, over), (expanded, tokens)))
         for mine, theirs in zip(found.axes, wanted.axes, strict=True):
             assert mine.get_title() == theirs.get_title()
             for image, peer in zip(mine.images, theirs.images, strict=True):
                 assert_close(torch.tensor(image.get_array()), torch.tensor(peer.get_array()))
-    modularity = graph_statistics(graph, blocks=over, spectral_gap=False).modularity
-    assert torch.equal(modularity, graph_statistics(expanded, blocks=tokens, spectral_gap=False).modularity)
+    modularity = graph_statistics(graph, communities=over, spectral_gap=False).modularity
+    assert torch.equal(modularity, graph_statistics(expanded, communities=tokens, spectral_gap=False).modularity)
     for head in (0, "all"):
         found, wanted = (to_networkx(each, 0, head, sbm=sbm) for each, sbm in ((graph, over), (expanded, tokens)))
         assert dict(found.nodes(data=True)) == dict(wanted.nodes(data=True))

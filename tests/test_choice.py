@@ -28,7 +28,7 @@ from sbm_pyg import (
     ops,
     sparsefinder,
 )
-from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, draw_probes, local_expectation, score_function
+from sbm_pyg.estimators import ESTIMATORS, Estimator, Local, attach_local_expectation, draw_probes, score_function
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 
@@ -98,7 +98,7 @@ def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration
                 continue
             p = start.clone().requires_grad_()
             always = first[graph.edge_head, graph.edge_index[1], graph.edge_index[0]]
-            got = local_expectation(out(graph), query, key, value, FreeProbability(p), graph, probes, chance,
+            got = attach_local_expectation(out(graph), query, key, value, FreeProbability(p), graph, probes, chance,
                                     forced=always, scale=0.5, exploration=exploration)  # fmt: skip
             assert torch.equal(got, out(graph))
             mean += share * probe_share * torch.autograd.grad((got * weight).sum(), p)[0]
@@ -126,7 +126,7 @@ def test_free_probabilities_and_factors_of_the_same_numbers_agree(exploration: f
     forced = torch.arange(graph.num_edges) % 3 == 0
     grads = []
     for probability in (sbm, free):
-        got = local_expectation(out, query, key, value, probability, graph, probes, chance, forced=forced,
+        got = attach_local_expectation(out, query, key, value, probability, graph, probes, chance, forced=forced,
                                 exploration=exploration)  # fmt: skip
         grads.append(torch.autograd.grad((got * draw(6, *got.shape)).sum(), p, retain_graph=True)[0])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-12)
@@ -188,7 +188,7 @@ def test_the_trace_of_a_model_reports_a_source() -> None:
 
     model = SequenceEncoder(5, 8, num_layers=2, attention=layer)
     _, trace = model(torch.randint(5, (6,)), seed=0, return_trace=True)
-    sources: list[Any] = [cast(Any, block).attention.source for block in model.blocks]
+    sources: list[Any] = [cast(Any, block).attention.source for block in model.layers]
     by_hand = torch.stack([source.logit.sigmoid().mean((1, 2))[None] for source in sources])
     torch.testing.assert_close(trace.expected_density, by_hand)
     assert trace.density.shape == (2, 1, 2)
@@ -210,7 +210,7 @@ def test_a_given_graph_takes_the_place_of_the_source() -> None:
 @pytest.mark.parametrize("estimator", ["local", "mask", "relaxed"])
 def test_causal_attention_sees_no_later_key(estimator: str) -> None:
     torch.manual_seed(0)
-    source = SBMSource(SBMHead(4, 2, 3, density=0.7))
+    source = SBMSource(SBMHead(4, 2, 3, initial_density=0.7))
     conv = AttentionConv(6, 4, 2, source, estimator=estimator, is_causal=True)
     x, ptr = draw(1, 9, 6, dtype=torch.float32), torch.tensor([0, 4, 9])
     out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)
@@ -373,8 +373,8 @@ RULES: dict[str, Any] = {
     "bucketing": lambda tokens: predictors.bucketing(tokens, 2),
     "clustering": lambda tokens: predictors.clustering(tokens, torch.ones(2, 3, 3)),
     "distance": lambda tokens: predictors.distance(tokens, 1.0),
-    "blocks": lambda tokens: predictors.blocks(tokens, torch.ones(2, 3, 3), 1, 2),
-    "gold_graph": lambda tokens: ground_truth.gold_graph(tokens),
+    "block_bigbird": lambda tokens: predictors.block_bigbird(tokens, torch.ones(2, 3, 3), 1, 2),
+    "ground_truth_graph": lambda tokens: ground_truth.ground_truth_graph(tokens),
     "IndexProbability": lambda tokens: indexer.IndexProbability(
         tokens, *(torch.ones(2, 9, *shape) for shape in ((1, 3), (1,), (3,)))
     ).top_k(2),

@@ -18,7 +18,16 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.testing import assert_module
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMGraph, SBMHead, SequenceEncoder, sample_edges
+from sbm_pyg import (
+    AttentionGraph,
+    SBMAttentionConv,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    SourceGraph,
+    Tokens,
+    sample_edges,
+)
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -187,7 +196,7 @@ def test_seed_everything_fixes_everything() -> None:
         conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, dropout=0.2)
         out, graph = conv(tokens().float(), ptr=PTR, return_graph=True)
         model = SequenceEncoder(15, 16, attention_options={"num_blocks": 4, "dropout": 0.1})
-        sbm = conv.sbm(torch.randn(2, 30, 8), torch.randn(2, 30, 8)) if conv.sbm is not None else None
+        sbm = conv.sbm(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8))) if conv.sbm is not None else None
         assert sbm is not None
         return [
             out,
@@ -511,10 +520,10 @@ def test_a_graph_of_many_sequences_is_not_one_item() -> None:
 
 
 def test_transform_loader_and_layer_in_a_row() -> None:
-    """Memberships in a data set, a graph by the transform, a batch by the loader, attention over it per head."""
-    head = SBMHead(8, heads=2, num_blocks=4)
+    """Features in a data set, a graph by the transform, a batch by the loader, attention over it per head."""
+    transform = SourceGraph(SBMSource(SBMHead(8, heads=2, num_blocks=4)), heads=2, seed=3)
     items = [Data(x=tokens(n).float()) for n in (4, 7)]
-    (batch,) = DataLoader([SBMGraph(head, seed=3)(item) for item in items], batch_size=2)
+    (batch,) = DataLoader([transform(item) for item in items], batch_size=2)
     conv = layer().float()
     out, graph = conv(batch.x, batch.edge_index, edge_head=batch.edge_type, batch=batch.batch, return_graph=True)
     assert out.shape == (11, 16)

@@ -1,7 +1,5 @@
 """The program of the DCMM-Transformer: its images, its models, weights of timm, and that it can be stopped anywhere."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -20,7 +18,7 @@ from problems import same
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
-from examples.benchmarks.tables import read
+from examples.common.tables import read
 from examples.dcmm import __main__ as program
 from examples.dcmm import data, model, pictures, train
 from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, auxiliary_loss
@@ -433,7 +431,7 @@ def test_pictures_show_what_the_layer_does() -> None:
     assert guess == int(made(image[None])[0].argmax())
     assert [number for number, _ in layers] == [0, 1]
     tokens, _ = made.tokens(image[None])
-    block = made.encoder.blocks[0]
+    block = made.encoder.layers[0]
     x = block.norm1(made.encoder.token(tokens) + made.encoder.position.weight)
     query, key = (
         lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (block.attention.lin_query, block.attention.lin_key)
@@ -475,7 +473,7 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
         (["--patch", "3"], "Expected 'patch' to divide the side of the images, 8 (got 3)"),
         (["--validation", "1"], "Expected 'validation' in (0, 1)"),
         (["--validation", "0.001"], "Expected 'validation' to hold out an image or more of each of 10 classes"),
-        (["--seeds", "-1"], "Expected 'seeds' of at least 0"),
+        (["--seeds", "-1"], "Expected 'seeds' to be at least 0"),
         (["--data", "nowhere"], "Expected 'data' to be 'digits' or a folder of images (got 'nowhere')"),
         (["--data", "."], "Expected 'data' with images of two classes or more"),
         (["--pictures", "cat"], "Expected 'pictures' to be a class of the images, among 0, 1"),

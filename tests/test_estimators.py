@@ -16,10 +16,10 @@ from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops,
 from sbm_pyg.estimators import (
     Local,
     Mask,
+    attach_local_expectation,
     concrete_bias,
     distillation,
     draw_probes,
-    local_expectation,
     relaxed_bias,
     score_function,
     straight_through,
@@ -267,7 +267,7 @@ def test_local_expectation_is_unbiased_for_a_linear_loss(eta: float, exploration
     for graph, weight in zip(case.graphs, drawn, strict=True):
         for probes, probe_weight in zip(case.graphs, probed, strict=True):
             p = case.p.clone().requires_grad_()
-            out = local_expectation(
+            out = attach_local_expectation(
                 case.out(graph), case.query, case.key, case.value, probabilities(p), graph, probes, chance, scale=0.5, exploration=exploration
             )  # fmt: skip
             assert torch.equal(out, case.out(graph))
@@ -440,7 +440,7 @@ def test_refused_arguments_of_estimators() -> None:
     loss = torch.ones(2)
 
     def expect(model: Any = sbm, edges: Any = graph, tried: Any = probes, eta: Any = chance, **options: Any) -> Any:
-        return local_expectation(x, x, x, x, model, edges, tried, eta, **options)
+        return attach_local_expectation(x, x, x, x, model, edges, tried, eta, **options)
 
     (
         expect(),
@@ -668,7 +668,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"probes": -1}, "Expected 'probes' in "),
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
-        ({"sbm_options": {"density": 1.0}}, r"Expected 'density' in \(0, 1\)"),
+        ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
         ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
@@ -705,7 +705,7 @@ def test_the_default_follows_the_normaliser() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 4, 16, 128])
 def test_initial_density_is_what_was_asked_for(parameterization: str, density: float, blocks: int) -> None:
     torch.manual_seed(0)
-    head = SBMHead(32, 2, blocks, parameterization=parameterization, density=density)
+    head = SBMHead(32, 2, blocks, parameterization=parameterization, initial_density=density)
     found = (
         head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
         .expected_density()

@@ -168,7 +168,7 @@ def test_denser_graphs_cost_more() -> None:
     torch.manual_seed(0)
     counts = []
     for density in (0.02, 0.25):
-        options = {"num_blocks": K, "sbm_options": {"density": density}}
+        options = {"num_blocks": K, "sbm_options": {"initial_density": density}}
         encoder = SequenceEncoder(15, 16, max_length=200, attention_options=options)
         counts.append(sum(counted(partial(encoder, torch.randint(15, (200,)), seed=0)).values()))
     assert counts[0] < counts[1]
@@ -192,14 +192,14 @@ def test_all_pairs_count_where_edges_are_drawn_beside_scores() -> None:
 
 
 def test_blocks_of_a_full_graph_count_as_all_pairs() -> None:
-    ptr, grain = torch.tensor([0, 24]), 8
+    ptr, block_size = torch.tensor([0, 24]), 8
     blocks = patterns.full(3).expand(HEADS)
     query, key, value = random(HEADS, 24, C), random(HEADS, 24, C), random(HEADS, 24, V)
-    rows, layout, pairs = blocks.rows, ((ptr, ptr), grain), HEADS * 24**2
+    rows, layout, pairs = blocks.rows, ((ptr, ptr), block_size), HEADS * 24**2
     out: list[Tensor] = []
     count = counted(lambda: out.append(ops.block_attention(query, key, value, rows, *layout)[0]))
     assert count == {"block_attention": 2 * pairs * (C + V)}
     assert counted(lambda: out[0].sum().backward()) == {"block_attention_backward": 2 * pairs * (3 * C + 2 * V)}
     count = counted(lambda: ops.block_effect(random(HEADS, 24, V), query, key, value, rows, rows, *layout))
-    assert count == {"block_effect": 2 * 2 * (pairs * (C + V) + pairs // grain * V)}
+    assert count == {"block_effect": 2 * 2 * (pairs * (C + V) + pairs // block_size * V)}
     assert counted(lambda: ops.block_weight(query, key, rows, *layout)) == {"block_weight": 2 * pairs * C}

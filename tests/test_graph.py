@@ -304,7 +304,7 @@ GOOD: dict[str, Any] = {
         (
             {"num_keys": 5, "key_ptr": None},
             ValueError,
-            "Expected 'key_ptr' where N != M (got N = 3, M = 5 and no 'key_ptr')",
+            "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)",
         ),
         (
             {"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)},
@@ -386,10 +386,10 @@ def test_a_graph_has_tokens(name: str) -> None:
             {"rowptr": torch.tensor([0, 2, 1, 4])},
             "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, and 2 to 1 in row 1)",
         ),
-        ({"col": torch.tensor([0, 1, 0, 3])}, "(got 3 to 3 in row 2, whose sequence has keys 2 to 2)"),
-        ({"col": torch.tensor([-1, 1, 0, 2])}, "(got -1 to 1 in row 0, whose sequence has keys 0 to 1)"),
-        ({"col": torch.tensor([0, 1, 2, 2])}, "(got 2 to 2 in row 1, whose sequence has keys 0 to 1)"),
-        ({"col": torch.tensor([0, 1, 0, 1])}, "(got 1 to 1 in row 2, whose sequence has keys 2 to 2)"),
+        ({"col": torch.tensor([0, 1, 0, 3])}, "(got 3 to 3 in row 2; its sequence has keys 2 to 2)"),
+        ({"col": torch.tensor([-1, 1, 0, 2])}, "(got -1 to 1 in row 0; its sequence has keys 0 to 1)"),
+        ({"col": torch.tensor([0, 1, 2, 2])}, "(got 2 to 2 in row 1; its sequence has keys 0 to 1)"),
+        ({"col": torch.tensor([0, 1, 0, 1])}, "(got 1 to 1 in row 2; its sequence has keys 2 to 2)"),
         (
             {"col": torch.tensor([1, 0, 0, 2])},
             "to hold the keys of each row ascending, without repeats (got 1 before 0 in row 0)",
@@ -455,9 +455,9 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
     [
         (
             {"num_keys": 2**62},
-            "Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63 (got 1 * 3 * 4611686018427387904)",
+            "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)",
         ),
-        ({"num_keys": 2**63}, "Expected 'heads', 'num_queries' and 'num_keys' of a product below 2**63"),
+        ({"num_keys": 2**63}, "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63"),
         (
             {"num_queries": 2**40, "num_keys": 3},
             "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows",
@@ -753,7 +753,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
             torch.tensor([[0, 1], [1, 0]]),
             {"query_ptr": torch.tensor([0, 1, 2])},
             ValueError,
-            "(got 1 to 1 in row 0, whose sequence has keys 0 to 0)",
+            "(got 1 to 1 in row 0; its sequence has keys 0 to 0)",
         ),
         (
             torch.tensor([[0], [0]]),
@@ -1020,7 +1020,7 @@ def test_networkx_chooses_the_view() -> None:
     assert set(graph.to_networkx(1, "all").edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
     with pytest.raises(
         ValueError,
-        match=says("Expected 'bipartite' to be True where there are not as many queries as keys (got False, 2 and 3)"),
+        match=says("Expected 'bipartite' to be True or None if queries and keys differ in number (got False, 2 and 3)"),
     ):
         graph.to_networkx(0, 0, bipartite=False)
     with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got 3)")):
@@ -1033,13 +1033,11 @@ def test_nobody_is_shown_the_first_of_several_unasked() -> None:
     several, one = build(RAGGED), build(RAGGED[1:2]).head(0)
     asks: list[Any] = [several.to_networkx, several.to_dense]
     for ask in asks:
-        with pytest.raises(
-            ValueError, match=says("Expected 'sequence' where there are 3 of them (got None). Pass sequence=0")
-        ):
+        with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got None). Pass sequence=0")):
             ask()
     asks = [several.sequence(1).to_networkx, several.to_scipy]
     for ask in asks:
-        with pytest.raises(ValueError, match=says("Expected 'head' where there are 2 of them (got None). Pass head=0")):
+        with pytest.raises(ValueError, match=says("Expected 'head' in 0..1 (got None). Pass head=0")):
             ask()
     assert one.to_networkx().number_of_edges() == one.to_scipy().nnz == one.to_dense().sum() == one.num_edges
 
@@ -1209,5 +1207,5 @@ def test_a_batch_or_a_union_is_causal_where_both_are() -> None:
 
 def test_pairs_are_numbered_below_two_to_63() -> None:
     assert check_sizes(2**31, 2**31, 1) == (2**31, 2**31, 1)
-    with pytest.raises(ValueError, match=says("of a product below 2**63")):
+    with pytest.raises(ValueError, match=says("with a product below 2**63")):
         check_sizes(2**31, 2**31, 2)

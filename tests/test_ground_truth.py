@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sbm_pyg import AttentionConv, AttentionGraph, SBMMultiheadAttention, SequenceEncoder, TokenClassifier, Tokens
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, predictors
-from sbm_pyg.sparsefinder.ground_truth import compare, gold_graph, group_entropy, record
+from sbm_pyg.sparsefinder.ground_truth import compare, ground_truth_graph, group_entropy, record
 
 PTR = torch.tensor([0, 6, 17])
 
@@ -40,7 +40,7 @@ def make_model() -> TokenClassifier:
 @pytest.mark.parametrize("scale", [-2.0, 0.0, 2.0])
 def test_a_scale_of_any_sign_leaves_keys_out_that_are_not_there(scale: float, is_causal: bool) -> None:
     query, key = draw(1, 2, 13, 4), draw(2, 2, 13, 4)
-    graph = gold_graph(Tokens(query, key, query_ptr=torch.tensor([0, 5, 13]), is_causal=is_causal), scale=scale)
+    graph = ground_truth_graph(Tokens(query, key, query_ptr=torch.tensor([0, 5, 13]), is_causal=is_causal), scale=scale)
     for sequence, (start, end) in enumerate(((0, 5), (5, 13))):  # the first is padded
         scores = scale * query[:, start:end] @ key[:, start:end].mT
         later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1) & is_causal
@@ -59,7 +59,7 @@ def test_a_record_is_what_dense_entmax_uses(normalizer: str, is_causal: bool) ->
     (query, key, graph), (_, _, other) = found[""]
     assert not query.requires_grad
     assert (graph.num_sequences, other.num_queries, graph.is_causal) == (2, 5, is_causal)
-    wanted = gold_graph(
+    wanted = ground_truth_graph(
         Tokens(query, key, query_ptr=PTR, is_causal=is_causal), alpha=1.5 if normalizer == "entmax15" else 2.0
     )
     assert graph == wanted
@@ -84,7 +84,7 @@ def test_a_model_gives_samples_of_each_layer_that_projections_are_fitted_to() ->
     with record(model) as found:
         assert torch.equal(model(tokens, PTR), before)
         model(tokens.flip(0), PTR)
-    names = [f"encoder.blocks.{number}.attention" for number in range(2)]
+    names = [f"encoder.layers.{number}.attention" for number in range(2)]
     assert [*found] == names
     assert all(len(samples) == 2 for samples in found.values())
     losses = fit_projection(Projection(8, 2, 3), found[names[1]], epochs=30, learning_rate=1e-2, progress=False)
@@ -130,7 +130,7 @@ def test_a_given_graph_and_padding_count_as_in_the_layer() -> None:
     ((query, key, graph),) = found[""]
     assert bool(near.expand(2).contains(graph.edge_index, graph.edge_head).all())
     assert graph.num_edges < 2 * near.num_edges
-    assert not bool(gold_graph(Tokens(query, key, query_ptr=PTR)).num_edges == graph.num_edges)
+    assert not bool(ground_truth_graph(Tokens(query, key, query_ptr=PTR)).num_edges == graph.num_edges)
     padded = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=2, normalizer="entmax15").eval()
     tokens, mask = draw(2, 2, 6, 8), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     with record(padded) as found:
@@ -159,7 +159,7 @@ def test_layers_are_as_they_were_after_an_error() -> None:
             "Expected 'model' with sparse normalisers .got softmax in layer ''",
         ),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
-        (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.blocks.0"),
+        (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.layers.0"),
         (make_model(), "x", TypeError, "Expected 'layers' to be a collection of names"),
     ],
 )
@@ -181,7 +181,7 @@ def test_entropies_are_their_definitions() -> None:
     for head, found in enumerate(group_entropy(group, 5).tolist()):
         counts = torch.bincount(group[head], minlength=5).tolist()
         assert found == pytest.approx(brute_entropy([count / 17 for count in counts], 5))
-    graph = gold_graph(Tokens(2 * draw(1, 2, 17, 4), draw(2, 2, 17, 4), query_ptr=PTR))
+    graph = ground_truth_graph(Tokens(2 * draw(1, 2, 17, 4), draw(2, 2, 17, 4), query_ptr=PTR))
     graph = graph.select(graph.edge_index[1] != 3)  # a query without edges does not count
     mask = graph.to_dense(0), graph.to_dense(1)
     for head, found in enumerate(group_entropy(group, 5, graph).tolist()):
@@ -224,18 +224,21 @@ def test_errors_of_entropies(group: Tensor, count: int, graph: Any, message: str
 
 
 def test_metrics_by_hand() -> None:
-    gold = AttentionGraph.from_dense(torch.tensor([[[1, 1, 0], [0, 1, 0], [0, 0, 0]]]) > 0)
+    ground_truth = AttentionGraph.from_dense(torch.tensor([[[1, 1, 0], [0, 1, 0], [0, 0, 0]]]) > 0)
     graph = AttentionGraph.from_dense(torch.tensor([[[1, 0, 0], [1, 1, 1], [0, 0, 0]]]) > 0)
-    match = compare(gold, graph)
+    match = compare(ground_truth, graph)
     found = [float(x) for x in (match.recall, match.precision, match.sparsity, match.exact)]
     assert found == pytest.approx([2 / 3, 2 / 4, 5 / 9, 2 / 3])
-    with pytest.raises(ValueError, match="Expected 'graph' over the tokens and heads of 'gold'"):
-        compare(gold, patterns.full(4))
+    with pytest.raises(ValueError, match="Expected 'graph' over the tokens and heads of 'ground_truth'"):
+        compare(ground_truth, patterns.full(4))
     assert cast(Any, match).recall.dtype == torch.float64
 
 
 def test_a_graph_without_edges_misses_nothing_precisely() -> None:
-    gold, none = patterns.self_loops(4), AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4, 4)
-    found, other = compare(gold, none), compare(none, gold)
+    ground_truth, none = (
+        patterns.self_loops(4),
+        AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4, 4),
+    )
+    found, other = compare(ground_truth, none), compare(none, ground_truth)
     assert (float(found.precision), float(found.recall), float(found.exact)) == (1, 0, 0)
     assert (float(other.precision), float(other.recall), float(other.exact)) == (0, 1, 1)

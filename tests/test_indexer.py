@@ -438,7 +438,7 @@ X = torch.ones(2, 5, 3)
         (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), share=2), ValueError, r"Expected 'share' in \(0, 1\]"),
-        (lambda: IndexerSource(Indexer(3), density=1), ValueError, r"Expected 'density' in \(0, 1\)"),
+        (lambda: IndexerSource(Indexer(3), initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
         (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
             lambda: IndexerSource(Indexer(3, 2), window=1)(Tokens(X, bipartite=True)),
@@ -465,7 +465,7 @@ X = torch.ones(2, 5, 3)
         (
             lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="top_k", k=2))(X[0]),
             ValueError,
-            "Expected 'estimator' other than Local with a source that ranks",
+            "Expected 'estimator' other than Local with a source that selects edges by rank",
         ),
         (
             lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2)), estimator="imitate", normalizer="entmax15"),

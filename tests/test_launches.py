@@ -163,18 +163,20 @@ def test_offsets_are_waited_for_once() -> None:
 
 def test_a_training_step_over_blocks_waits_once_more() -> None:
     """For the number of blocks."""
-    launches, waits = trained(4, 250, grain=16)
+    launches, waits = trained(4, 250, block_size=16)
     assert launches <= 1000
     assert waits == 5
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("grain", [1, 16])
-def test_a_training_step_over_a_given_graph_waits_for_nothing(grain: int, dropout: float) -> None:
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_training_step_over_a_given_graph_waits_for_nothing(block_size: int, dropout: float) -> None:
     """So it can be captured as a CUDA graph."""
     conv, x = AttentionConv(32, 16, heads=2, dropout=dropout), torch.randn(250, 32, requires_grad=True)
-    tokens = patterns.random(250 // grain + (grain > 1), 5, heads=2, seed=0)
-    graph: AttentionGraph = BlockGraph(tokens, grain, query_ptr=torch.tensor([0, 250])) if grain > 1 else tokens
+    tokens = patterns.random(250 // block_size + (block_size > 1), 5, heads=2, seed=0)
+    graph: AttentionGraph = (
+        BlockGraph(tokens, block_size, query_ptr=torch.tensor([0, 250])) if block_size > 1 else tokens
+    )
     with plain_torch() as counted:
         conv(x, graph, seed=1).square().sum().backward()
     assert counted.waits == 0

@@ -117,14 +117,14 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "clustering": lambda: predictors.clustering(Tokens(TOKENS), ONE),
     "clustering, eight": lambda: predictors.clustering(Tokens(TOKENS), EIGHT),
     "bucketing": lambda: predictors.bucketing(Tokens(TOKENS), 4),
-    "blocks": lambda: predictors.blocks(Tokens(TOKENS), EIGHT, 4, 64),
+    "block_bigbird": lambda: predictors.block_bigbird(Tokens(TOKENS), EIGHT, 4, 64),
     "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0),
     "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
     "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64),
     "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
     "routing": lambda: selectors.routing(Tokens(TOKENS), EIGHT),
     "routing, causal": lambda: selectors.routing(Tokens(TOKENS, is_causal=True), EIGHT),
-    "gold": lambda: ground_truth.gold_graph(Tokens(TOKENS), scale=1e-3),
+    "ground_truth": lambda: ground_truth.ground_truth_graph(Tokens(TOKENS), scale=1e-3),
     "indexer": lambda: indexer.IndexProbability(Tokens(TOKENS), *indexer.Indexer(4, 1)(TOKENS, TOKENS)).sample(seed=0),
     "expected_graph": lambda: conditions.expected_graph(LIKELY),
     "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()),
@@ -142,7 +142,7 @@ def test_what_is_asked_for_is_what_is_taken(name: str, asked: list[int]) -> None
     assert peak <= max(asked) + LITTLE
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("distance", "gold", "indexer")])
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("distance", "ground_truth", "indexer")])
 def test_it_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MIN_CHECKED_BYTES", 2**18)
     monkeypatch.setattr(checks, "available", lambda device: 2**19)

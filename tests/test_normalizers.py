@@ -128,7 +128,7 @@ def test_every_layer_and_model_takes_it(tmp_path: Path) -> None:
     attention(x, x, x, seed=0)[0].sum().backward()
     assert attention.conv.normalizer.raw_alpha.grad.isfinite().all()
     encoder: Any = SequenceEncoder(9, 8, attention_options={"num_blocks": 3, "normalizer": "entmax"})
-    first, second = (block.attention.normalizer for block in encoder.blocks)
+    first, second = (block.attention.normalizer for block in encoder.layers)
     assert first is not second
     model: Any = SequenceClassifier(encoder, 2).eval()
     words = torch.arange(9)

@@ -1093,8 +1093,8 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.sbm_pyg, name).default, _samples()[name])
 
 
-@pytest.mark.parametrize("grain", [1, 4])
-def test_nothing_flows_back_where_nobody_asks(grain: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_nothing_flows_back_where_nobody_asks(block_size: int) -> None:
     """Zeros for gradients that are none would be made and multiplied."""
 
     class Stop(torch.autograd.Function):
@@ -1106,9 +1106,9 @@ def test_nothing_flows_back_where_nobody_asks(grain: int) -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> None:
             return None
 
-    graph, x = patterns.full(8 // grain), torch.randn(3, 1, 8, 4, requires_grad=True)
+    graph, x = patterns.full(8 // block_size), torch.randn(3, 1, 8, 4, requires_grad=True)
     rows, ptr = graph.rows, torch.tensor([0, 8])
-    out = ops.edge_attention(*x, rows) if grain == 1 else ops.block_attention(*x, rows, (ptr, ptr), grain)
+    out = ops.edge_attention(*x, rows) if block_size == 1 else ops.block_attention(*x, rows, (ptr, ptr), block_size)
     (Stop.apply(out[0]).sum() + x.sum()).backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))

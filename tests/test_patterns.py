@@ -1,4 +1,4 @@
-"""Patterns against their definitions, pair by pair; random keys against the uniform law; transforms against the functions."""
+"""Patterns against their definitions, pair by pair; random keys against the uniform law; the transform against the functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple, cast
@@ -23,22 +22,26 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.transforms import Compose
 
+from sbm_pyg import SourceGraph
 from sbm_pyg.graph import AttentionGraph
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.reference.random_words import philox
 from sbm_pyg.sources import patterns
 
 FALSE_ALARM = 1e-6
+FULL_GRAPH = SourceGraph(patterns.PatternSource(patterns.full))
 
 
 class Case(NamedTuple):
     function: Callable[..., AttentionGraph]
-    transform: Callable[..., Any]
     is_edge: Callable[..., bool]  # of n, query position, key position and the arguments
     arguments: dict[str, Any]
 
     def __call__(self, n: int | None, **options: Any) -> AttentionGraph:
         return self.function(n, **self.arguments, **options)
+
+    def transform(self, heads: int = 1) -> SourceGraph:
+        return SourceGraph(patterns.PatternSource(self.function, **self.arguments, heads=heads), heads=heads)
 
     def dense(self, n: int) -> Tensor:
         return torch.tensor([[self.is_edge(n, i, j, **self.arguments) for j in range(n)] for i in range(n)])
@@ -48,36 +51,21 @@ def cases() -> list[Case]:
     def in_window(n: int, i: int, j: int, size: int, is_causal: bool = False) -> bool:
         return 0 <= i - j <= size if is_causal else abs(i - j) <= size
 
-    def add(
-        function: Callable[..., AttentionGraph],
-        transform: Callable[..., Any],
-        is_edge: Callable[..., bool],
-        *choices: dict[str, Any],
-    ) -> None:
-        result.extend(Case(function, transform, is_edge, arguments) for arguments in choices)
+    def add(function: Callable[..., AttentionGraph], is_edge: Callable[..., bool], *choices: dict[str, Any]) -> None:
+        result.extend(Case(function, is_edge, arguments) for arguments in choices)
 
     result: list[Case] = []
-    add(patterns.full, patterns.FullGraph, lambda n, i, j: True, {})
-    add(patterns.self_loops, patterns.SelfLoopsGraph, lambda n, i, j: i == j, {})
+    add(patterns.full, lambda n, i, j: True, {})
+    add(patterns.self_loops, lambda n, i, j: i == j, {})
     sizes = [{"size": size, **causal} for size in (0, 1, 3, sys.maxsize) for causal in ({}, {"is_causal": True})]
-    add(patterns.window, patterns.WindowGraph, in_window, *sizes)
+    add(patterns.window, in_window, *sizes)
     numbers = [{"num_global": number} for number in (0, 1, 3, sys.maxsize)]
-    add(
-        patterns.global_tokens,
-        patterns.GlobalGraph,
-        lambda n, i, j, num_global: i < num_global or j < num_global,
-        *numbers,
-    )
+    add(patterns.global_tokens, lambda n, i, j, num_global: i < num_global or j < num_global, *numbers)
     blocks = [{"num_blocks": number} for number in (1, 2, 3, 5, sys.maxsize)]
-    add(
-        patterns.block_diagonal,
-        patterns.BlockDiagonalGraph,
-        lambda n, i, j, num_blocks: i * num_blocks // n == j * num_blocks // n,
-        *blocks,
-    )
+    add(patterns.block_diagonal, lambda n, i, j, num_blocks: i * num_blocks // n == j * num_blocks // n, *blocks)
     relays = [{"num_relays": number} for number in (1, 2, 3, 5, sys.maxsize)]
-    add(patterns.relay_keys, patterns.RelayKeysGraph, lambda n, i, j, num_relays: j >= n - num_relays, *relays)
-    add(patterns.relay_queries, patterns.RelayQueriesGraph, lambda n, i, j, num_relays: i >= n - num_relays, *relays)
+    add(patterns.relay_keys, lambda n, i, j, num_relays: j >= n - num_relays, *relays)
+    add(patterns.relay_queries, lambda n, i, j, num_relays: i >= n - num_relays, *relays)
     return result
 
 
@@ -87,8 +75,8 @@ def name(case: Case) -> str:
 
 CASES = cases()
 RANDOM_CASES = [
-    Case(patterns.random, patterns.RandomGraph, bool, {"num_keys_per_query": 2, "seed": 3}),
-    Case(patterns.bigbird, patterns.BigBirdGraph, bool, {"size": 1, "num_global": 1, "num_random": 2, "seed": 3}),
+    Case(patterns.random, bool, {"num_keys_per_query": 2, "seed": 3}),
+    Case(patterns.bigbird, bool, {"size": 1, "num_global": 1, "num_random": 2, "seed": 3}),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=map(name, CASES))
 every_case_and_random = pytest.mark.parametrize("case", CASES + RANDOM_CASES, ids=map(name, CASES + RANDOM_CASES))
@@ -426,7 +414,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
             "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges",
         ),
         (
-            lambda: patterns.FullGraph()(Data(num_nodes=200_000)),
+            lambda: FULL_GRAPH(Data(num_nodes=200_000)),
             "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
         ),
     ],
@@ -513,7 +501,7 @@ def test_errors(call: Callable[[], AttentionGraph], error: type[Exception], mess
 @pytest.mark.parametrize("heads", [1, 2])
 def test_transform_of_data(case: Case, heads: int) -> None:
     data = Data(x=torch.randn(6, 2), y=torch.tensor([1]), edge_index=torch.tensor([[0], [1]]))
-    result = case.transform(heads=heads, **case.arguments)(data)
+    result = case.transform(heads)(data)
     graph = case(6, heads=heads)
     assert result.validate()
     assert (
@@ -537,7 +525,7 @@ def test_transform_of_a_batch(case: Case, heads: int) -> None:
         ]
     )
     before = [data.edge_index for data in batch.to_data_list()]
-    result = case.transform(heads=heads, **case.arguments)(batch)
+    result = case.transform(heads)(batch)
     graph = case(None, ptr=batch.ptr, heads=heads)
     assert (
         AttentionGraph.from_edge_index(
@@ -556,7 +544,7 @@ def test_transform_of_a_batch(case: Case, heads: int) -> None:
 
 def test_transform_of_a_batch_without_edges_separates() -> None:
     batch = Batch.from_data_list([Data(num_nodes=2), Data(num_nodes=3)])
-    parts = patterns.WindowGraph(size=1, heads=2)(batch).to_data_list()
+    parts = SourceGraph(patterns.PatternSource(patterns.window, size=1), heads=2)(batch).to_data_list()
     assert [part.edge_index.tolist() for part in parts] == [
         patterns.window(n, 1, heads=2).edge_index.tolist() for n in (2, 3)
     ]
@@ -575,13 +563,13 @@ def test_transform_replaces_the_former_edges() -> None:
         edge_label=torch.ones(1),
         adj_t=torch.eye(3),
     )
-    result = patterns.SelfLoopsGraph()(data)
+    result = SourceGraph(patterns.PatternSource(patterns.self_loops))(data)
     assert set(result.keys()) == {"x", "edge_index", "edge_label"}
     assert set(data.keys()) == {"x", "edge_index", "edge_attr", "edge_weight", "edge_type", "edge_label", "adj_t"}
 
 
 def test_transform_reads_batch_where_there_is_no_ptr() -> None:
-    result = patterns.FullGraph()(Data(x=torch.ones(3, 1), batch=torch.tensor([0, 1, 1])))
+    result = FULL_GRAPH(Data(x=torch.ones(3, 1), batch=torch.tensor([0, 1, 1])))
     assert result.edge_index.tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
 
 
@@ -590,54 +578,42 @@ def test_transform_reads_batch_where_there_is_no_ptr() -> None:
 )
 def test_transform_of_something_else(data: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(f"Expected 'data' to be Data (got {type(data).__name__}).")):
-        patterns.FullGraph()(data)
+        FULL_GRAPH(data)
 
 
 @pytest.mark.filterwarnings("ignore:Unable to accurately infer 'num_nodes':UserWarning")
 def test_transform_of_data_without_nodes() -> None:
     with pytest.raises(ValueError, match=re.escape("Expected 'data' to have nodes (got None).")):
-        patterns.FullGraph()(Data())
-
-
-@every_case_and_random
-def test_transform_has_the_parameters_of_its_function(case: Case) -> None:
-    parameters = inspect.signature(case.function).parameters
-    of_the_data = ("n", "ptr", "device", "sequence_ids")  # what a transform reads off the data, or would have to
-    expected = {key: value.default for key, value in parameters.items() if key not in of_the_data}
-    taken = inspect.signature(case.transform).parameters
-    assert {key: value.default for key, value in taken.items()} == expected
-    assert [key for key, value in taken.items() if value.default is value.empty] == [
-        key for key, value in expected.items() if value is inspect.Parameter.empty
-    ]
-    assert {each.name for each in fields(case.transform)} == set(expected)  # type: ignore[arg-type]
+        FULL_GRAPH(Data())
 
 
 @every_case_and_random
 def test_transform_by_its_functional_name(case: Case) -> None:
-    """The name in the docstring, on a data pipe, in a Compose, and after pickling (as data loader workers do)."""
-    functional = re.search(r"functional name: ``(\w+)``", inspect.getdoc(case.transform) or "")
-    assert functional is not None
-    data, transform = Data(num_nodes=5), case.transform(**case.arguments)
+    """On a data pipe, in a Compose, and after pickling (as data loader workers do)."""
+    data, transform = Data(num_nodes=5), case.transform()
     expected = case(5).edge_index
-    (piped,) = getattr(IterableWrapper([data]), functional[1])(**case.arguments)
+    (piped,) = IterableWrapper([data]).source_graph(transform.source)
     for result in (piped, Compose([transform])(data), pickle.loads(pickle.dumps(transform))(data)):
         assert torch.equal(result.edge_index, expected)
 
 
-def test_transform_with_a_generator_draws_anew() -> None:
-    data = Data(num_nodes=50)
-    transform = patterns.RandomGraph(3, generator=torch.Generator().manual_seed(0))
-    first, second = transform(data).edge_index, transform(data).edge_index
+def test_transform_draws_by_its_seed_for_each_head() -> None:
+    data, source = Data(num_nodes=50), patterns.PatternSource(patterns.random, num_keys_per_query=3, heads=2)
+    result = SourceGraph(source, heads=2, seed=4)(data)
+    assert AttentionGraph.from_data(result, heads=2) == patterns.random(50, 3, seed=4, heads=2)
+    torch.manual_seed(0)
+    first, second = (SourceGraph(source, heads=2)(data).edge_index for _ in range(2))
     assert not torch.equal(first, second)
-    assert torch.equal(first, patterns.random(50, 3, generator=torch.Generator().manual_seed(0)).edge_index)
 
 
-def test_transform_repr() -> None:
-    assert repr(patterns.WindowGraph(2, heads=4)) == "WindowGraph(is_causal=False, heads=4, size=2)"
+def test_transform_needs_no_features_and_takes_any() -> None:
+    transform = SourceGraph(patterns.PatternSource(patterns.window, size=1), heads=2, is_causal=True)
+    expected = patterns.window(4, 1, is_causal=True, heads=2)
+    for x in (None, torch.ones(4), torch.ones(4, 3), torch.ones(4, 2, dtype=torch.int64)):
+        assert AttentionGraph.from_data(transform(Data(x=x, num_nodes=4)), heads=2) == expected
 
 
 def test_public_names() -> None:
     assert sorted(patterns.__all__) == list(patterns.__all__)
     functions = {case.function.__name__ for case in CASES + RANDOM_CASES}
-    transforms = {case.transform.__name__ for case in CASES + RANDOM_CASES}
-    assert set(patterns.__all__) == functions | transforms | {"PatternSource"}
+    assert set(patterns.__all__) == functions | {"PatternSource"}

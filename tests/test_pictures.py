@@ -1,14 +1,12 @@
 """Pictures of the programs, drawn anew from the rows of docs/: they say what they show, in words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from examples.benchmarks.tables import read
+from examples.common.tables import read
 from examples.dcmm import report as dcmm
 from examples.recall import report as recall
 from examples.sparsefinder import report as sparsefinder

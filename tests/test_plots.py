@@ -60,7 +60,7 @@ def figures(trace: EncoderTrace) -> dict[str, Figure]:
         "inputs": plots.plot_inputs(trace, sequences=[2, 0], titles=["two", "zero"]),
         "extremes": plots.plot_extremes(trace),
         "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
-        "blocks": plots.plot_blocks(graph, sbm),
+        "blocks": plots.plot_communities(graph, sbm),
         "training": plots.plot_training_density(ROWS),
         "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
     }
@@ -97,7 +97,8 @@ def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) 
 def test_no_global_state_of_pyplot_is_touched() -> None:
     code = """
 import io, sys, torch
-from sbm_pyg import AttentionGraph, plots
+from sbm_pyg import AttentionGraph
+from sbm_pyg.analysis import plots
 plots.plot_mask(AttentionGraph.from_dense(torch.eye(3))).savefig(io.BytesIO())
 assert "matplotlib.pyplot" not in sys.modules
 """
@@ -143,13 +144,13 @@ def test_pictures_of_sparse_masks_are_those_of_dense_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(AttentionGraph, "to_dense", None)
     cell = -(-40 // pixels)
     for sbm, graph, mask in zip((square, wide), graphs, masks, strict=True):
-        blocks = [side[1].numpy() for side in analysis.blocks_of(sbm)]
+        blocks = [side[1].numpy() for side in analysis.communities_of(sbm)]
         surest = [side[1].amax(-1).numpy() for side in (sbm.query_membership, sbm.key_membership)]
         order = [np.lexsort((-weight, block)) for weight, block in zip(surest, blocks, strict=True)]
         alone, pair, sorted_ = (
             plots.plot_mask(graph, head=1).axes,
             plots.plot_mask(graph, sbm, head=1).axes,
-            plots.plot_blocks(graph, sbm, head=1).axes,
+            plots.plot_communities(graph, sbm, head=1).axes,
         )
         inputs = plots.plot_inputs([graph]).axes
         for axes in (alone[0], pair[0], sorted_[0], inputs[1]):
@@ -163,7 +164,7 @@ def test_pictures_of_sparse_masks_are_those_of_dense_ones(monkeypatch: pytest.Mo
         assert alone[0].images[0].get_clim() == (0, cell_means(mask, cell).max())
         share = f"density {100 * mask.mean():.3g} %"
         assert alone[0].get_title() == f"sampled mask: {int(mask.sum()):,} edges, {share}"
-        assert sorted_[0].get_title() == f"as the tokens stand: {share}"
+        assert sorted_[0].get_title() == f"in the order of the tokens: {share}"
         assert inputs[1].get_title() == f"layer 0, head 1\n{share}"
         assert (f"{cell} x {cell} pairs" in alone[1].get_ylabel()) == (cell > 1)
 
@@ -213,12 +214,12 @@ def test_extremes_are_the_sparsest_and_the_densest() -> None:
     assert len(plots.plot_extremes([graphs[0].sequence(0)]).axes) == 2  # one input is drawn once
 
 
-def test_sorting_by_block_makes_blocks_visible() -> None:
+def test_sorting_makes_communities_visible() -> None:
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     member = torch.eye(4).repeat_interleave(10, 0)[order][None]
     sbm = SBM(member, member, torch.eye(4)[None])
     graph = sample_edges(sbm, seed=0)
-    left, middle, right = plots.plot_blocks(graph, sbm).axes[:3]
+    left, middle, right = plots.plot_communities(graph, sbm).axes[:3]
     np.testing.assert_array_equal(np.asarray(left.images[0].get_array()), graph.to_dense()[0])
     np.testing.assert_array_equal(
         np.asarray(middle.images[0].get_array()), patterns.block_diagonal(40, 4).to_dense()[0]
@@ -230,11 +231,13 @@ def test_colours_of_the_block_matrix_span_its_weights() -> None:
     """At the paper's start, all weights are within some percent of each other."""
     member = torch.eye(3).repeat_interleave(4, 0)[None]
     sbm = SBM(member, member, 0.11 + 0.001 * torch.arange(9.0).view(1, 3, 3))
-    figure = plots.plot_blocks(sample_edges(sbm, seed=0), sbm)
+    figure = plots.plot_communities(sample_edges(sbm, seed=0), sbm)
     assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
     assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
     even = SBM(member, member, torch.full((1, 3, 3), 0.2))
-    assert plots.plot_blocks(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx((0.0, 0.2))
+    assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx(
+        (0.0, 0.2)
+    )
 
 
 def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
@@ -291,8 +294,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
     with pytest.raises(
         ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."
     ):
-        plots.plot_blocks(patterns.full(3), model())
-    for draw in (plots.plot_mask, plots.plot_blocks):
+        plots.plot_communities(patterns.full(3), model())
+    for draw in (plots.plot_mask, plots.plot_communities):
         with pytest.raises(ValueError, match=r"Expected 'head' in 0..1 \(got 5\). Count from 0."):
             draw(patterns.full(24, heads=2), model(), head=5)
         with pytest.raises(ValueError, match=r"Expected 'sequence' in 0..0 \(got 1\). Count from 0."):

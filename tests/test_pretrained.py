@@ -133,7 +133,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     again = SequenceEncoder.from_pretrained(tmp_path / "model")
     assert again.constructor_options() == options | {"in_channels": None}
-    layer: Any = again.blocks[0].attention
+    layer: Any = again.layers[0].attention
     source = layer.source
     assert (source.exploration, source.budget, source.window, layer.normalizer) == (0.5, 3.5, 1, "entmax15")
     assert type(layer.estimator) is estimators.Paper
@@ -204,8 +204,7 @@ class Odd(Pretrained):
 def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
     model, x = Odd(), torch.randn(5, 4)
     with pytest.raises(
-        ValueError,
-        match=re.escape("Expected 'lazy.weight' to hold numbers (got a size that no input has set). Call the model"),
+        ValueError, match=re.escape("Expected 'lazy.weight' to hold numbers (got a lazy parameter). Call the model")
     ):
         model.save_pretrained(tmp_path / "model")
     model(x)
@@ -232,7 +231,7 @@ def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
 def test_weights_that_are_no_numbers_are_refused(saved: Path, number: float, tmp_path: Path) -> None:
     model = SequenceClassifier.from_pretrained(saved)
     name = (
-        "encoder.blocks.1.norm.weight" if "encoder.blocks.1.norm.weight" in model.state_dict() else "classifier.2.bias"
+        "encoder.layers.1.norm.weight" if "encoder.layers.1.norm.weight" in model.state_dict() else "classifier.2.bias"
     )
     with torch.no_grad():
         model.get_parameter(name)[3] = number
@@ -332,7 +331,7 @@ def test_infinite_options_come_back(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     again = SequenceEncoder.from_pretrained(tmp_path / "model")
     assert again.constructor_options() == model.constructor_options()
-    layer: Any = again.blocks[0].attention
+    layer: Any = again.layers[0].attention
     assert layer.estimator.probes == math.inf
     json.loads((tmp_path / "model" / "config.json").read_text(), parse_constant=pytest.fail)  # standard JSON
 
@@ -371,7 +370,7 @@ def test_metrics_that_are_no_numbers_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metric": 0.5}, "Expected 'metric' to be numbers by name (got 0.5)."),
+        ({"metric": 0.5}, "Expected 'metric' to be a dict of numbers (got 0.5)."),
         ({"density": "x"}, "Expected 'density' to be a number or [L, H] (got 'x')."),
         ({"density": [[0.1], [0.1, 0.2]]}, "Expected 'density' to be a number or [L, H] (got [[0.1], [0.1, 0.2]])."),
     ],
@@ -426,7 +425,7 @@ def test_a_failing_write_leaves_what_was_there(
         monkeypatch.setattr(pretrained, "_card", fail)
     else:
         monkeypatch.setattr(os, "rename", fail_publishing)
-    message = f"Expected 'folder' to be a place that can be written (got '{folder}': disk full). Make room"
+    message = f"Expected 'folder' to be writable (got '{folder}': disk full). Free some space"
     with pytest.raises(ValueError, match=re.escape(message)):
         SequenceClassifier(encoder("full"), 3).save_pretrained(folder)
     assert os.listdir(tmp_path) == (["model"] if existing else [])
@@ -488,7 +487,7 @@ def test_a_class_without_options_says_so(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(
-        NotImplementedError, match=re.escape("Silent must say how it was made. Define `constructor_options`")
+        NotImplementedError, match=re.escape("Silent has no constructor options. Define `constructor_options`")
     ):
         Silent().save_pretrained(tmp_path / "model")
 
@@ -529,7 +528,7 @@ def test_changed_weights_are_named(saved: Path) -> None:
             {"class": "TokenClassifier"},
             "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`.",
         ),
-        ({"class": "_Classifier"}, "(got '_Classifier')"),
+        ({"class": "_PoolingHead"}, "(got '_PoolingHead')"),
         ({"class": None}, "(got None)"),
         ({"options": None}, "Expected 'options' in "),
         ({"options": {"num_classes": 10}}, "to fit SequenceClassifier (got "),
@@ -569,7 +568,7 @@ def test_older_versions_are_read(saved: Path) -> None:
     assert SequenceClassifier.from_pretrained(saved).num_classes == 10
 
 
-SHARE = "encoder.blocks.0.attention.source.share"
+SHARE = "encoder.layers.0.attention.source.share"
 FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "no safetensors": lambda state: b"no header, and no tensors",
     "nothing": lambda state: b"",
@@ -620,7 +619,7 @@ def test_no_more_is_made_than_the_weights_have(sizes: dict[str, int], saved: Pat
 
 def test_what_another_thread_makes_is_not_counted(saved: Path) -> None:
     weights = saved / "model.safetensors"
-    with pretrained._no_more_than(weights), ThreadPoolExecutor(1) as pool:
+    with pretrained._limit_parameters(weights), ThreadPoolExecutor(1) as pool:
         pool.submit(nn.Linear, 1000, 1000).result()
         with pytest.raises(ValueError, match="it makes 1 parameters or more, of 1,000,000 numbers"):
             nn.Linear(1000, 1000)
@@ -641,7 +640,7 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert f"Expected 'folder' to be a place that can be written (got '{tmp_path / 'model'}': " in done.stdout
+    assert f"Expected 'folder' to be writable (got '{tmp_path / 'model'}': " in done.stdout
     assert "File too large" in done.stdout
     assert not os.listdir(tmp_path)
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 from numba.core import event
 
+from sbm_pyg.info import LOG_SECONDS, tqdm
 from sbm_pyg.ops.cpu import edges as cpu_edges
 from sbm_pyg.ops.cpu import threads
-from sbm_pyg.progress import RARE, tqdm
 
 assert cpu_edges
 
@@ -39,7 +39,7 @@ def drawn(file: io.StringIO, monkeypatch: pytest.MonkeyPatch, seconds: float = 0
 def test_a_bar_is_drawn_rarely_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn(Terminal(), monkeypatch) >= 1000
     assert drawn(io.StringIO(), monkeypatch) <= 3
-    assert 8 <= drawn(io.StringIO(), monkeypatch, seconds=RARE / 100) <= 14
+    assert 8 <= drawn(io.StringIO(), monkeypatch, seconds=LOG_SECONDS / 100) <= 14
 
 
 def test_a_bar_that_is_switched_off_draws_nothing() -> None:

@@ -22,7 +22,6 @@ ORDER = [
     "rows",
     "graph",
     "blocks",
-    "exchange",
     "sources.following",
     "sources.interface",
     "sources.patterns",
@@ -40,7 +39,7 @@ ORDER = [
     "multihead",
     "pretrained",
     "models",
-    "progress",
+    "info",
     "sparsefinder.projection",
     "sparsefinder.predictors",
     "sparsefinder.ground_truth",
@@ -49,7 +48,6 @@ ORDER = [
     "analysis.conditions",
     "analysis.statistics",
     "analysis.plots",
-    "info",
 ]
 WINGS = "analysis", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [

@@ -1,7 +1,5 @@
 """The tasks of recall, what their methods see, and the programs that train on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -14,8 +12,9 @@ from problems import same
 from torch.testing import assert_close
 
 from examples import language_model
+from examples.common import hybrid
 from examples.recall import __main__ as program
-from examples.recall import model, tasks, train
+from examples.recall import tasks, train
 from sbm_pyg import AttentionGraph, Choice, Tokens
 from sbm_pyg.dense import FullAttention
 from sbm_pyg.sources import patterns
@@ -113,13 +112,13 @@ def test_every_size_of_every_task_can_be_made(name: str) -> None:
 def test_fixed_densities_are_met(rule: str, density: float) -> None:
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 4, generator=generator())
-    source = model.FixedDensity(rule, density, 4, 2)
-    graph = source(Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True, seed=1)).graph.validate()
+    source = hybrid.FixedDensity(rule, density, 4, 2)
+    graph = source(Tokens(query, key, ptr, bipartite=False, is_causal=True, seed=1)).graph.validate()
     assert graph.is_causal
     assert graph.heads == 2 or rule == "window"
     half_a_token = 0.5 / 63.5
     lost = 0.1 * density if rule == "bigbird" else 0.0  # edges that two of its parts have in common
-    assert train.beyond(graph) == pytest.approx(density, abs=2 * half_a_token + lost)
+    assert hybrid.beyond(graph) == pytest.approx(density, abs=2 * half_a_token + lost)
     loops = torch.arange(512).expand(2, -1)
     assert bool(graph.contains(loops).all())
 
@@ -130,11 +129,11 @@ def test_densities_that_follow_the_tokens_are_near(rule: str, density: float) ->
     torch.manual_seed(0)
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 16, generator=generator())
-    graph = model.FixedDensity(rule, density, 16, 2)(
-        Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True, seed=1)
+    graph = hybrid.FixedDensity(rule, density, 16, 2)(
+        Tokens(query, key, ptr, bipartite=False, is_causal=True, seed=1)
     ).graph.validate()
     assert graph.is_causal
-    assert 0.5 * density < train.beyond(graph) < 1.5 * density
+    assert 0.5 * density < hybrid.beyond(graph) < 1.5 * density
 
 
 def test_methods_of_block_models_that_add_to_scores() -> None:
@@ -172,9 +171,7 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
 def test_top_k_takes_the_largest_scores() -> None:
     ptr = torch.arange(4) * 20
     query, key = torch.randn(2, 2, 60, 4, generator=generator())
-    graph = model.FixedDensity("top-k", 0.2, 4, 2)(
-        Tokens(query, key, query_ptr=ptr, bipartite=False, is_causal=True)
-    ).graph
+    graph = hybrid.FixedDensity("top-k", 0.2, 4, 2)(Tokens(query, key, ptr, bipartite=False, is_causal=True)).graph
     size = int(graph.degree.max()) - 1
     for head, sequence, row in itertools.product(range(2), range(3), range(20)):
         scores = query[head, 20 * sequence + row] @ key[head, 20 * sequence : 20 * sequence + row].T
@@ -204,17 +201,17 @@ def test_evaluation_counts_the_edges_to_answers() -> None:
     ).causal()
     loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
     layers = iter([Chosen(some | loops), Chosen(loops)])
-    recaller = model.Recaller(30, 8, 2, lambda: next(layers)).eval()
+    recaller = hybrid.Recaller(30, 8, 2, lambda: next(layers)).eval()
     row = train.evaluate(recaller, examples)
     assert row["answer_0"] == row["answer_any"] == 5 / 8
     assert row["answer_1"] == row["density_1"] == 0
     assert row["density_0"] == pytest.approx(5 / (4 * 16 * 15 / 2))
-    full = train.evaluate(model.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
+    full = train.evaluate(hybrid.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
     assert full["answer_0"] == full["density_1"] == 1
 
 
 def test_a_wide_convolution_starts_as_decaying_means() -> None:
-    wide = model.Layer(8, torch.nn.Identity(), width=24).conv.weight.detach()[:, 0]
+    wide = hybrid.Layer(8, torch.nn.Identity(), width=24).conv.weight.detach()[:, 0]
     assert float(wide[:, -1].min()) == 1
     ratio = wide[:, 1:] / wide[:, :-1]  # from one token to the next
     assert_close(ratio, ratio[:, :1].expand(-1, 23))
@@ -403,7 +400,14 @@ def test_no_example_of_the_test_is_one_of_training(name: str, seed: int) -> None
 
 @pytest.mark.parametrize("count", [1, 999, 1000, 1001, 1999, 2000])
 def test_examples_are_made_a_thousand_at_a_time(count: int) -> None:
-    parts = tasks._parts(count, 1000)
-    assert sum(parts) == count
-    assert max(parts) <= 1000
-    assert min(parts) > 0
+    made = []
+
+    def make(length: int, count: int, random: torch.Generator) -> tasks.Examples:
+        made.append(count)
+        return tasks.Examples(*(torch.zeros(count, length) for _ in range(4)))
+
+    task = tasks.Task(
+        lambda length, pairs, num_tokens, *rest: make(length, *rest), 40, {(3, 2): count}, {}, 4, 30, 1e-3
+    )
+    assert len(task.examples("train")[3, 2].tokens) == sum(made) == count
+    assert 0 < min(made) <= max(made) <= 1000

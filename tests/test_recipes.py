@@ -1,7 +1,5 @@
 """The recipes: short, at once readable and helpful, users of public names alone; and they end with what they promise."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -62,7 +60,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "examples.recall",
         "examples.benchmarks",
         "examples.benchmarks.learning",
-        "examples.benchmarks.choosers",
+        "examples.benchmarks.sources",
         "examples.benchmarks.probes",
         "examples.benchmarks.gpu",
     ],
@@ -76,6 +74,15 @@ def test_help_does_not_wait_for_torch(program: str) -> None:
         done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/**/*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_a_program_imports_its_own_folder_and_what_programs_share(path: Path) -> None:
+    known = {"examples.common", f"examples.{path.relative_to(EXAMPLES).parts[0]}"}
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    found = {".".join(str(node.module).split(".")[:2]) for node in nodes if str(node.module).startswith("examples")}
+    study = {"examples"} if path.name == "learning.py" else set()  # of the program `repeated_tokens`
+    assert found - study <= known
 
 
 def test_every_recipe_is_in_the_table() -> None:

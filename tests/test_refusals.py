@@ -39,7 +39,7 @@ def check(call: Callable[..., Any], message: str) -> None:
 def layers() -> list[AttentionConv]:
     return [
         AttentionConv(8, 4, 2, source=patterns.PatternSource(patterns.window, size=1)),
-        *(SBMAttentionConv(8, 4, 2, num_blocks=3, **options) for options in ({}, {"grain": 2}, {"tiled": True})),
+        *(SBMAttentionConv(8, 4, 2, num_blocks=3, **options) for options in ({}, {"block_size": 2}, {"tiled": True})),
     ]
 
 
@@ -56,10 +56,8 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     x, ptrs, ids = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2, torch.tensor([0])
     rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
     memory = "to ask for no more than memory holds"
-    check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, grain=many)(x), rf"'grain' {memory}")
+    check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, block_size=many)(x), rf"'block_size' {memory}")
     check(lambda: ops.block_attention(X, X, X, ops.Rows(rows, col), ptrs, many), rf"'block_size' {memory}")
-    check(lambda: BlockPool(many), rf"'channels' {memory}")
-    check(lambda: BlockPool(2, many), rf"'channels' {memory}")
     check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
     check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")
     check(lambda: ragged.resolve_ptr(many, PTR), "'ptr' to run from 0 to ")
@@ -81,11 +79,11 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "there", "message"),
     [
-        (TOKENS[0], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[3, 2, 4\]\)"),
-        (TOKENS[..., :3], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[2, 3, 2, 3\]\)"),
-        (TOKENS[:1], THERE, r"'tokens' to be \[H, n, grain, C\] = \[2, any, any, 4\] \(got \[1, 3, 2, 4\]\)"),
+        (TOKENS[0], THERE, r"'tokens' to be \[H, n, block_size, C\] = \[2, any, any, 4\] \(got \[3, 2, 4\]\)"),
+        (TOKENS[..., :3], THERE, r"'tokens' to be \[H, n, block_size, C\] = \[2, any, any, 4\] \(got \[2, 3, 2, 3\]\)"),
+        (TOKENS[:1], THERE, r"'tokens' to be \[H, n, block_size, C\] = \[2, any, any, 4\] \(got \[1, 3, 2, 4\]\)"),
         (TOKENS > 0, THERE, r"'tokens' to be a floating tensor \(got torch.bool\)"),
-        (TOKENS, THERE[:2], r"'there' to be \[n, grain\] = \[3, 2\] \(got \[2, 2\]\)"),
+        (TOKENS, THERE[:2], r"'there' to be \[n, block_size\] = \[3, 2\] \(got \[2, 2\]\)"),
         (TOKENS, THERE.float(), r"'there' to be bool \(got torch.float32\)"),
         (TOKENS, THERE.to("meta"), r"'there' on cpu, as 'tokens' is \(got meta\)"),
     ],
@@ -135,8 +133,8 @@ def test_what_is_not_one_loss(loss: Any, message: str) -> None:
 def test_graphs_on_meta() -> None:
     meta = GRAPH.to("meta")
     assert repr(meta) == "AttentionGraph(1 sequence, 2 heads, 9 queries, 9 keys, 162 edges, device='meta')"
-    check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'gold' is \(got meta\)")
-    check(lambda: ground_truth.compare(meta, GRAPH), "'gold' to hold values")
+    check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'ground_truth' is \(got meta\)")
+    check(lambda: ground_truth.compare(meta, GRAPH), "'ground_truth' to hold values")
     check(
         lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'"
     )

@@ -4,8 +4,6 @@ A *moment* is a step of an optimiser, or the time right before or after a file i
 run at a moment by an exception; the long ones kill processes.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -27,8 +25,7 @@ import torch
 from problems import same
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from examples.benchmarks import tables
-from examples.common import runs
+from examples.common import runs, tables
 
 ROOT = Path(runs.__file__).parents[2]
 KILLS = 10
@@ -49,7 +46,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
     "sparsefinder": (
         "examples.sparsefinder.__main__",
         "--train TEXT --test TEXT --words 30 --length 16 --steps 24 --batch-size 2 --channels 16 --heads 2 --fit-sequences 8 "
-        "--test-sequences 4 --epochs 1 --every 9 --windows 3 --choosers window clusters sbm",
+        "--test-sequences 4 --epochs 1 --every 9 --windows 3 --sources window clusters sbm",
     ),
     "dcmm": (
         "examples.dcmm.__main__",
@@ -373,7 +370,7 @@ def test_damaged_files_are_named(
     if path.suffix in (".pt", ".ckpt"):  # a whole one, of a run with other settings
         path.write_bytes(content)
         state = runs.read_checkpoint(path)
-        known = state["run"]["settings"] if name == "lra" else state["run"]
+        known = state["run"]
         known["seed"] += 1
         runs.write_checkpoint(path, state)
         check_told(refusal(name, folder, inputs, capsys), path)

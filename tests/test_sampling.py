@@ -130,7 +130,12 @@ def test_the_joint_test_has_power() -> None:
 def test_products_of_groups_have_the_joint_law(way: str) -> None:
     """A head with groups makes a block model like any other; one of its groups alone has another law."""
     torch.manual_seed(2)
-    options: dict[str, Any] = {"parameterization": "overlapping", "density": 0.3, "temperature": 0.3, "groups": 2}
+    options: dict[str, Any] = {
+        "parameterization": "overlapping",
+        "initial_density": 0.3,
+        "temperature": 0.3,
+        "groups": 2,
+    }
     head = SBMHead(4, 1, 4, "orthogonal", **options).requires_grad_(False)
     query, key = torch.randn(2, 1, 3, 4)
     member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]
@@ -620,21 +625,6 @@ def test_transform_on_data() -> None:
     assert "edge_index" not in data  # a transform works on a copy
 
 
-def test_transform_with_a_head_on_a_batch() -> None:
-    head = SBMHead(8, heads=2, num_blocks=4)
-    items = [Data(x=torch.randn(n, 16)) for n in (5, 9)]
-    batch = Batch.from_data_list(items)
-    out = SBMGraph(head, seed=1)(batch)
-    x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
-    graph = sample_edges(head(Tokens(x, query_ptr=batch.ptr)), seed=1)
-    assert {*zip(*out.edge_index.tolist(), out.edge_type.tolist(), strict=True)} == {
-        *zip(*graph.edge_index.tolist(), graph.edge_head.tolist(), strict=True)
-    }
-    graph.validate()
-    del batch.ptr  # `batch` says the same
-    assert torch.equal(SBMGraph(head, seed=1)(batch).edge_index, out.edge_index)
-
-
 def test_transform_on_bipartite_data() -> None:
     sbm = larger_sbm(heads=1)
     data = HeteroData()
@@ -645,37 +635,15 @@ def test_transform_on_bipartite_data() -> None:
     assert torch.equal(out["key", "to", "query"].edge_index, sample_edges(sbm, seed=3).edge_index)
 
 
-def test_a_transformed_batch_separates_again() -> None:
-    head = SBMHead(8, heads=2, num_blocks=4)
-    batch = SBMGraph(head, seed=1)(
-        Batch.from_data_list(
-            [
-                Data(x=torch.randn(n, 16), edge_attr=torch.ones(0), edge_index=torch.empty(2, 0, dtype=torch.long))
-                for n in (5, 9)
-            ]
-        )
-    )
-    assert "edge_attr" not in batch
-    x = batch.x.unflatten(1, (2, 8)).transpose(0, 1)
-    graph = sample_edges(head(Tokens(x, query_ptr=batch.ptr)), seed=1)
-    for number, part in enumerate(batch.to_data_list()):
-        assert torch.equal(part.edge_index, graph.sequence(number).edge_index)
-        assert torch.equal(part.edge_type, graph.sequence(number).edge_head)
-
-
-def test_a_transformed_bipartite_batch_separates_again() -> None:
+def test_bipartite_edges_of_a_batch_separate_again() -> None:
     def item(queries: int, keys: int) -> HeteroData:
-        data = HeteroData()
-        data["query"].x, data["key"].x = torch.randn(queries, 16), torch.randn(keys, 16)
-        return data
+        return HeteroData({"query": {"x": torch.randn(queries, 16)}, "key": {"x": torch.randn(keys, 16)}})
 
-    head = SBMHead(8, heads=2, num_blocks=4)
-    batch = SBMGraph(head, seed=1)(Batch.from_data_list([item(5, 7), item(3, 2)]))
+    batch = Batch.from_data_list([item(5, 7), item(3, 2)])
     query, key = (batch[name].x.unflatten(1, (2, 8)).transpose(0, 1) for name in ("query", "key"))
-    graph = sample_edges(
-        head(Tokens(query, key, query_ptr=batch["query"].ptr, key_ptr=batch["key"].ptr, bipartite=False)), seed=1
-    )
-    for number, part in enumerate(batch.to_data_list()):
+    tokens = Tokens(query, key, query_ptr=batch["query"].ptr, key_ptr=batch["key"].ptr)
+    graph = sample_edges(SBMHead(8, heads=2, num_blocks=4)(tokens), seed=1)
+    for number, part in enumerate(graph.replace_edges(batch, ("key", "to", "query")).to_data_list()):
         assert torch.equal(part["key", "to", "query"].edge_index, graph.sequence(number).edge_index)
         assert torch.equal(part["key", "to", "query"].edge_head, graph.sequence(number).edge_head)
 
@@ -689,8 +657,6 @@ def test_transform_is_a_functional_datapipe() -> None:
 def test_transform_errors() -> None:
     with pytest.raises(ValueError, match=r"Expected 'data' to carry 'query_membership' \(got none\)"):
         SBMGraph()(Data(x=torch.ones(3, 2)))
-    with pytest.raises(ValueError, match=r"Expected 'data' to carry 'x' \(got none\)"):
-        SBMGraph(SBMHead(2))(Data(num_nodes=3))
     one = Data(query_membership=torch.ones(3, 1), key_membership=torch.ones(3, 1), block_matrix=torch.ones(1, 1))
     with pytest.raises(ValueError, match="Apply SBMGraph before batching"):
         SBMGraph()(Batch.from_data_list([one, one]))
@@ -743,17 +709,9 @@ def test_hetero_memberships_have_a_row_for_each_node() -> None:
     assert data.node_types == ["query", "key"]
 
 
-@pytest.mark.parametrize(("width", "dims"), [(6, 2), (9, 2), (8, 3)])
-def test_features_are_as_wide_as_the_head(width: int, dims: int) -> None:
-    x = torch.ones(5, width) if dims == 2 else torch.ones(5, 2, 4)
-    with pytest.raises(ValueError, match=r"Expected 'x' to be \[N, H\*C\]"):
-        SBMGraph(SBMHead(4, 2, 3))(Data(x=x))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head": larger_sbm()}, r"Expected 'head' to be a module such as SBMHead \(got SBM\)"),
         ({"edge_type": "to"}, r"Expected 'edge_type' to be \(source, relation, target\), three names \(got 'to'\)"),
         ({"edge_type": ("key", "query")}, r"Expected 'edge_type' to be \(source, relation, target\), three names"),
     ],

@@ -201,7 +201,7 @@ def test_a_share_is_a_density(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", initial_density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
@@ -386,7 +386,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
 def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
     encoder = SequenceEncoder(9, 8, num_layers=2)
     schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
-    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.blocks]
+    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.layers]
     assert [source.share for source in sources] == [1.0, 1.0]
     assert schedule.step(1.0) == 1.0
     assert schedule.step(torch.tensor(0.0)) == 1.0  # the running mean is 0.5
@@ -445,7 +445,7 @@ def test_a_share_that_is_none(share: Any) -> None:
 
 def test_ranks_with_a_number_of_keys_have_no_share() -> None:
     source = IndexerSource(Indexer(4), select="top_k", k=3)
-    with pytest.raises(ValueError, match="Expected no 'share' beside k=3"):
+    with pytest.raises(ValueError, match="Expected no 'share' together with k=3"):
         source.share = 0.5
     with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
         ShareSchedule(source, final=0.5, threshold=0.1)
@@ -453,14 +453,14 @@ def test_ranks_with_a_number_of_keys_have_no_share() -> None:
     assert ShareSchedule(both, final=0.5, threshold=0.1).sources == [both[1]]
 
 
-@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("estimator", ["distill", "local"])
-def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, grain: int) -> None:
+def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, block_size: int) -> None:
     """What learns queries and keys is what would over a given graph; what learns the model is what it was."""
     x, ptr, grads = draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
     for detach in (False, True):
         torch.manual_seed(0)
-        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "grain": grain, "detach": detach}
+        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
         layer = SBMAttentionConv(8, 4, 2, **cast(Any, options))
         out, graph = layer(x, ptr=ptr, seed=3, return_graph=True)
         (out.square().sum() + auxiliary_loss(layer)).backward()

@@ -1,4 +1,4 @@
-"""Sparsefinder: rules and loss against their definitions, and that a graph which holds the gold one changes nothing."""
+"""Sparsefinder: rules and loss against their definitions, and that a graph which holds the ground truth changes nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from sbm_pyg import AttentionConv, AttentionGraph, Tokens, sparsefinder
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
-from sbm_pyg.sparsefinder.ground_truth import compare, gold_graph
-from sbm_pyg.sparsefinder.predictors import blocks, bucketing, buckets, clustering, clusters, distance
+from sbm_pyg.sparsefinder.ground_truth import compare, ground_truth_graph
+from sbm_pyg.sparsefinder.predictors import block_bigbird, bucketing, buckets, clustering, clusters, distance
 
 HEADS = 2
 CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable[..., AttentionGraph], Callable[..., Tensor], dic
     "clustering, two": (clustering, define_clustering, {"top": 2, "cap": None}, {"centroids": CENTROIDS}),
     **{
         f"blocks, {by}, {k} of {size}, {window}, {wide}": (
-            blocks,
+            block_bigbird,
             define_blocks,
             {"by": by, "k": k, "block_size": size, "block_window": window, "global_blocks": wide},
             {"centroids": CENTROIDS},
@@ -129,10 +129,10 @@ def test_rules_are_their_definitions(
     rule, define, options, more = CASES[name]
     ptr, key_ptr = map(pointer, sizes)
     if sizes[0] != sizes[1]:
-        options = {**options, **({"block_window": None, "global_blocks": 0} if rule is blocks else {})}
+        options = {**options, **({"block_window": None, "global_blocks": 0} if rule is block_bigbird else {})}
     q, z = draw(1, HEADS, sum(sizes[0]), 3), draw(2, HEADS, sum(sizes[1]), 3)
     tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal)
-    if is_causal and (rule in (bucketing, blocks) or name == "clustering, capped"):
+    if is_causal and (rule in (bucketing, block_bigbird) or name == "clustering, capped"):
         with pytest.raises(ValueError, match=r"depend on later tokens|hold later tokens"):
             rule(tokens, **options, **more)
         return
@@ -183,16 +183,16 @@ def test_half_precision_has_the_graphs_of_its_numbers(dtype: torch.dtype) -> Non
     assert distance(Tokens(x, z), 1.5) == distance(Tokens(q, k), 1.5)
     assert clustering(Tokens(x, z), centroids, top=2, cap=3) == clustering(Tokens(q, k), c, top=2, cap=3)
     for by in ("nearest", "shared"):
-        assert blocks(Tokens(x, z), centroids, 2, 3, by=by) == blocks(Tokens(q, k), c, 2, 3, by=by)
+        assert block_bigbird(Tokens(x, z), centroids, 2, 3, by=by) == block_bigbird(Tokens(q, k), c, 2, 3, by=by)
 
 
 def test_shared_blocks_bound_the_edges_and_skip_what_is_there() -> None:
     same, one = torch.zeros(1, 64, 2), torch.zeros(1, 1, 2)
     wide = {"block_window": 1, "global_blocks": 1}
-    graph = blocks(Tokens(same), one, 2, 4, **wide)  # type: ignore[arg-type]
-    fixed = blocks(Tokens(same), one + 9, 1, 4, **wide)  # type: ignore[arg-type]
+    graph = block_bigbird(Tokens(same), one, 2, 4, **wide)  # type: ignore[arg-type]
+    fixed = block_bigbird(Tokens(same), one + 9, 1, 4, **wide)  # type: ignore[arg-type]
     assert graph.num_edges <= fixed.num_edges + 2 * 64 * 4
-    alone = blocks(Tokens(same), one, 2, 4)
+    alone = block_bigbird(Tokens(same), one, 2, 4)
     assert alone.degree.unique().tolist() == [8]
     assert graph.degree[0, 32:36].tolist() == [4 * (3 + 1 + 2)] * 4  # a window of three, a global one, and two more
 
@@ -217,12 +217,12 @@ def test_centroids_of_blocks_are_those_of_their_means() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
-def test_the_gold_graph_is_the_support_of_dense_entmax(
+def test_the_ground_truth_is_the_support_of_dense_entmax(
     alpha: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "CHUNK", 100)
     query, key, ptr = draw(1, HEADS, 30, 6).double(), draw(2, HEADS, 30, 6).double(), torch.tensor([0, 11, 30])
-    graph = gold_graph(Tokens(query, key, query_ptr=ptr, is_causal=is_causal), alpha=alpha, scale=0.9)
+    graph = ground_truth_graph(Tokens(query, key, query_ptr=ptr, is_causal=is_causal), alpha=alpha, scale=0.9)
     for b, head in itertools.product(range(2), range(HEADS)):
         part = slice(ptr[b], ptr[b + 1])
         scores = 0.9 * query[head, part] @ key[head, part].T
@@ -248,7 +248,7 @@ def brute_loss(x: Tensor, z: Tensor, graph: AttentionGraph, per: str, seed: int)
 def test_the_loss_is_its_definition(per: str) -> None:
     ptr = torch.tensor([0, 5, 12])
     x, z = (draw(seed, HEADS, 12, 3).double().requires_grad_() for seed in (1, 2))
-    graph = gold_graph(Tokens(draw(3, HEADS, 12, 4), draw(4, HEADS, 12, 4), query_ptr=ptr))
+    graph = ground_truth_graph(Tokens(draw(3, HEADS, 12, 4), draw(4, HEADS, 12, 4), query_ptr=ptr))
     graph = graph.select(graph.edge_index[1] != 3)  # a query without edges does not count
     loss = projection_loss(x, z, graph, per=per, seed=7)
     expected = brute_loss(x, z, graph, per, 7)
@@ -264,7 +264,7 @@ def samples(count: int, seed: int) -> list[Any]:
     for number in range(count):
         query, key = draw(seed + number, 2, HEADS, 48, 16)
         ptr = torch.tensor([0, 20, 48])
-        made.append((query, key, gold_graph(Tokens(query * seen, key * seen, query_ptr=ptr), scale=0.06)))
+        made.append((query, key, ground_truth_graph(Tokens(query * seen, key * seen, query_ptr=ptr), scale=0.06)))
     return made
 
 
@@ -272,11 +272,11 @@ def samples(count: int, seed: int) -> list[Any]:
 def test_a_fitted_projection_finds_what_attention_uses(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     projection, (test,) = Projection(16, HEADS, 4, **options), samples(1, 900)
-    query, key, gold = test
+    query, key, ground_truth = test
 
     def recall(edges: int = 8) -> float:
         x, z = projection(query, key)
-        match = compare(gold, distance(Tokens(x, z, query_ptr=gold.query_ptr), 1e9, cap=edges))
+        match = compare(ground_truth, distance(Tokens(x, z, query_ptr=ground_truth.query_ptr), 1e9, cap=edges))
         assert float(match.sparsity.min()) > 0.6
         return float(match.recall.mean())
 
@@ -305,9 +305,11 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     source = SparsefinderSource(projection, clustering, window=1, num_global=1, centroids=centroids)
     assert torch.equal(source.state_dict()["rule.centroids"], centroids)
     assert "clustering, window=1, num_global=1" in repr(source)
-    query, key, gold = data[0]
-    graph = source(Tokens(query, key, query_ptr=gold.query_ptr, key_ptr=gold.key_ptr, bipartite=False)).graph
-    ptr, (x, z) = gold.query_ptr, projection(query, key)
+    query, key, ground_truth = data[0]
+    graph = source(
+        Tokens(query, key, query_ptr=ground_truth.query_ptr, key_ptr=ground_truth.key_ptr, bipartite=False)
+    ).graph
+    ptr, (x, z) = ground_truth.query_ptr, projection(query, key)
     alone = clustering(Tokens(x, z, query_ptr=ptr), centroids)
     assert graph == alone | patterns.window(None, 1, ptr=ptr) | patterns.global_tokens(None, 1, ptr=ptr)
 
@@ -316,8 +318,8 @@ RULES: dict[str, dict[str, Any]] = {
     "distance": {"rule": distance, "threshold": 2.0},
     "bucketing": {"rule": bucketing, "num_buckets": 6},
     "clustering": {"rule": clustering, "centroids": CENTROIDS[..., :2]},
-    "blocks": {
-        "rule": blocks,
+    "block_bigbird": {
+        "rule": block_bigbird,
         "centroids": CENTROIDS[..., :2],
         "k": 1,
         "block_size": 3,
@@ -329,7 +331,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_graph_that_holds_the_gold_one_gives_the_output_of_dense_entmax(name: str) -> None:
+def test_a_graph_that_holds_the_ground_truth_gives_the_output_of_dense_entmax(name: str) -> None:
     torch.manual_seed(0)
     source = SparsefinderSource(Projection(6, HEADS, 2), **RULES[name])
     conv = AttentionConv(8, 6, HEADS, source, normalizer="entmax15").double().eval()
@@ -337,12 +339,12 @@ def test_a_graph_that_holds_the_gold_one_gives_the_output_of_dense_entmax(name: 
     query, key, value = (
         lin(x).view(40, HEADS, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
     )
-    gold = gold_graph(Tokens(query, key, query_ptr=ptr))
+    ground_truth = ground_truth_graph(Tokens(query, key, query_ptr=ptr))
     predicted = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
-    match = compare(gold, predicted)
+    match = compare(ground_truth, predicted)
     assert 0 < float(match.recall.min()) < 1
-    joined = predicted | gold
-    assert float(compare(gold, joined).recall.min()) == float(compare(gold, joined).exact.min()) == 1
+    joined = predicted | ground_truth
+    assert float(compare(ground_truth, joined).recall.min()) == float(compare(ground_truth, joined).exact.min()) == 1
     assert joined.num_edges < patterns.full(None, heads=HEADS, ptr=ptr).num_edges
     dense = []
     for start, end in itertools.pairwise(ptr.tolist()):
@@ -369,14 +371,14 @@ X = torch.ones(2, 5, 3)
         (lambda: clustering(Tokens(X), torch.ones(2, 3, 4)), ValueError, r"Expected 'centroids' to be \[H, K, r\]"),
         (lambda: clustering(Tokens(X), torch.ones(3, 3, 3)), ValueError, r"Expected 'centroids' to be \[2, K, r\] or"),
         (lambda: clustering(Tokens(X), CENTROIDS, top=5), ValueError, r"Expected 'top' to be at most 4"),
-        (lambda: blocks(Tokens(X), CENTROIDS, 0, 2), ValueError, "Expected 'k' to be at least 1"),
-        (lambda: blocks(Tokens(X), CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
-        (lambda: blocks(Tokens(X), CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
-        (lambda: blocks(Tokens(X, bipartite=True), CENTROIDS, 1, 2, block_window=1), ValueError, "with 'block_window' .got a pair"),
-        (lambda: blocks(Tokens(X, X[:, :4], bipartite=False), CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
+        (lambda: block_bigbird(Tokens(X), CENTROIDS, 0, 2), ValueError, "Expected 'k' to be at least 1"),
+        (lambda: block_bigbird(Tokens(X), CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
+        (lambda: block_bigbird(Tokens(X), CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
+        (lambda: block_bigbird(Tokens(X, bipartite=True), CENTROIDS, 1, 2, block_window=1), ValueError, "with 'block_window' .got a pair"),
+        (lambda: block_bigbird(Tokens(X, X[:, :4], bipartite=False), CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
         (lambda: buckets(X[0], 2), ValueError, r"Expected 'x' to be \[H, N, r\]"),
         (lambda: clusters(X, CENTROIDS, 5), ValueError, "Expected 'top' to be at most 4"),
-        (lambda: gold_graph(Tokens(X), alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
+        (lambda: ground_truth_graph(Tokens(X), alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
         (lambda: Projection(3, dim=0), ValueError, "Expected 'dim' to be at least 1"),
         (lambda: Projection(4)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 4\]"),
         (lambda: projection_loss(X, X, patterns.full(4)), ValueError, r"Expected 'query' to be \[H, N, r\]"),

@@ -1,6 +1,4 @@
-"""The program that asks who foretells attention best: its model, its choosers, and that it can be stopped anywhere."""
-
-from __future__ import annotations
+"""The program that asks which graphs predict attention best: its model, its sources, and that it can be stopped anywhere."""
 
 import dataclasses
 from pathlib import Path
@@ -8,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.benchmarks.tables import read
+from examples.common.tables import read
 from examples.sparsefinder import __main__ as program
-from examples.sparsefinder import choosers, model, report, sweep
+from examples.sparsefinder import model, report, sources, sweep
 from sbm_pyg import Choice, Tokens
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder.ground_truth import record
@@ -25,9 +23,9 @@ def make_texts(path: Path) -> Path:
     return path / "text"
 
 
-def test_the_command_line_knows_all_choosers() -> None:
-    assert (*choosers.GRIDS,) == program.CHOOSERS
-    assert {*choosers.LEARNT, *choosers.ORACLES, *choosers.ALONE} <= {*choosers.GRIDS}
+def test_the_command_line_has_all_sources() -> None:
+    assert (*sources.GRIDS,) == program.SOURCES
+    assert {*sources.LEARNED, *sources.ORACLES, *sources.ALONE} <= {*sources.GRIDS}
 
 
 def test_texts_become_sequences_and_hidden_words(tmp_path: Path) -> None:
@@ -72,32 +70,32 @@ def test_every_other_head_begins_at_a_neighbour() -> None:
 
 
 @pytest.fixture(scope="module")
-def learnt() -> choosers.Learnt:
+def learned() -> sources.Learned:
     made = model.make_model(RUN).eval()
     tokens = torch.randint(2, 30, (6, 16), generator=torch.Generator().manual_seed(0))
     (samples, _) = sweep.extract(made, tokens, 0.2, 2, 0, "")
-    return choosers.learn(samples, 2, 1, 0, "")
+    return sources.learn(samples, 2, 1, 0, "")
 
 
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("name", choosers.GRIDS)
-def test_every_chooser_makes_graphs_and_has_its_window(name: str, window: int, learnt: choosers.Learnt) -> None:
+@pytest.mark.parametrize("name", sources.GRIDS)
+def test_every_source_makes_graphs_and_has_its_window(name: str, window: int, learned: sources.Learned) -> None:
     query, key = torch.randn(2, 2, 192, 8, generator=torch.Generator().manual_seed(0))
     ptr = torch.tensor([0, 64, 192])
-    knobs = choosers.GRIDS[name]
+    knobs = sources.GRIDS[name]
     sizes = []
     for knob in (knobs[0], knobs[-1]):
-        choice = choosers.make(name, knob, window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False))
+        choice = sources.make(name, knob, window, learned)(Tokens(query, key, ptr, bipartite=False))
         assert isinstance(choice, Choice)
         graph = choice.graph.validate()
         near = torch.arange(60).repeat(2, 1) + torch.tensor([[1], [0]])
-        if window and name not in choosers.ALONE:
+        if window and name not in sources.ALONE:
             assert bool(graph.contains(near).all())
         sizes.append(graph.num_edges / graph.heads)
     assert sizes[0] != sizes[1]
     assert torch.equal(
-        choosers.make(name, knobs[0], window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False)).graph.col,
-        choosers.make(name, knobs[0], window, learnt)(Tokens(query, key, query_ptr=ptr, bipartite=False)).graph.col,
+        sources.make(name, knobs[0], window, learned)(Tokens(query, key, ptr, bipartite=False)).graph.col,
+        sources.make(name, knobs[0], window, learned)(Tokens(query, key, ptr, bipartite=False)).graph.col,
     )
 
 
@@ -114,19 +112,19 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
     words = ["--train", text, "--test", text, "--words", "30", "--length", "16", "--steps", "4", "--batch-size", "2"]
     words += ["--channels", "16", "--heads", "2", "--fit-sequences", "8", "--test-sequences", "4", "--epochs", "1"]
     words += ["--every", "9", "--windows", "3", "--output", str(tmp_path / "out")]
-    program.main([*words, "--choosers", "window", "clusters"])
+    program.main([*words, "--sources", "window", "clusters"])
     saved = (tmp_path / "out" / "rows.csv").read_text()
     rows = read(tmp_path / "out" / "rows.csv")
     assert len(rows) == 2 * 2 * (1 + 2 + 2)
     assert all(0 <= row[name] <= 1 for row in rows for name in ("recall", "sparsity", "exact", "accuracy"))
-    assert [row["chooser"] for row in rows if row["entropy"] == row["entropy"]] == ["clusters"] * 8
-    program.main([*words, "--choosers", "window", "clusters", "bigbird"])
+    assert [row["source"] for row in rows if row["entropy"] == row["entropy"]] == ["clusters"] * 8
+    program.main([*words, "--sources", "window", "clusters", "bigbird"])
     assert (tmp_path / "out" / "rows.csv").read_text().startswith(saved)
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"pareto.png", "heads.png", "maps-0.png"}
     capsys.readouterr()
     program.main(["--report", "--output", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "## Recall of the gold edges, %" in said
+    assert "## Recall of the ground-truth edges, %" in said
     assert "| bigbird |" in said
     with pytest.raises(SystemExit):
         program.main([*words, "--dim", "2"])
@@ -142,7 +140,7 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
         (["--report", "--channels", "20"], "Expected 'channels' to be a multiple of 4 x heads"),
         (["--report", "--steps", "0"], "Expected 'steps' to be at least 1"),
         (["--report", "--hidden", "1"], "Expected 'hidden' in (0, 1)"),
-        (["--report", "--output", "empty"], "Expected 'output' to hold rows"),
+        (["--report", "--output", "empty"], "Expected 'output' to hold finished runs"),
     ],
 )
 def test_mistakes_are_told(

@@ -22,7 +22,7 @@ from sbm_pyg import (
     Tokens,
     ops,
 )
-from sbm_pyg.estimators import draw_probes, local_expectation
+from sbm_pyg.estimators import attach_local_expectation, draw_probes
 from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import tiled as reference_tiled
 from sbm_pyg.sources.interface import TiledChoice
@@ -78,7 +78,7 @@ def test_it_is_attention_over_the_graph_with_every_pair_a_probe(
     sbm = SBM(rate, member, identity, *law[:2], is_causal=is_causal)
     over, _ = ops.edge_attention(query, key, value, graph.rows, scale=SCALE)
     probes, chance = draw_probes(graph, math.inf, seed=0)
-    over = local_expectation(
+    over = attach_local_expectation(
         over, query, key, value, sbm, graph, probes, chance, forced=forced, scale=SCALE, exploration=EXPLORATION
     )
     weight = torch.randn(over.shape, generator=torch.Generator().manual_seed(1), dtype=over.dtype)
@@ -280,9 +280,9 @@ def test_what_needs_edges_is_refused(name: str, value: Any) -> None:
         layer(**{name: value})(torch.randn(5, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("options", [{"grain": 4}, {"method": "fastrg"}], ids=str)
+@pytest.mark.parametrize("options", [{"block_size": 4}, {"method": "fastrg"}], ids=str)
 def test_blocks_and_fastrg_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Expected 'tiled' with method='bernoulli' and grain=1"):
+    with pytest.raises(ValueError, match="Expected 'tiled' with method='bernoulli' and block_size=1"):
         layer(**options)
 
 

@@ -151,7 +151,7 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
     ("attention", "options"),
     [
         ("sbm", {"num_blocks": 4, "share": 0.3}),
-        ("sbm", {"num_blocks": 4, "grain": 4}),
+        ("sbm", {"num_blocks": 4, "block_size": 4}),
         ("full", {}),
         ("window", {"size": 3}),
         ("top_k", {"k": 4}),
@@ -459,7 +459,7 @@ def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}, {"grain": 4}]
+    "options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}, {"block_size": 4}]
 )
 def test_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Against the same graph in single precision, within a few units in the last place of the largest value."""
@@ -540,7 +540,7 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
         (lambda kept: graph.select(kept).col, torch.ones(3, graph.num_edges, dtype=torch.bool), "mask"),
         (lambda ends: AttentionGraph.from_edge_index(ends, 30).col, torch.stack([graph.edge_index] * 3), "edge_index"),
     ]
-    sampling: list[dict[str, Any]] = [{}, {"grain": 4}, {"share": 0.2}, {"share": 0.2, "tiled": True}]
+    sampling: list[dict[str, Any]] = [{}, {"block_size": 4}, {"share": 0.2}, {"share": 0.2, "tiled": True}]
     made: list[Any] = [layer(**options) for options in sampling]
     choosers += [(partial(each, seed=1), x, "query") for each in made]
     for choose, many, name in choosers:
@@ -558,14 +558,14 @@ def test_vmap_over_tokens() -> None:
         torch.testing.assert_close(found, torch.stack([conv(each, *arguments, seed=1) for each in x]))
 
 
-@pytest.mark.parametrize("options", [{}, {"tiled": True}, {"share": 0.3}, {"grain": 4}])
+@pytest.mark.parametrize("options", [{}, {"tiled": True}, {"share": 0.3}, {"block_size": 4}])
 def test_blocks_under_fully_sharded_data_parallel(options: dict[str, Any], tmp_path: Path) -> None:
     """Each returns tokens alone, of which FSDP has nothing to warn."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model, plain = classifier(**options), classifier(**options)
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        for block in model.encoder.blocks:
+        for block in model.encoder.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         outs = [each(words(30), PTR, seed=1) for each in (model, plain)]

@@ -127,15 +127,19 @@ def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("grain", [64, 2048, 8192])
-def test_effects_of_large_blocks_fit_a_multiprocessor(grain: int) -> None:
+@pytest.mark.parametrize("block_size", [64, 2048, 8192])
+def test_effects_of_large_blocks_fit_a_multiprocessor(block_size: int) -> None:
     """Which has 65,536 registers, and takes 32 warps of one program."""
     from examples.benchmarks.compile_kernels import started
     from sbm_pyg.ops.cuda import blocks as cuda_blocks
 
-    x, graph, ptr = torch.zeros(1, grain, 8), (torch.tensor([0, 1]), torch.tensor([0]), None), torch.tensor([0, grain])
+    x, graph, ptr = (
+        torch.zeros(1, block_size, 8),
+        (torch.tensor([0, 1]), torch.tensor([0]), None),
+        torch.tensor([0, block_size]),
+    )
     *_, (_, _, options) = started(
-        lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, grain, False, 1.0)
+        lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, block_size, False, 1.0)
     )
     assert options["num_warps"] <= 32
     assert 32 * options["num_warps"] * options["maxnreg"] <= 65_536

@@ -20,7 +20,7 @@ RETIRED = {  # word, as a regular expression, and what to write instead
     r"learnt": "learned",
     r"nevertheless": "still, or nothing",
     r"by the way (?:they|it|that)": "by construction",
-    r"(?:is|are) none": "is not an X, or there is no X",
+    r"(?<!there )(?:is|are) none": "is not an X, or there is no X",
     r"at hand": "available",
     r"what (?:it|they) has|what there is": "name the thing",
     r"(?:pages?|rows?|tests?|docstrings?|layers?|tables?) (?:says?|tells?|knows?)\b(?! nothing)": "name what is written, or done",

@@ -110,7 +110,13 @@ def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pyte
     out, _ = ops.edge_attention(query, key, value, graph.rows)
     out.sum().backward()
     forward = ["_count_pieces_kernel", "_edge_attention_kernel", "_merge_kernel"]
-    assert kernels.started == [*forward, "_edge_attention_backward_kernel", "_merge_kernel", "_count_pieces_kernel", *["_gather_kernel", "_merge_kernel"] * 2]
+    assert kernels.started == [
+        *forward,
+        "_edge_attention_backward_kernel",
+        "_merge_kernel",
+        "_count_pieces_kernel",
+        *["_gather_kernel", "_merge_kernel"] * 2,
+    ]
     assert kernels.waits == waits
 
 
@@ -201,9 +207,7 @@ test_effect = contract(
     *product(["bipartite"], [False, True], [(1, 3), (16, 48)]),
     *product(GRAPHS, [True], [(32, 32)]),
 )
-test_what_effects_are = contract(
-    test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops)
-)
+test_what_effects_are = contract(test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops))
 test_heavy_edges = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, ())
 test_infinite_scores = contract(
     test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ()

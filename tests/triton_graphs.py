@@ -61,7 +61,9 @@ test_forbidden_values_of_long_rows = contract(
 test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
 
 
-@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])])
+@pytest.mark.parametrize(
+    ("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])]
+)
 def test_long_rows_of_entmax_take_a_kernel_more(
     long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +123,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels
     monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", proposal_cost)
     monkeypatch.setattr(reference_sampling, "GAP_COST", gap_cost)
     yield request.param
-    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {*kernels.started}
+    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {
+        *kernels.started
+    }
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -245,7 +249,11 @@ def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels)
     given = model("coins", 1, 3, 1, blocks=4)
     before, waits = kernels.launches, kernels.waits
     torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
-    draws = ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] if method == "bernoulli" else ["_proposals_kernel", "_pairs_kernel"]
+    draws = (
+        ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"]
+        if method == "bernoulli"
+        else ["_proposals_kernel", "_pairs_kernel"]
+    )
     assert kernels.started == ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *draws, *draws]
     assert kernels.launches - before == len(kernels.started) + 13
     assert kernels.waits - waits <= 1
@@ -321,9 +329,26 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
-    effects = ["_measure_kernel", "_measure_kernel", "_edge_effect_kernel", *["_gather_kernel"] * 4]  # gradients of memberships, for edges and probes
-    sampling = ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2]
-    assert kernels.started == [*sampling, "_edge_attention_kernel", "_start_kernel", "_step_kernel", *effects, *BACKWARD]
+    effects = [
+        "_measure_kernel",
+        "_measure_kernel",
+        "_edge_effect_kernel",
+        *["_gather_kernel"] * 4,
+    ]  # gradients of memberships, for edges and probes
+    sampling = [
+        "_panel_sums_kernel",
+        "_join_panels_kernel",
+        "_plan_kernel",
+        *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2,
+    ]
+    assert kernels.started == [
+        *sampling,
+        "_edge_attention_kernel",
+        "_start_kernel",
+        "_step_kernel",
+        *effects,
+        *BACKWARD,
+    ]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3
@@ -415,7 +440,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, grain=2)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, block_size=2)
     x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
@@ -432,7 +457,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
     [
         {},
         {"is_causal": True, "window": 2},
-        {"grain": 4},
+        {"block_size": 4},
         {"tiled": True},
         {"normalizer": "entmax15"},
         {"normalizer": "entmax", "share": 0.2},

@@ -14,21 +14,21 @@ the machine hits all alike. Raw numbers go to rows.csv in the output folder; the
 OMP_NUM_THREADS sets the threads of every peer.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PEERS = {  # by suite; what they do is in `kernels` and `samplers`, which bring torch with them
+from examples.common.command import Command
+
+PEERS = {  # by suite, as `kernels` and `samplers` have them, which bring torch with them
     "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
     "blocks": ("blocks", "tokens", "sdpa", "sdpa-masked", "wrong"),
     "shares": ("softmax", "entmax15", "sparsemax", "wrong"),
     "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
     "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
-    "layers": ("sbm", "default", "grain-8", "grain-16", "grain-32", "grain-64", "grain-128", "dense", "wrong"),
+    "layers": ("sbm", "default", "blocks-8", "blocks-16", "blocks-32", "blocks-64", "blocks-128", "dense", "wrong"),
     "growth": ("sampling", "layer"),
 }
 EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must reject "wrong"
@@ -44,36 +44,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with the defaults of the suite filled in."""
-    parser = argparse.ArgumentParser(
-        "python -m examples.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("suite", choices=(*PEERS, "report"), help="what to measure")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
-    parser.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
-    parser.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
-    parser.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
-    cap = "what takes longer than that for one call is not timed (default: %(default)s)"
-    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help=cap)
-    place = "of rows.csv (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help=place)
-    options = parser.parse_args(arguments)
-    suite = options.suite
-    usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(suite, {})
-    for name, value in (usual | {"peers": [name for name in PEERS.get(suite, ()) if name not in EXTRA]}).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if unknown := [name for name in options.peers if name not in PEERS.get(suite, ())]:
-        parser.error(f"Expected 'peers' of {suite} (got {unknown}). Choose from: {', '.join(PEERS.get(suite, ()))}.")
-    if min(*options.tokens, options.seconds) <= 0 or not 0 <= min(options.densities) <= max(options.densities) <= 60:
-        parser.error("Expected 'tokens' and 'seconds' above 0, and 'densities' of at most 60 percent (got others).")
-    return options
+    command = Command("python -m examples.benchmarks", __doc__)
+    command.add_argument("suite", choices=(*PEERS, "report"), help="what to measure")
+    command.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
+    command.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
+    command.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
+    command.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
+    command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
+    command.option("output", Path("runs/benchmarks"), "of rows.csv")
+    given = command.read(arguments)
+    known = PEERS.get(given.suite, ())
+    usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(given.suite, {})
+    for name, value in (usual | {"peers": [name for name in known if name not in EXTRA]}).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    unknown = [name for name in given.peers if name not in known]
+    command.require(not unknown, f"'peers' of {given.suite}", unknown, f"Choose from: {', '.join(known)}.")
+    right = min(given.tokens) > 0 and 0 <= min(given.densities) <= max(given.densities) <= 60
+    words = "'tokens' above 0, and 'densities' of at most 60 percent"
+    command.require(right, words, f"{given.tokens}, {given.densities}")
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reports. Returns 1 where a peer is wrong or broken (slow is neither), else 0."""
     options = parse(arguments)
     from examples.benchmarks.report import as_markdown
-    from examples.benchmarks.tables import read
+    from examples.common.tables import read
 
     if options.suite != "report":
         from examples.benchmarks.measure import measure_all

@@ -1,31 +1,31 @@
-"""Compiles every Triton kernel for NVIDIA GPUs, none of which need be there, and says what each asks of one.
+"""Compiles every Triton kernel for NVIDIA GPUs, on any machine, and shows the registers and the memory that each needs.
 
 python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels/registers.csv
 python -m examples.benchmarks.compile_kernels --json          the same as JSON, one row per kernel, width and GPU
 
-Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and what it would have started is
-compiled instead. So block sizes are those that a GPU would get. Exit status 1 if a kernel spills registers.
+Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and the kernels that it would have started are
+compiled instead. So block sizes are those of a GPU. Exit status 1 if a kernel spills registers.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from examples.benchmarks.tables import Rows, markdown
+from examples.common.command import Command
+from examples.common.tables import Rows, markdown
 from sbm_pyg.ops.cuda import blocks as cuda_blocks
 from sbm_pyg.ops.cuda import edges as cuda_edges
 from sbm_pyg.ops.cuda import effects as cuda_effects
@@ -41,16 +41,14 @@ LENGTHS = (64, 1024)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-# ------------------------------------------------------------------ what is compiled
+def with_long_rows(calls: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """Calls, and the same with some rows that are so long that several programs share them."""
 
+    def shared(call: Callable[[], Any]) -> None:
+        with patch.object(cuda_rows, "LONG", 4):
+            call()
 
-def shared(call: Callable[[], Any]) -> None:
-    """Some rows are so long that several programs share them, whose pieces nobody has counted yet."""
-    most, cuda_rows.MAX_EDGES_PER_PROGRAM = cuda_rows.MAX_EDGES_PER_PROGRAM, 4
-    try:
-        call()
-    finally:
-        cuda_rows.MAX_EDGES_PER_PROGRAM = most
+    return calls | {f"{name}, long rows": partial(shared, call) for name, call in calls.items()}
 
 
 def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -62,16 +60,15 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
         cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
-    def over_blocks(grain: int, biased: bool, dropout: float) -> None:
-        tokens, ptr = torch.zeros(2, 4 * grain, width, dtype=dtype), torch.tensor([0, 4 * grain])
-        bias = torch.zeros(6, grain, grain, dtype=dtype) if biased else None
-        out, sums = cuda_blocks.block_attention(
-            tokens, tokens, tokens, *graph, ptr, ptr, grain, True, bias, 0.5, dropout, 1
-        )
-        layout, rest = (*graph, ptr, ptr, bias, out, sums), (grain, True, 0.5, dropout, 1, biased)
+    def over_blocks(block_size: int, biased: bool, dropout: float) -> None:
+        tokens, ptr = torch.zeros(2, 4 * block_size, width, dtype=dtype), torch.tensor([0, 4 * block_size])
+        bias = torch.zeros(6, block_size, block_size, dtype=dtype) if biased else None
+        given = (*graph, ptr, ptr, block_size, True, bias, 0.5, dropout, 1)
+        out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *given)
+        layout, rest = (*graph, ptr, ptr, bias, out, sums), (block_size, True, 0.5, dropout, 1, biased)
         cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *rest)
         sets = *graph, bias, *graph, bias
-        cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, grain, True, 0.5)
+        cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, block_size, True, 0.5)
 
     def sampling(method: str, is_causal: bool) -> None:
         ptr = torch.tensor([0, 4])
@@ -83,21 +80,18 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_tiled.sampled_attention(*tokens, *law)
         cuda_tiled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
 
+    first = x[0, :, 0].contiguous()
     over_edges = {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
         "edge_attention, score": lambda: attention("score"),
         "edge_attention, weight": lambda: attention("weight"),
         "edge_effect": lambda: cuda_effects.edge_effect(
-            x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, x[0, :, 0].contiguous(), 0.1
+            x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, first, 0.1
         ),
-        "weigh_effect": lambda: cuda_effects.weigh_effect(
-            edges, edges, rows, x[0, :, 0].contiguous(), edges > 0, 0.1, True
-        ),
+        "weigh_effect": lambda: cuda_effects.weigh_effect(edges, edges, rows, first, edges > 0, 0.1, True),
     }
-    return {
-        **over_edges,
-        **{f"{name}, long rows": partial(shared, call) for name, call in over_edges.items()},
+    return with_long_rows(over_edges) | {
         "block_attention": lambda: over_blocks(64, False, 0.0),
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
         "sampled_attention": lambda: beside_scores(False),
@@ -115,10 +109,8 @@ def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "segment_entmax": lambda: cuda_entmax.segment_entmax(x, rows, alpha),
         "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
     }
-    return {
-        **over_rows,
-        **{f"{name}, long rows": partial(shared, call) for name, call in over_rows.items()},
-        "sample_systematic": lambda: cuda_systematic.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
+    return with_long_rows(over_rows) | {
+        "sample_systematic": lambda: cuda_systematic.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True)
     }
 
 
@@ -129,15 +121,12 @@ def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[st
     def record(program: Any, count: Any, *arguments: Any, **options: Any) -> None:
         found.append((program, arguments, options))
 
-    changed = [module for module in sys.modules.values() if getattr(module, "launch", None) is cuda_rows.launch]
-    launch = cuda_rows.launch
-    try:
-        for module in changed:
-            setattr(module, "launch", record)  # noqa: B010 - a module has no such attribute for mypy
+    with ExitStack() as changed:
+        for module in [*sys.modules.values()]:
+            if getattr(module, "launch", None) is cuda_rows.launch and module is not cuda_rows:
+                changed.enter_context(patch.object(module, "launch", record))
+        changed.enter_context(patch.object(cuda_rows, "launch", record))
         call()
-    finally:
-        for module in changed:
-            setattr(module, "launch", launch)  # noqa: B010
     return found
 
 
@@ -161,9 +150,6 @@ def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], 
     """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
     triton.runtime.driver.set_active(Absent(target))
     return program.warmup(*arguments, grid=(1,), **cuda_rows.LAUNCH_OPTIONS | options)
-
-
-# ------------------------------------------------------------------ what it asks of a GPU
 
 
 def usage(binary: bytes) -> dict[str, int]:
@@ -215,15 +201,12 @@ def table(rows: Rows) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m examples.benchmarks.compile_kernels", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="channels (default: %(default)s)")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"], help="(default: %(default)s)")
-    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, help="GPUs (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there")
-    options = parser.parse_args(arguments)
+    command = Command("python -m examples.benchmarks.compile_kernels", __doc__)
+    command.option("widths", [*WIDTHS], "channels")
+    command.option("dtypes", ["bfloat16"], choices=DTYPES)
+    command.option("targets", [*TARGETS], "GPUs")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there")
+    options = command.read(arguments)
     rows = compile_all(options.widths, options.dtypes, options.targets)
     if options.json:
         options.json.write_text(json.dumps(rows))

@@ -1,16 +1,14 @@
-"""Everything that is to be known of a GPU, in slices of some minutes: run it again until it says that nothing is left.
+"""Measures a GPU in slices of some minutes: run it again until nothing is left.
 
 python -m examples.benchmarks.gpu                             tests, sizes of tiles, attention, layers and ListOps; nine minutes of them
 python -m examples.benchmarks.gpu --only attention --tokens 4096 --densities 1 5
 python -m examples.benchmarks.gpu --markdown                  tables of what is there
 
-Tests come first: what computes otherwise than on the CPU is not worth timing. Each peer of attention must then give the results of
+Tests come first: wrong results are not worth timing. Each peer of attention must then give the results of
 plain torch in float64 on a few tokens, or it is not timed. Whatever ends, or fails, adds a line of JSON to results.jsonl in the output
 folder, and is not run again; delete the line to have it once more. A slice that is killed loses the item it was at, and what two
 slices were killed at is given up. `--device cpu` tries all of it without a GPU.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -24,17 +22,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from examples.common.command import Command
 
 KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
 LAYERS = ("dense", "tokens", "tiles", "blocks", "sampling")
 DENSE = ("sdpa", "varlen", "dense")
-TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))
-"""Words of the tiles that a program of an edge kernel holds, and its warps."""
+TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))  # words of the tiles of an edge kernel, and its warps
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/test_devices.py", "tests/triton_edges.py", "tests/triton_graphs.py")
 
@@ -51,51 +50,52 @@ class Item:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m examples.benchmarks.gpu", description=__doc__, formatter_class=formatter
-    )
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=[*KINDS], help="(default: all)")
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
-    words = "after which nothing new begins, and ListOps stops (default: %(default)s)"
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="M", help=words)
-    tokens = [2**n for n in range(10, 18)]
-    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, metavar="N", help="(default: 2^10 .. 2^17)")
-    densities = [0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0]
-    words = f"(default: {' '.join(f'{x:g}' for x in densities)})"
-    parser.add_argument("--densities", type=float, nargs="+", default=densities, metavar="PERCENT", help=words)
-    words = "keys of a query, beside the densities (default: %(default)s)"
-    parser.add_argument("--degrees", type=int, nargs="*", default=[256], metavar="D", help=words)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)"
-    )
-    parser.add_argument("--heads", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--channels", type=int, default=32, help="of a head (default: %(default)s)")
-    parser.add_argument("--grain", type=int, default=64, help="tokens of a block (default: %(default)s)")
-    parser.add_argument(
-        "--peers", nargs="+", choices=(*ATTENTION, *LAYERS), default=[*ATTENTION, *LAYERS], help="(default: all)"
-    )
-    words = "what takes longer for one call is not timed (default: %(default)s)"
-    parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help=words)
-    parser.add_argument("--steps", type=int, help="of ListOps (default: those of the preset `paper`)")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="measure nothing")
-    given = parser.parse_args(arguments)
-    for name in ("minutes", "heads", "channels", "grain", "seconds", "steps"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            parser.error(f"Expected '{name}' to be above 0 (got {value}). See --help.")
-    if min(given.tokens) < given.grain or any(count % given.grain for count in given.tokens):
-        parser.error(f"Expected 'tokens' to be multiples of the grain, {given.grain} (got {given.tokens}).")
-    if not 0 < min(given.densities) <= max(given.densities) <= 100 or min([1, *given.degrees]) < 1:
-        parser.error("Expected 'densities' in (0, 100] percent and 'degrees' of at least 1 (got others).")
-    given.fail = parser.error
+    command = Command("python -m examples.benchmarks.gpu", __doc__)
+    command.option("only", [*KINDS], "(default: all)", choices=KINDS, metavar=None)
+    command.option("device", "cuda")
+    command.option("minutes", 9.0, "after which nothing new begins, and ListOps stops", metavar="M", above=0)
+    command.option("tokens", [2**n for n in range(10, 18)], "(default: 2^10 .. 2^17)", metavar="N")
+    command.option("densities", [0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0], metavar="PERCENT")
+    command.option("degrees", [256], "keys of a query, in addition to the densities", nargs="*", least=1)
+    command.option("dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
+    command.option("heads", 2, above=0)
+    command.option("channels", 32, "of a head", above=0)
+    command.option("block_size", 64, "tokens of a block", above=0)
+    peers = (*ATTENTION, *LAYERS)
+    command.option("peers", [*peers], "(default: all)", choices=peers, metavar=None)
+    command.option("seconds", 5.0, "limit of one call, above which it is timed once", metavar="S", above=0)
+    command.add_argument("--steps", type=int, help="of ListOps (default: those of the preset `paper`)")
+    command.bound("steps", above=0)
+    command.option("output", Path("runs/gpu"))
+    command.add_argument("--markdown", action="store_true", help="measure nothing")
+    given = command.read(arguments)
+    whole = min(given.tokens) >= given.block_size and not any(count % given.block_size for count in given.tokens)
+    command.require(whole, f"'tokens' to be multiples of the block size, {given.block_size}", given.tokens)
+    right = 0 < min(given.densities) <= max(given.densities) <= 100
+    command.require(right, "'densities' in (0, 100] percent", given.densities)
     return given
 
 
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
+
+from examples.benchmarks.kernels import Propagate
+from examples.common.runs import read_record
+from examples.common.tables import Row, Rows, by
+from examples.common.tables import markdown as table
+from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns
+from sbm_pyg.info import tqdm
+from sbm_pyg.ops.cuda import rows as cuda_rows
+
+
 def items(given: argparse.Namespace) -> Iterator[Item]:
-    """What is to be measured, in the order in which it is worth most."""
+    """The items to be measured, the most useful ones first."""
     if "tests" in given.only:
         yield from (Item("tests", name) for name in TESTS if (ROOT / name).is_file())
     if "tuning" in given.only and given.device.startswith("cuda"):  # the CPU's kernels have no tiles
@@ -113,9 +113,6 @@ def items(given: argparse.Namespace) -> Iterator[Item]:
         yield Item("listops", "paper")
 
 
-# ------------------------------------------------------------------ attention
-
-
 class Inputs:
     """Tokens of all heads, and a graph whose rows have equal numbers of random keys, or of random blocks of keys.
 
@@ -123,24 +120,18 @@ class Inputs:
     """
 
     def __init__(self, given: argparse.Namespace, tokens: int, density: float, dtype: str, in_blocks: bool) -> None:
-        import torch
-
-        from sbm_pyg import BlockGraph, patterns
-
         random = torch.Generator().manual_seed(0)
         shape = (given.heads, tokens, given.channels)
-        self.query, self.key, self.value, self.grad = (
-            torch.randn(shape, generator=random).to(given.device, getattr(torch, dtype)) for _ in range(4)
-        )
-        self.scale, self.grain = given.channels**-0.5, given.grain
-        count = tokens // given.grain if in_blocks else tokens
+        drawn = (torch.randn(shape, generator=random) for _ in range(4))
+        self.query, self.key, self.value, self.grad = (x.to(given.device, getattr(torch, dtype)) for x in drawn)
+        self.scale, self.block_size = given.channels**-0.5, given.block_size
+        count = tokens // given.block_size if in_blocks else tokens
         degree = max(1, round(density * count))
         graph = patterns.random(count, degree, heads=given.heads, seed=0, device=given.device)
-        self.graph = (BlockGraph(graph, given.grain) if in_blocks else graph).to(given.device)
+        self.graph = (BlockGraph(graph, given.block_size) if in_blocks else graph).to(given.device)
 
     @property
     def leaves(self) -> list[Any]:
-        """Query, key and value, which get gradients."""
         return [x.requires_grad_() for x in (self.query, self.key, self.value)]
 
 
@@ -148,17 +139,12 @@ Forward = Callable[..., Any]  # from query, key and value to the output, all [H,
 
 
 def _sdpa(inputs: Inputs) -> Forward:
-    from torch.nn.functional import scaled_dot_product_attention
-
     attend: Any = scaled_dot_product_attention
     return lambda *leaves: attend(*(x[None] for x in leaves), scale=inputs.scale)[0]
 
 
 def _varlen(inputs: Inputs) -> Forward:
     """All heads as heads of one sequence."""
-    import torch
-    from torch.nn.attention.varlen import varlen_attn
-
     attend: Any = varlen_attn
     count = inputs.query.size(1)
     ends = torch.tensor([0, count], dtype=torch.int32, device=inputs.query.device)
@@ -171,9 +157,6 @@ def _varlen(inputs: Inputs) -> Forward:
 
 
 def _flex(inputs: Inputs) -> Forward:
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
     graph: Any = inputs.graph
     mask, device = graph.to_block_mask(), inputs.query.device
     attend: Any = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
@@ -181,27 +164,20 @@ def _flex(inputs: Inputs) -> Forward:
 
 
 def _edges(inputs: Inputs) -> Forward:
-    from sbm_pyg import ops
-
-    graph = inputs.graph
-    return lambda query, key, value: ops.edge_attention(query, key, value, graph.rows, scale=inputs.scale)[
-        0
-    ]
+    attend: Any = ops.edge_attention
+    graph = (inputs.graph.rowptr, inputs.graph.col)
+    return lambda *leaves: attend(*leaves, *graph, scale=inputs.scale)[0]
 
 
 def _blocks(inputs: Inputs) -> Forward:
-    from sbm_pyg import ops
-
-    graph = inputs.graph
-    blocks, ptrs = graph.blocks, (graph.query_ptr, graph.key_ptr)
-    return lambda query, key, value: ops.block_attention(
-        query, key, value, blocks.rows, ptrs, inputs.grain, scale=inputs.scale)[0]
+    graph: Any = inputs.graph
+    attend: Any = ops.block_attention
+    layout = (graph.blocks.rowptr, graph.blocks.col, (graph.query_ptr, graph.key_ptr), inputs.block_size)
+    return lambda *leaves: attend(*leaves, *layout, scale=inputs.scale)[0]
 
 
 def _sparse(inputs: Inputs) -> Forward:
     """torch's own sparse softmax and product, in coordinates."""
-    import torch
-
     heads, count, _ = inputs.query.shape
     row, col = inputs.graph.edge_row, inputs.graph.col.long()
     index = torch.stack([row, col + row // count * count])
@@ -209,19 +185,14 @@ def _sparse(inputs: Inputs) -> Forward:
     def forward(query: Any, key: Any, value: Any) -> Any:
         flat = [x.flatten(0, 1) for x in (query, key, value)]
         score = (flat[0][index[0]] * flat[1][index[1]]).sum(1) * inputs.scale
-        weight = torch.sparse.softmax(
-            torch.sparse_coo_tensor(index, score, (heads * count,) * 2, is_coalesced=True, check_invariants=False), 1
-        )
+        known: Any = {"size": (heads * count,) * 2, "is_coalesced": True, "check_invariants": False}
+        weight = torch.sparse.softmax(torch.sparse_coo_tensor(index, score, **known), 1)
         return torch.sparse.mm(weight, flat[2]).view_as(value)
 
     return forward
 
 
 def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
-    import torch
-
-    from examples.benchmarks.kernels import Propagate
-
     count = inputs.query.size(1)
     row, col = inputs.graph.edge_row, inputs.graph.col.long()
     index = torch.stack([col + row // count * count, row])
@@ -233,15 +204,13 @@ def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
 
 BUILD: dict[str, Callable[[Inputs], Forward]] = {
     "sdpa": _sdpa, "varlen": _varlen, "flex": _flex, "edges": _edges, "blocks": _blocks, "sparse": _sparse, "pyg": _pyg,
-    "pyg-compiled": lambda inputs: _pyg(inputs, compiled=True),
+    "pyg-compiled": partial(_pyg, compiled=True),
 }  # fmt: skip
 OVER_BLOCKS = ("flex", "blocks")
 
 
 def _step(forward: Forward, inputs: Inputs) -> list[Any]:
     """Output, and gradients of query, key and value."""
-    import torch
-
     leaves = inputs.leaves
     out = forward(*leaves)
     return [out, *torch.autograd.grad(out, leaves, inputs.grad)]
@@ -250,10 +219,8 @@ def _step(forward: Forward, inputs: Inputs) -> list[Any]:
 @cache
 def _check(words: str, peer: str) -> float:
     """Largest error of output and gradients over a few tokens, relative to the largest value of plain torch in float64."""
-    import torch
-
     given = argparse.Namespace(**json.loads(words))
-    inputs = Inputs(given, 8 * given.grain, 0.0 if peer in DENSE else 0.3, given.dtype, peer in OVER_BLOCKS)
+    inputs = Inputs(given, 8 * given.block_size, 0.0 if peer in DENSE else 0.3, given.dtype, peer in OVER_BLOCKS)
     found = [x.detach().double().cpu() for x in _step(BUILD[peer](inputs), inputs)]
     query, key, value = (x.detach().double().cpu().requires_grad_() for x in inputs.leaves)
     kept = torch.ones(1, 1, dtype=torch.bool) if peer in DENSE else inputs.graph.to("cpu").to_dense()
@@ -269,9 +236,9 @@ def _check(words: str, peer: str) -> float:
 
 def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of a peer, forward and with all gradients, after its check."""
-    import torch
-
-    words = {name: getattr(given, name) for name in ("heads", "channels", "grain", "device")} | {"dtype": item.dtype}
+    words = {name: getattr(given, name) for name in ("heads", "channels", "block_size", "device")} | {
+        "dtype": item.dtype
+    }
     error = _check(json.dumps(words), item.peer)
     inputs = Inputs(given, item.tokens, item.density, item.dtype, item.peer in OVER_BLOCKS)
     forward = BUILD[item.peer](inputs)
@@ -286,8 +253,6 @@ def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
 
 def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """The same of our edge kernels with tiles of another size, given as "2048 words, 1 warps"."""
-    from sbm_pyg.ops.cuda import rows as cuda_rows
-
     words, _, warps, _ = item.peer.split()
     default = cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS
     cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = int(words), int(warps)
@@ -300,9 +265,6 @@ def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
 
 def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds of each call, and the memory that the last one needs beyond what was there, in MiB."""
-    import torch
-    from torch.utils.benchmark import Timer
-
     found: dict[str, Any] = {}
     on_gpu = torch.device(given.device).type == "cuda"
     for name, call in calls.items():
@@ -325,24 +287,17 @@ def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace
     return found
 
 
-# ------------------------------------------------------------------ layers, tests and ListOps
-
-
 def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything."""
-    import torch
-
-    from sbm_pyg import FullAttention, SBMAttentionConv
-
     torch.manual_seed(0)
     width, ptr = given.heads * given.channels, torch.tensor([0, item.tokens])
     layer: torch.nn.Module
     if item.peer == "dense":
         layer = FullAttention(width, given.channels, given.heads)
     else:
-        grain = given.grain if item.peer == "blocks" else 1
+        block_size = given.block_size if item.peer == "blocks" else 1
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"density": item.density}, exploration=0.0, grain=grain,
+            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, block_size=block_size,
             tiled=item.peer == "tiles",
         )  # fmt: skip
     layer.to(given.device)
@@ -366,11 +321,11 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         source: Any = layer.source
         query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
         ends = ptr.to(given.device)
-        return measure_calls({"forward": lambda: source(query, key, ends, ends, seed=0)}, given)
+        return measure_calls({"forward": lambda: source(Tokens(query, key, ends, bipartite=False))}, given)
 
 
 def measure_tests(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """What pytest says of a file of tests."""
+    """The result of a file of tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", item.peer]
     if find_spec("xdist"):  # most of the time goes into compiling kernels
         command += ["-n", str(min(8, os.cpu_count() or 1))]
@@ -392,9 +347,7 @@ def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | N
     try:
         done = subprocess.run(command, cwd=ROOT, check=False, timeout=max(30.0, given.until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return None  # what it has saved is where the next slice goes on
-    from examples.common.runs import read_record
-
+        return None  # the next slice continues from what was saved
     result = folder / "results.json"
     if done.returncode or not result.exists():
         return {"remark": f"the trainer ended with {done.returncode}: see {folder}"}
@@ -407,11 +360,8 @@ MEASURE: dict[str, Callable[[Item, argparse.Namespace], dict[str, Any] | None]] 
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------ slices and tables
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All results; a line that was cut by a kill counts as none."""
+def read(path: Path) -> Rows:
+    """All results; a line that was cut by a kill is skipped."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -423,10 +373,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def run(given: argparse.Namespace) -> int:
     """Measures until the slice is over; returns how many items are left."""
-    import torch
-
-    from sbm_pyg.progress import tqdm
-
     path, begun = given.output / "results.jsonl", given.output / "begun.txt"
     given.output.mkdir(parents=True, exist_ok=True)
     ended = {json.dumps(row["item"], sort_keys=True) for row in read(path)}
@@ -458,10 +404,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def attempt(item: Item, given: argparse.Namespace) -> dict[str, Any] | None:
-    """What was measured, or why nothing was."""
+    """A measurement, or the error that prevented it."""
     try:
         return MEASURE[item.kind](item, given)
-    except Exception as error:  # a peer may fail in any way it likes, and Triton's errors are no RuntimeErrors
+    except Exception as error:  # a peer may fail in any way it likes, and Triton's errors are not RuntimeErrors
         return {"remark": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
@@ -479,66 +425,56 @@ def even(ours: dict[float, float], dense: float) -> float | None:
     return None
 
 
-def tuning(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of the sizes of tiles."""
-    from examples.benchmarks.tables import markdown as table
+def _cells(row: Row, stage: str) -> list[str]:
+    """Milliseconds and memory of a stage, if they are known."""
+    found = {form: row.get(f"{stage}_{unit}") for unit, form in (("ms", ".4g"), ("mib", ".3g"))}
+    return ["" if value is None else f"{value:{form}}" for form, value in found.items()]
 
+
+def tuning(rows: Rows) -> list[str]:
     lines = []
     for row in rows:
-        took = (f"{row[name]:.4g}" if name in row else "" for name in ("forward_ms", "step_ms"))
-        lines.append([row["item"]["peer"], f"{100 * row['item']['density']:g}", *took, row.get("remark", "")])
+        took = (_cells(row, stage)[0] for stage in ("forward", "step"))
+        lines.append([row["peer"], f"{100 * row['density']:g}", *took, row.get("remark", "")])
     names = ["tiles", "density, %", "forward, ms", "step, ms", "remarks"]
-    return ["", f"## Sizes of tiles, N = {rows[0]['item']['tokens']:,}", "", table(names, lines)] if rows else []
+    return ["", f"## Sizes of tiles, N = {rows[0]['tokens']:,}", "", table(names, lines)] if rows else []
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Tables of times over those of dense attention, where both are even, and what tests and ListOps came to."""
-    from examples.benchmarks.tables import markdown as table
+def comparison(kind: str, base: str, stage: str, tokens: int, rows: Rows) -> list[str]:
+    """A table of times next to those of dense attention, and the densities at which both take as long."""
+    key = f"{stage}_ms"
+    dense = next((row[key] for row in rows if row["peer"] == base and key in row), None)
+    lines, page, curves = [], list[str](), dict[str, dict[float, float]]()
+    for row in (row for row in rows if key in row or "remark" in row):
+        ms, mib = _cells(row, stage)
+        if ms and row["density"]:
+            curves.setdefault(row["peer"], {})[row["density"]] = row[key]
+        ratio = f"{dense / row[key]:.3g}" if dense and ms else ""
+        lines.append([row["peer"], f"{100 * (row['density'] or 1):.3g}", ms, ratio, mib, row.get("remark", "")])
+    names = ["peer", "density, %", "ms", "dense over it", "MiB", "remarks"]
+    if lines:
+        page += ["", f"## {kind.capitalize()}, {stage}, N = {tokens:,}", "", table(names, lines)]
+    for peer, curve in curves.items():
+        if dense and (point := even(curve, dense)) is not None:
+            page += ["", f"{peer} is even with dense attention at {100 * point:.2g} %."]
+    return page
 
-    page = [f"* {device}" for device in dict.fromkeys(f"{row['device']}, torch {row['torch']}" for row in rows)]
-    page += [
-        f"* {row['item']['peer']}: {row['said']}" for row in rows if row["item"]["kind"] == "tests" and "said" in row
-    ]
-    page += tuning([row for row in rows if row["item"]["kind"] == "tuning"])
+
+def markdown(results: Rows) -> str:
+    kinds = by(({**row["item"], **row} for row in results), "kind")
+    page = [f"* {device}" for device in dict.fromkeys(f"{row['device']}, torch {row['torch']}" for row in results)]
+    page += [f"* {row['peer']}: {row['said']}" for row in kinds.get("tests", []) if "said" in row]
+    page += tuning(kinds.get("tuning", []))
     for kind, base in (("attention", "sdpa"), ("layers", "dense")):
-        mine = [row for row in rows if row["item"]["kind"] == kind]
-        for tokens in sorted({row["item"]["tokens"] for row in mine}):
-            some = [row for row in mine if row["item"]["tokens"] == tokens]
+        for tokens, rows in sorted(by(kinds.get(kind, []), "tokens").items()):
             for stage in ("forward", "step"):
-                dense = next(
-                    (row[f"{stage}_ms"] for row in some if row["item"]["peer"] == base and f"{stage}_ms" in row), None
-                )
-                lines, curves = [], dict[str, dict[float, float]]()
-                for row in some:
-                    peer, density, took = row["item"]["peer"], row["item"]["density"], row.get(f"{stage}_ms")
-                    if took is not None and density:
-                        curves.setdefault(peer, {})[density] = took
-                    if took is None and "remark" not in row:
-                        continue
-                    ratio = f"{dense / took:.3g}" if dense and took else ""
-                    memory = f"{row[f'{stage}_mib']:.3g}" if f"{stage}_mib" in row else ""
-                    cells = [peer, f"{100 * (density or 1):.3g}", "" if took is None else f"{took:.4g}", ratio, memory]
-                    lines.append([*cells, row.get("remark", "")])
-                names = ["peer", "density, %", "ms", "dense over it", "MiB", "remarks"]
-                page += (
-                    ["", f"## {kind.capitalize()}, {stage}, N = {tokens:,}", "", table(names, lines)] if lines else []
-                )
-                for peer, curve in curves.items():
-                    if dense and (point := even(curve, dense)) is not None:
-                        page += ["", f"{peer} is even with dense attention at {100 * point:.2g} %."]
-    page += [
-        "",
-        *(
-            f"* ListOps: {json.dumps({k: v for k, v in row.items() if k != 'item'})}"
-            for row in rows
-            if row["item"]["kind"] == "listops"
-        ),
-    ]
+                page += comparison(kind, base, stage, tokens, rows)
+    listops = [row for row in results if row["item"]["kind"] == "listops"]
+    page += ["", *(f"* ListOps: {json.dumps({k: v for k, v in row.items() if k != 'item'})}" for row in listops)]
     return "\n".join(page).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures a slice, or makes the page."""
     given = parse(arguments)
     if given.markdown:
         rows = read(given.output / "results.jsonl")
@@ -546,8 +482,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.fail(f"Expected 'output' to hold results (got none in {given.output}). Leave out --markdown.")
         print(markdown(rows))
         return
-    import torch
-
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
         given.fail("Expected 'device' to be there (got no CUDA). Try it with --device cpu --tokens 128 --seconds 1.")
     left = run(given)

@@ -1,10 +1,4 @@
-"""Bias and variance of the gradients of edge probabilities, by enumeration of all graphs of one query.
-
-In: the probability of an edge and the spread of scores. Out: rows for gradients.csv. Not here: what each estimator learns
-(``learning``).
-"""
-
-from __future__ import annotations
+"""Bias and variance of the gradients of edge probabilities, by enumeration of all graphs of one query."""
 
 from typing import Any
 

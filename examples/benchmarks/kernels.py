@@ -1,17 +1,16 @@
-"""What is measured, first part: attention over a given graph, by ours and by named peers; and the gate that each must pass.
+"""Peers of attention over a given graph, of shares of rows, and of layers over a given graph; each must agree with plain torch in float64.
 
-In: a :class:`Case`. Out: a :class:`Work`: a check against plain torch in float64, and the calls to be timed. Whatever a peer
-may prepare (the graph in its own format, a compiled function) is made before. Not here: samplers and whole layers
-(``samplers``), clocks (``measure``).
+A peer prepares its graph or a compiled function before it is timed. Samplers and whole layers are in ``samplers``, clocks in ``measure``.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # PyG reads annotations of messages as text
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,8 @@ from torch.nn import functional as F
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
+from examples.common.gate import compare
 from sbm_pyg import AttentionConv, AttentionGraph, ops, patterns
-
-TOLERANCE = 2e-5  # of float32 results, relative to the largest value of the float64 truth
-
-
-class Rejected(Exception):
-    """A peer whose results are wrong; it is not timed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,23 @@ class Work:
     facts: dict[str, float] = field(default_factory=dict)
 
 
+def calls(
+    forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor, edges: int
+) -> dict[str, Callable[[], int]]:
+    """A forward pass without gradients, and one with all of them; both return the number of edges."""
+
+    def infer() -> int:
+        with torch.no_grad():
+            forward()
+        return edges
+
+    def step() -> int:
+        torch.autograd.grad(forward(), leaves, grad)
+        return edges
+
+    return {"forward": infer, "step": step}
+
+
 @dataclass(frozen=True)
 class Peer:
     """A row of a table. A note says what a reader must know to compare fairly."""
@@ -58,49 +69,33 @@ class Peer:
     note: str = ""
 
 
-def compare(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> float:
-    """Largest relative error of (found, true) pairs; above the tolerance, or NaN, :class:`Rejected`."""
-    worst = 0.0
-    for name, (found, true) in pairs.items():
-        largest = float(true.detach().abs().max())  # 0 where no graph has an edge
-        error = float((found - true).detach().abs().max()) / (largest or 1.0)
-        if not error <= TOLERANCE:
-            raise Rejected(f"its {name} is off by {error:.1e} of the largest value")
-        worst = max(worst, error)
-    return worst
-
-
-# ------------------------------------------------------------------ inputs and truth
-
-
 class Inputs:
     """Tensors ``[H, N, C]``, an independent random mask per head without empty rows, and its graph in the formats that peers want.
 
-    With a grain, blocks of so many tokens are drawn.
+    With a block size, blocks of so many tokens are drawn.
     """
 
-    def __init__(self, case: Case, grain: int = 1) -> None:
+    def __init__(self, case: Case, block_size: int = 1) -> None:
         generator = torch.Generator().manual_seed(case.seed)
         self.shape = (case.heads, case.tokens, case.channels)
         self.query, self.key, self.value, self.grad = (torch.randn(self.shape, generator=generator) for _ in range(4))
-        count = case.tokens // grain
+        count = case.tokens // block_size
         mask = torch.rand(case.heads, count, count, generator=generator) < case.density
         empty = ~mask.any(-1, keepdim=True)  # for which masked SDPA has no answer
         mask |= torch.eye(count, dtype=torch.bool) & empty
         self.blocks = AttentionGraph.from_dense(mask)
-        self.mask = mask.repeat_interleave(grain, 1).repeat_interleave(grain, 2)
+        self.mask = mask.repeat_interleave(block_size, 1).repeat_interleave(block_size, 2)
         graph = AttentionGraph.from_dense(self.mask)
         self.rowptr, self.col, self.num_edges = graph.rowptr, graph.col, graph.num_edges
         row = torch.repeat_interleave(self.rowptr.diff())
         self.edge_index = torch.stack([self.col + row // case.tokens * case.tokens, row])  # one graph of H*N nodes
 
-    def truth(self, masked: bool) -> list[Tensor]:
+    def exact(self, masked: bool) -> list[Tensor]:
         """Output and gradients to q, k, v and, with the mask, to the gate of each edge: SDPA in float64, head by head."""
         parts = []
         for head, mask in enumerate(self.mask if masked else torch.ones_like(self.mask)):
-            gate = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(
-                ~mask, -torch.inf
-            )  # log of the gate, which is 1
+            # log of the gate, which is 1
+            gate = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
             leaves = [*(x[head].double() for x in (self.query, self.key, self.value)), gate]
             query, key, value = (x.requires_grad_()[None, None] for x in leaves[:3])
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=gate.requires_grad_())[0, 0]
@@ -114,40 +109,28 @@ Forward = Callable[..., Tensor]
 
 
 def _attention(
-    make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True, grain: int = 1
+    make: Callable[[Inputs], Forward], gate: bool = True, masked: bool = True, block_size: int = 1
 ) -> Callable[[Case], Work]:
     """Builder of a peer: ``make`` prepares ``forward(query, key, value[, gate]) -> out``, all ``[H, N, C]``."""
 
     def build(case: Case) -> Work:
-        inputs = Inputs(case, grain)
+        inputs = Inputs(case, block_size)
         leaves = [inputs.query, inputs.key, inputs.value, *([torch.ones(inputs.num_edges)] if gate else [])]
         leaves = [x.requires_grad_() for x in leaves]
         forward = make(inputs)
-
-        def infer() -> int:
-            with torch.no_grad():
-                forward(*leaves)
-            return inputs.num_edges
-
-        def step() -> int:
-            torch.autograd.grad(forward(*leaves), leaves, inputs.grad)
-            return inputs.num_edges
 
         def check() -> float:
             with torch.no_grad():
                 found = [forward(*leaves)]
             out = forward(*leaves)
             found += [out, *torch.autograd.grad(out, leaves, inputs.grad)]
-            truth = inputs.truth(masked)
+            exact = inputs.exact(masked)
             names = ("output", "output of a step", "query gradient", "key gradient", "value gradient", "gate gradient")
-            return compare({name: (x, y) for name, x, y in zip(names, found, [truth[0], *truth], strict=False)})
+            return compare({name: (x, y) for name, x, y in zip(names, found, [exact[0], *exact], strict=False)})
 
-        return Work(check, {"forward": infer, "step": step})
+        return Work(check, calls(lambda: forward(*leaves), leaves, inputs.grad, inputs.num_edges))
 
     return build
-
-
-# ------------------------------------------------------------------ the peers
 
 
 def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
@@ -155,18 +138,17 @@ def _ours(inputs: Inputs, scale: float | None = None) -> Forward:
     return lambda query, key, value, gate: ops.edge_attention(query, key, value, rows, gate, scale, "weight")[0]
 
 
-def _blocks(inputs: Inputs, grain: int, scale: float | None = None) -> Forward:
+def _blocks(inputs: Inputs, block_size: int, scale: float | None = None) -> Forward:
     ptr, blocks = torch.tensor([0, inputs.shape[1]]), inputs.blocks
     scale = inputs.shape[2] ** -0.5 if scale is None else scale
-    options = (blocks.rows, (ptr, ptr), grain, False, scale)
+    options = (blocks.rows, (ptr, ptr), block_size, False, scale)
     return lambda query, key, value: ops.block_attention(query, key, value, *options)[0]
 
 
 def _sdpa(inputs: Inputs, masked: bool = False) -> Forward:
     mask = inputs.mask[None] if masked else None
-    return lambda query, key, value: F.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=mask
-    )[0]
+    attend: Any = F.scaled_dot_product_attention
+    return lambda *leaves: attend(*(x[None] for x in leaves), attn_mask=mask)[0]
 
 
 class Propagate(MessagePassing):
@@ -180,31 +162,20 @@ class Propagate(MessagePassing):
         """Tokens ``[H*N, C]`` and gate ``[E]`` to ``[H*N, C]``."""
         return self.propagate(edge_index, query=query, key=key, value=value, gate=gate, size=None)
 
-    def message(
-        self,
-        query_i: Tensor,
-        key_j: Tensor,
-        value_j: Tensor,
-        gate: Tensor,
-        index: Tensor,
-        ptr: Tensor | None,
-        size_i: int | None,
-    ) -> Tensor:
+    def message(self, query_i: Tensor, key_j: Tensor, value_j: Tensor, gate: Tensor, index: Tensor,
+                ptr: Tensor | None, size_i: int | None) -> Tensor:  # fmt: skip
         alpha = (query_i * key_j).sum(dim=-1) / math.sqrt(self.channels) + gate  # gates are 1: the softmax cancels them
-        alpha = softmax(alpha, index, ptr, size_i)
-        return value_j * alpha.view(-1, 1)
+        return value_j * softmax(alpha, index, ptr, size_i).view(-1, 1)
 
 
 def _pyg(inputs: Inputs, compiled: bool = False) -> Forward:
     eager = Propagate(inputs.shape[2])
-    module = torch.compile(eager) if compiled else eager
-    return lambda query, key, value, gate: module(
-        inputs.edge_index, *(x.flatten(0, 1) for x in (query, key, value)), gate
-    ).view_as(query)
+    module, index = torch.compile(eager) if compiled else eager, inputs.edge_index
+    return lambda *leaves: module(index, *(x.flatten(0, 1) for x in leaves[:3]), leaves[3]).view_as(leaves[0])
 
 
 NO_GATE = "no gradient to the gate"
-GRAIN = 64  # of the graphs of blocks that are given
+BLOCK_SIZE = 64  # of the graphs of blocks that are given
 KERNELS = {
     "ours": Peer("sbm_pyg edge_attention", _attention(_ours)),
     "sdpa": Peer("torch SDPA, no mask", _attention(_sdpa, gate=False, masked=False), f"full attention; {NO_GATE}"),
@@ -213,39 +184,27 @@ KERNELS = {
     "pyg-compiled": Peer("PyG propagate, torch.compile", _attention(partial(_pyg, compiled=True))),
     "wrong": Peer("wrong: forgets the scale", _attention(partial(_ours, scale=1.0))),
 }
-_over_blocks = partial(_attention, gate=False, grain=GRAIN)
+_over_blocks = partial(_attention, gate=False, block_size=BLOCK_SIZE)
 BLOCKS = {
-    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, grain=GRAIN))),
-    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, grain=GRAIN), "over the tokens, with a gate"),
+    "blocks": Peer("sbm_pyg block_attention", _over_blocks(partial(_blocks, block_size=BLOCK_SIZE))),
+    "tokens": Peer("sbm_pyg edge_attention", _attention(_ours, block_size=BLOCK_SIZE), "over the tokens, with a gate"),
     "sdpa": Peer("torch SDPA, no mask", _over_blocks(_sdpa, masked=False), "full attention"),
     "sdpa-masked": Peer("torch SDPA, boolean mask", _over_blocks(partial(_sdpa, masked=True))),
-    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, grain=GRAIN, scale=1.0))),
+    "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, block_size=BLOCK_SIZE, scale=1.0))),
 }
-
-
-# ------------------------------------------------------------------ shares of rows
 
 
 def _shares(forward: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[[Case], Work]:
     """Builder of a peer: ``forward(scores [E], ptr)`` over ragged rows, H N of them, of N times the density on average."""
 
     def build(case: Case) -> Work:
-        import entmax  # the truth, on dense rows
+        import entmax  # true results, on dense rows
 
         random = torch.Generator().manual_seed(case.seed)
         counts = torch.poisson(torch.full((case.heads * case.tokens,), case.density * case.tokens), generator=random)
         ptr = torch.cat([torch.zeros(1), counts.clamp(min=1)]).long().cumsum(0)
         scores, grad = (torch.randn(int(ptr[-1]), generator=random) for _ in range(2))
         scores.requires_grad_()
-
-        def infer() -> int:
-            with torch.no_grad():
-                forward(scores, ptr)
-            return grad.numel()
-
-        def step() -> int:
-            torch.autograd.grad(forward(scores, ptr), scores, grad)
-            return grad.numel()
 
         def check() -> float:
             end = ptr[min(100, ptr.numel() - 1)]
@@ -257,7 +216,7 @@ def _shares(forward: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[
             (wanted,) = torch.autograd.grad(true, some, grad[:end].double())
             return compare({"share": (out[:end], true), "gradient": (found[:end], wanted)})
 
-        return Work(check, {"forward": infer, "step": step})
+        return Work(check, calls(lambda: forward(scores, ptr), [scores], grad, grad.numel()))
 
     return build
 
@@ -274,9 +233,6 @@ SHARES = {
 }
 
 
-# ------------------------------------------------------------------ layers over a given graph
-
-
 def _layer(normalizer: str) -> Callable[[Case], Work]:
     """Builder of a peer: a layer over one random graph, in training; right if it does what its messages mean."""
 
@@ -289,16 +245,6 @@ def _layer(normalizer: str) -> Callable[[Case], Work]:
         graph = patterns.random(case.tokens, keys, heads=case.heads, seed=case.seed)
         x, grad = torch.randn(case.tokens, 64), torch.randn(case.tokens, case.heads * case.channels)
 
-        def step() -> int:
-            conv.zero_grad()
-            conv(x, graph).backward(grad)
-            return graph.num_edges
-
-        def infer() -> int:
-            with torch.no_grad():
-                conv(x, graph)
-            return graph.num_edges
-
         def check() -> float:
             few, edges, found = torch.randn(200, 64), patterns.random(200, 20, heads=case.heads, seed=0), []
             twin = deepcopy(conv).double()
@@ -308,11 +254,10 @@ def _layer(normalizer: str) -> Callable[[Case], Work]:
                 found.append([out, *torch.autograd.grad(out, layer.lin_query.weight, torch.ones_like(out))])
             return compare({f"result {n}": (*pair,) for n, pair in enumerate(zip(*found, strict=True))})
 
-        return Work(check, {"forward": infer, "step": step})
+        return Work(check, calls(lambda: conv(x, graph), [*conv.parameters()], grad, graph.num_edges))
 
     return build
 
 
-NORMALIZERS = {
-    name: Peer(f"AttentionConv, {name}", _layer(name)) for name in ("softmax", "entmax15", "sparsemax", "entmax")
-}
+NAMES = ("softmax", "entmax15", "sparsemax", "entmax")
+NORMALIZERS = {name: Peer(f"AttentionConv, {name}", _layer(name)) for name in NAMES}

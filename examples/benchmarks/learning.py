@@ -1,14 +1,12 @@
 """The study of docs/learning.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
 
-In: nothing but the folder of the tables. Out: tidy tables of repeated tokens and of gradients; with ``--report`` the tables of the page
-as Markdown and its figures, from these and from the tables of ListOps beside them. A run that its table holds is not made again, and
-one that was stopped goes on. Not here: the task and its training (``examples/repeated_tokens.py``), ListOps (``examples/lra/table.py``).
+Repeated tokens (``examples/repeated_tokens.py``) and the gradients of one query; with ``--report`` the tables of the page as Markdown
+and its figures, from these and from the tables of ListOps next to them. A run that its table holds is not made again, and
+one that was stopped goes on.
 
 python -m examples.benchmarks.learning            90 runs, half an hour on one core
 python -m examples.benchmarks.learning --report   tables and figures of what is there
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -19,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.tables import Rows, add, markdown, read
+from examples.common.command import Command
+from examples.common.pictures import save_figure
+from examples.common.tables import Rows, add, by, extent, markdown, read
 
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
@@ -54,13 +54,10 @@ HOURS = ("literal, full", "literal, local", "256 tokens, local")  # one seed eac
 GROUPS = {  # lines of a figure
     "estimators": ["full", "local", "mask", "paper", "relaxed", "concrete", "score function", "none"],
     "block models": [
-        "full, long",
-        "local, long, assortative",
-        "local, long, assortative, 0.1",
-        "mask, long, assortative, 0.1",
+        "full, long", "local, long, assortative", "local, long, assortative, 0.1", "mask, long, assortative, 0.1",
     ],
     "256 tokens, as in the paper": ["literal, full", "literal, local"],
-}
+}  # fmt: skip
 
 
 def run(given: argparse.Namespace) -> None:
@@ -81,12 +78,6 @@ def run(given: argparse.Namespace) -> None:
             add(path, [{"run": name, "seed": seed, **row} for row in rows])
 
 
-def spread(values: Any, digits: int) -> str:
-    """Mean, smallest and largest."""
-    values = np.array(values)
-    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} to {values.max():.{digits}f})"
-
-
 def interval(differences: Any) -> str:
     """Mean and half the width of its 95 % interval, by Student's t."""
     from scipy.stats import t
@@ -95,18 +86,10 @@ def interval(differences: Any) -> str:
     return f"{np.mean(differences):+.2f} ± {half:.2f}"
 
 
-def by_key(rows: Rows, key: str) -> dict[Any, Rows]:
-    """Rows of each value, in the order in which values come first."""
-    found: dict[Any, Rows] = {}
-    for row in rows:
-        found.setdefault(row[key], []).append(row)
-    return found
-
-
 def by_run(rows: Rows) -> dict[str, dict[float, Rows]]:
     """Rows of each run and seed, those of the study first."""
-    runs = by_key(rows, "run")
-    return {name: by_key(runs[name], "seed") for name in (*RUNS, *runs) if name in runs}
+    runs = by(rows, "run", "seed")
+    return {name: runs[name] for name in (*RUNS, *runs) if name in runs}
 
 
 def report_gradients(rows: Rows) -> str:
@@ -123,97 +106,83 @@ def report_tokens(rows: Rows) -> str:
     for name, curves in by_run(rows).items():
         if len(curves) < 2:
             continue
-        shown = [
-            spread([factor * curve[-1][key] for curve in curves.values()], digits)
-            for key, (factor, digits) in columns.items()
-        ]
+        ends = [curve[-1] for curve in curves.values()]
+        shown = [extent([f * row[key] for row in ends], digits) for key, (f, digits) in columns.items()]
         reached = [next((row["step"] for row in curve if row["accuracy"] >= 0.99), None) for curve in curves.values()]
         hits = [step for step in reached if step is not None]
         when = f"{int(np.median(hits)):,} ({len(hits)} of {len(curves)})" if hits else "never"
         lines.append([name, len(curves), *shown, when])
-    return markdown(
-        ["run", "seeds", "accuracy, %", "density, %", "p, equal tokens", "p, other tokens", "steps to 99 %"], lines
-    )
+    header = ["run", "seeds", "accuracy, %", "density, %", "p, equal tokens", "p, other tokens", "steps to 99 %"]
+    return markdown(header, lines)
 
 
 def report_listops(rows: Rows) -> str:
     """Test accuracies over the seeds, and their differences to full attention, paired by seed."""
     full = {row["seed"]: row["test_accuracy"] for row in rows if row["method"] == "full"}
     lines = []
-    for method, runs in by_key([row for row in rows if row["seed"] in full], "method").items():
+    for method, runs in by([row for row in rows if row["seed"] in full], "method").items():
         if len(runs) < 2:
             continue
         gain = interval([100 * (row["test_accuracy"] - full[row["seed"]]) for row in runs])
         means = [100 * np.mean([row[key] for key in row if key.startswith("density_")]) for row in runs]
-        density = "" if np.isnan(means).any() else spread(means, 1)
-        lines.append([method, len(runs), spread([100 * row["test_accuracy"] for row in runs], 2), gain, density])
+        density = "" if np.isnan(means).any() else extent(means, 1)
+        lines.append([method, len(runs), extent([100 * row["test_accuracy"] for row in runs], 2), gain, density])
     return markdown(["method", "seeds", "test accuracy, %", "less full attention, points (95 %)", "density, %"], lines)
 
 
 def report(folder: Path) -> str:
-    """All tables."""
     makers = {"gradients": report_gradients, "repeated_tokens": report_tokens, "listops": report_listops}
     return "\n\n".join(make(read(folder / f"{name}.csv")) for name, make in makers.items())
 
 
 def draw(folder: Path) -> None:
-    """One figure per study."""
     from matplotlib.figure import Figure  # here, for --help does not wait for it
 
-    gradients, tokens, hour = (
-        read(folder / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops_hour")
-    )
+    files = ("gradients", "repeated_tokens", "listops_hour")
+    gradients, tokens, hour = (read(folder / f"{name}.csv") for name in files)
     aside: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2), ("bias", "deviation"), strict=True):
-        for (name, rows), marker in zip(by_key(gradients, "estimator").items(), "osD^vP*X<", strict=False):
+        for (name, rows), marker in zip(by(gradients, "estimator").items(), "osD^vP*X<", strict=False):
             mine = [row for row in rows if row["sharpness"] == 1]
             axes.plot([row["p"] for row in mine], [row[column] for row in mine], marker=marker, label=name)
         axes.set(xlabel="probability of an edge", ylabel=f"{column} / norm of the true gradient")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", **aside)
-    figure.savefig(folder / "gradients.png", dpi=110)
+    save_figure(folder / "gradients.png", figure, dpi=110)
 
     figure = Figure(figsize=(9, 9), layout="constrained")
     runs = by_run(tokens)
     for panels, (group, names) in zip(figure.subplots(len(GROUPS), 2), GROUPS.items(), strict=True):
         for axes, column, top in zip(panels, ("loss", "density"), (0.75, 1.02), strict=True):
             for name in (name for name in names if name in runs):
-                means = [
-                    (at[0]["step"], np.mean([row[column] for row in at]))
-                    for at in zip(*runs[name].values(), strict=False)
-                ]
-                axes.plot(*zip(*means, strict=True), label=name)
+                times = [*zip(*runs[name].values(), strict=False)]
+                means = [np.mean([row[column] for row in at]) for at in times]
+                axes.plot([at[0]["step"] for at in times], means, label=name)
             axes.set(xlabel="step", ylabel=f"{column}, mean over seeds", title=group, ylim=(0, top))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), **aside)
-    figure.savefig(folder / "repeated_tokens.png", dpi=110)
+    save_figure(folder / "repeated_tokens.png", figure, dpi=110)
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for name, rows in by_key([row for row in hour if row["split"] == "val"], "run").items():
+    for name, rows in by([row for row in hour if row["split"] == "val"], "run").items():
         axes.plot([row["step"] for row in rows], [100 * row["accuracy"] for row in rows], label=name)
     axes.set(xlabel="step", ylabel="validation accuracy (%)")
     axes.legend(**aside)
-    figure.savefig(folder / "listops_hour.png", dpi=110)
+    save_figure(folder / "listops_hour.png", figure, dpi=110)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    about: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="python -m examples.benchmarks.learning", **about)
-    parser.add_argument("--report", action="store_true", help="make the tables and figures of the page")
-    words = "runs by name (default: all but those of 256 tokens)"
-    parser.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 (default: %(default)s)")
-    folders = {"folder": ("docs/learning", "tables and figures"), "work": ("runs/learning", "checkpoints")}
-    for name, (place, what) in folders.items():
-        parser.add_argument(f"--{name}", type=Path, default=Path(place), help=f"of {what} (default: {place})")
-    return parser.parse_args(arguments)
+command = Command("python -m examples.benchmarks.learning", __doc__)
+command.add_argument("--report", action="store_true", help="make the tables and figures of the page")
+words = "runs by name (default: all but those of 256 tokens)"
+command.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
+command.option("seeds", 5, "number of seeds, from 0")
+command.option("folder", Path("docs/learning"), "of tables and figures")
+command.option("work", Path("runs/learning"), "of checkpoints")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Does what the command line asks for."""
-    given = parse(arguments)
+    given = command.read(arguments)
     if given.report:
         print(report(given.folder))
         draw(given.folder)

@@ -1,10 +1,4 @@
-"""Who is measured when: peers of a table are checked first, then take turns, all in one run.
-
-In: the options of the command line. Out: rows, one for each peer, size and stage, also added to rows.csv. Not here: what peers do
-(``kernels``, ``samplers``), and what becomes of rows (``report``).
-"""
-
-from __future__ import annotations
+"""Checks the peers of a table, then times them in turns, all in one run; adds a row to rows.csv for each peer, size and stage."""
 
 import argparse
 import itertools
@@ -20,20 +14,16 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case, Rejected
+from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case
 from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
-from examples.benchmarks.tables import Row, Rows, add, read
-from sbm_pyg.progress import tqdm
+from examples.common.gate import Rejected
+from examples.common.tables import Row, Rows, add, read
+from sbm_pyg.info import tqdm
 
 SUITES = {
-    "kernels": KERNELS,
-    "blocks": BLOCKS,
-    "shares": SHARES,
-    "normalizers": NORMALIZERS,
-    "samplers": SAMPLERS,
-    "layers": LAYERS,
+    "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
     "growth": GROWTH,
-}
+}  # fmt: skip
 STAGES: dict[str, tuple[str, ...]] = {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
 STAGES |= dict.fromkeys(("kernels", "blocks", "shares", "normalizers"), ("forward", "step"))
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
@@ -61,7 +51,7 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
                     row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
                 else:
                     turns.append((row, work.calls[row["stage"]], seconds, []))
-        except Exception as failure:  # a peer may fail in any way it likes; its row says how
+        except Exception as failure:  # a peer may fail in any way; its row holds the error
             word = "REJECTED" if isinstance(failure, Rejected) else f"failed: {type(failure).__name__}"
             for row in mine:
                 row["status"] = f"{word}: {str(failure).strip()[:120]}".splitlines()[0]
@@ -115,7 +105,7 @@ def measure_all(options: argparse.Namespace) -> Rows:
 
 
 def machine() -> str:
-    """What a number means nothing without."""
+    """The date, the version and the hardware of a measurement."""
     cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text().splitlines()

@@ -1,22 +1,12 @@
-"""What measurements become: tables as Markdown.
-
-In: rows, one for each peer, case and stage, as ``measure`` writes them to rows.csv. Out: text. Not here: measuring.
-"""
-
-from __future__ import annotations
+"""Tables as Markdown of the rows that ``measure`` writes."""
 
 from collections.abc import Callable
 
-from examples.benchmarks.tables import Row, Rows, markdown
+from examples.common.tables import Row, Rows, markdown
 
 REFERENCE = {
-    "kernels": "ours",
-    "blocks": "blocks",
-    "shares": "softmax",
-    "normalizers": "softmax",
-    "samplers": "bernoulli",
-    "layers": "dense",
-}
+    "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
+}  # fmt: skip
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
     "blocks": "Attention over a given graph of blocks of 64 tokens",
@@ -51,9 +41,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "stage": lambda row: row["stage"],
     "N": _number("tokens", form=",.0f"),
     "edges": _number("edges", form=",.0f"),
-    "time, ms": lambda row: f"{row['median_ms']:,.4g} ({row['q1_ms']:,.4g}–{row['q3_ms']:,.4g})".replace(
-        "nan (nan–nan)", "–"
-    ),
+    "time, ms": lambda row: "{median_ms:,.4g} ({q1_ms:,.4g}–{q3_ms:,.4g})".format(**row).replace("nan (nan–nan)", "–"),
     "×": _number("ratio"),
     "ns/edge": _number("ns_per_edge"),
     "million edges/s": lambda row: f"{1e3 / row['ns_per_edge']:,.4g}".replace("nan", ""),

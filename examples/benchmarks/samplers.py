@@ -1,10 +1,4 @@
-"""What is measured, second part: samplers, and whole layers, of ours and of others.
-
-In: a :class:`~examples.benchmarks.kernels.Case`. Out: a :class:`~examples.benchmarks.kernels.Work`. Not here: attention over
-a given graph (``kernels``), clocks (``measure``).
-"""
-
-from __future__ import annotations
+"""Peers of sampling and of whole layers."""
 
 import itertools
 import math
@@ -17,12 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from examples.benchmarks.kernels import Case, Peer, Rejected, Work, compare
-from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, ops, patterns, sample_edges
+from examples.benchmarks.kernels import Case, Peer, Work
+from examples.common.gate import Rejected, compare
+from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns, sample_edges
 
 DEVIATIONS = 5  # standard deviations that a mean density may be off
-
-# ------------------------------------------------------------------ sampling
 
 
 def _model(case: Case) -> SBM:
@@ -88,25 +81,24 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
     return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
-# ------------------------------------------------------------------ whole layers
-
-
-def _layers(case: Case, estimator: str = "mask", grain: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
+def _layers(case: Case, estimator: str = "mask", block_size: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
-    head = {"density": case.density}
-    conv = SBMAttentionConv(*sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, grain=grain)
+    head = {"initial_density": case.density}
+    conv = SBMAttentionConv(
+        *sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, block_size=block_size
+    )
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full
 
 
-def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, grain: int) -> float:
+def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, block_size: int) -> float:
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
-    count = max(96 // grain, 2)
-    x, grad = torch.randn(count * grain, width), torch.randn(count * grain, width)
-    every = BlockGraph(patterns.full(count), grain) if grain > 1 else patterns.full(count)
+    count = max(96 // block_size, 2)
+    x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
+    every = BlockGraph(patterns.full(count), block_size) if block_size > 1 else patterns.full(count)
     found, true = conv(x, every), full(x, ptr=torch.tensor([0, len(x)]))
     pairs = {"output": (found, true)}
     for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
@@ -116,9 +108,9 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, grain: int) 
     return compare(pairs)
 
 
-def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", grain: int = 1) -> Work:
+def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", block_size: int = 1) -> Work:
     """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
-    conv, full = _layers(case, estimator, grain)
+    conv, full = _layers(case, estimator, block_size)
     conv.scale *= scale
     width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
     x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
@@ -128,10 +120,10 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str =
         (conv if sparse else full).zero_grad()
         out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
         out.backward(grad)  # the dense layer counts per edge of the sparse one
-        return graph.blocks.num_edges * grain**2 if graph else round(case.density * case.heads * case.tokens**2)
+        return graph.blocks.num_edges * block_size**2 if graph else round(case.density * case.heads * case.tokens**2)
 
     def check() -> float:
-        error, edges = _agree(conv, full, width, grain), step()
+        error, edges = _agree(conv, full, width, block_size), step()
         if not sparse:
             return error
         for name, parameter in conv.named_parameters():
@@ -140,8 +132,8 @@ def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str =
         with torch.no_grad():
             sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
         expected = float(sbm.expected_edges().sum())
-        over = replace(case, tokens=case.tokens // grain)  # drawn are pairs of blocks
-        _deviations(over, facts, edges // grain**2, expected, expected)  # the variance is below the mean
+        over = replace(case, tokens=case.tokens // block_size)  # drawn are pairs of blocks
+        _deviations(over, facts, edges // block_size**2, expected, expected)  # the variance is below the mean
         if abs(facts["expected"] / case.density - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
         return error
@@ -154,7 +146,8 @@ def _layer_sampling(case: Case) -> Work:
     conv, _ = _layers(case)
     assert conv.sbm is not None
     with torch.no_grad():
-        sbm = conv.sbm(*(torch.randn(case.heads, case.tokens, case.channels) for _ in range(2)))
+        query, key = (torch.randn(case.heads, case.tokens, case.channels) for _ in range(2))
+        sbm = conv.sbm(Tokens(query, key))
     expected, seeds, facts = float(sbm.expected_edges().sum()), itertools.count(case.seed), dict[str, float]()
 
     def draw() -> int:
@@ -163,12 +156,15 @@ def _layer_sampling(case: Case) -> Work:
     return Work(lambda: _deviations(case, facts, draw(), expected, expected), {"step": draw}, facts)
 
 
+def _poisson(rate: Tensor) -> Tensor:
+    return -torch.expm1(-rate)
+
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 SAMPLERS = {
     "bernoulli": Peer("sbm_pyg sample_sbm", _sampler(_op("bernoulli"))),
     "edges": Peer("sbm_pyg sample_edges", _sampler(_sample_edges), "from Y, S, Z, all checks"),
-    "fastrg": Peer(
-        "sbm_pyg sample_sbm, fastrg", _sampler(_op("fastrg"), lambda p: -torch.expm1(-p)), "law 1 - exp(-p)"
-    ),
+    "fastrg": Peer("sbm_pyg sample_sbm, fastrg", _sampler(_op("fastrg"), _poisson), "law 1 - exp(-p)"),
     "dense": Peer("torch rand < p, dense", _sampler(_dense_bernoulli)),
     "wrong": Peer("wrong: 10 % too dense", _sampler(_op("bernoulli", inflate=1.1))),
 }
@@ -176,8 +172,8 @@ LAYERS = {
     "sbm": Peer("SBMAttentionConv, estimator 'mask'", _layer),
     "default": Peer("SBMAttentionConv, default", partial(_layer, estimator="local")),
     **{
-        f"grain-{grain}": Peer(f"the same, blocks of {grain}", partial(_layer, estimator="local", grain=grain))
-        for grain in (8, 16, 32, 64, 128)
+        f"blocks-{n}": Peer(f"the same, blocks of {n}", partial(_layer, estimator="local", block_size=n))
+        for n in BLOCK_SIZES
     },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),

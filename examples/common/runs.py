@@ -1,11 +1,8 @@
-"""How every program saves and resumes: files that are whole or not there, that know when they are damaged, and that answer for their own settings.
+"""How programs save and resume: files that are whole or absent, checksums that find damage, and settings that a folder keeps.
 
-In: what a program puts into its folder. Out: files, or an error that names one and says the way out. A checkpoint ends in its checksum, and
-``settings.json`` has its own, and those of the tables beside it. Not here: what a checkpoint holds, and when it is written. Torch comes with the
-first checkpoint, so that ``--help`` does not wait for it.
+A checkpoint ends in its checksum; ``settings.json`` holds its own, and those of the tables in its folder. Torch is imported with the first
+checkpoint, so that ``--help`` is quick.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -25,54 +22,39 @@ PREFIX = b"sha256:"
 SEAL = len(PREFIX) + 64  # bytes
 WRITTEN = "as it was written"
 AGAIN = "It is damaged: take it from a backup, or delete it and run the same command again."
+OTHER = "Restore it, or take another --output."
 
 
 class RunError(ValueError):
-    """What ends a run though it is no bug, in words for the user."""
-
-
-# ------------------------------------------------------------------ files
+    """An error of files or settings, in words for the user."""
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raises a ``ValueError`` for a folder that cannot be made or written: that is tried in the first one above it, and leaves nothing."""
+    """Raises a ``ValueError`` for a folder that cannot be made or written, and leaves nothing behind."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not place.is_dir():
-        raise ValueError(
-            f"Expected '{option}' to be a folder that can be made (got {folder}, but {place} is a file). Choose another one."
-        )
+        got = f"got {folder}, but {place} is a file"
+        raise ValueError(f"Expected '{option}' to be a folder that can be made ({got}). Choose another one.")
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise ValueError(
-            f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place}). Make room or get the right, or "
-            "choose another one."
-        ) from None
+        words = f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place})."
+        raise ValueError(f"{words} Make room or get the right, or choose another one.") from None
 
 
 def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Takes a folder of output for this process until it ends, however it ends, or until the context does.
-
-    Raises:
-        RunError: If another process that is still running has it.
-    """
+    """Locks a folder of output until the context or the process ends; refused while another process holds it."""
     try:
         return FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout:
-        raise RunError(
-            f"Expected 'output' to be a folder in which no other process is at work (got {folder}). Wait for it or stop it, or choose "
-            "another one."
-        ) from None
+        words = f"Expected 'output' to be a folder in which no other process is at work (got {folder})."
+        raise RunError(f"{words} Wait for it or stop it, or choose another one.") from None
     except OSError as error:
         raise _no_room(folder / LOCK, 0, error) from error
 
 
 def write(path: Path, content: bytes | memoryview, seal: bytes = b"") -> None:
-    """Writes a file that is complete under its name at any moment, even if the power fails.
-
-    Raises:
-        RunError: If it cannot be written, as on a full disk; the file of this name that was there still is.
-    """
+    """Writes a file that is complete at any moment, even if the power fails; if there is no room, the old file stays."""
     draft = path.with_name(path.name + ".partial")
     try:
         with draft.open("wb") as file:
@@ -88,10 +70,8 @@ def write(path: Path, content: bytes | memoryview, seal: bytes = b"") -> None:
 
 
 def _no_room(path: Path, size: int, error: OSError) -> RunError:
-    return RunError(
-        f"Expected 'output' to have room for {path.name}, {size:,} bytes (got {error.strerror!r} in {path.parent}). "
-        "What was written before is whole: make room and resume."
-    )
+    words = f"Expected 'output' to have room for {path.name}, {size:,} bytes (got {error.strerror!r} in {path.parent})."
+    return RunError(f"{words} What was written before is whole: make room and resume.")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -99,19 +79,7 @@ def write_text(path: Path, text: str) -> None:
     write(path, text.encode())
 
 
-def save_figure(path: Path, figure: Any, **options: Any) -> None:
-    """Writes a figure of matplotlib as PNG, whole or not at all."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", **options)
-    write(path, buffer.getbuffer())
-
-
 def read_text(path: Path, way_out: str = AGAIN, what: str = "a file of text") -> str:
-    """Reads a text.
-
-    Raises:
-        RunError: If there is none.
-    """
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -124,17 +92,8 @@ def _wrong(path: Path, what: str, got: object, way_out: str) -> RunError:
     return RunError(f"Expected '{path}' to be {what} (got {got}). {way_out}")
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
 def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes what ``torch.save`` writes, and ``torch.load`` reads.
-
-    Its checksum is the comment that every zip archive may end with; it covers every byte before it.
-
-    Raises:
-        RunError: If it cannot be written, as on a full disk; the checkpoint of this name that was there still is.
-    """
+    """Writes what ``torch.save`` writes; the comment that ends the zip archive is the checksum of all bytes before it."""
     import torch
 
     buffer = io.BytesIO()
@@ -146,11 +105,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
-    """Reads a checkpoint onto the CPU after comparing it with its checksum.
-
-    Raises:
-        RunError: If a single bit is not what was written, or if there is no checksum.
-    """
+    """Reads a checkpoint onto the CPU; refused if a single bit is not what was written, or if there is no checksum."""
     import torch
 
     try:
@@ -162,25 +117,17 @@ def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN) -> dict[str, Any]:
-    """Reads the checkpoint of a run, which holds the run's settings as "run"; empty if there is none.
-
-    Raises:
-        RunError: If it is damaged, or of other settings.
-    """
-    if not path.exists():
+def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN, needed: bool = False) -> dict[str, Any]:
+    """Reads the checkpoint of a run, with its settings as "run"; without a file empty unless ``needed``, refused for other settings."""
+    if not needed and not path.exists():
         return {}
     state = read_checkpoint(path, way_out)
     known = state.get("run") if isinstance(state, dict) else None
     if known != run:
         other = [name for name, value in run.items() if not isinstance(known, dict) or known.get(name) != value]
-        raise RunError(
-            f"Expected '{path}' to be of the settings of this run (got other {', '.join(other)}). Take another --output, or delete it."
-        )
+        words = f"Expected '{path}' to be of the settings of this run (got other {', '.join(other)})."
+        raise RunError(f"{words} Take another --output, or delete it.")
     return state
-
-
-# ------------------------------------------------------------------ settings, and the tables of a folder
 
 
 def _digest(content: Any) -> str:
@@ -198,11 +145,6 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, way_out: str = AGAIN, what: str = WRITTEN) -> dict[str, Any]:
-    """Reads what :func:`write_record` wrote.
-
-    Raises:
-        RunError: If it is missing, damaged, or something else.
-    """
     text = read_text(path, way_out, what)
     try:
         content = json.loads(text)
@@ -214,7 +156,7 @@ def read_record(path: Path, way_out: str = AGAIN, what: str = WRITTEN) -> dict[s
 
 
 def settings_of(run: Any, group: str = "", shared: Sequence[str] = ()) -> dict[str, Any]:
-    """What decides a run, a dataclass, and is not in the name that its rows have: of all runs of a folder, or of a group such as a task."""
+    """Settings of a run, a dataclass, that its rows do not name: of all runs of a folder, or of a group such as a task."""
     named = {"task", "data", "method", "attention", "density", "seed", "bias"}
     found = {name: value for name, value in dataclasses.asdict(run).items() if name not in named}
     of = {name: f" of {group}" if group and name not in shared else "" for name in found}
@@ -229,48 +171,44 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return found.hexdigest()[:16]
 
 
+def checksums(**files: Sequence[Path]) -> dict[str, str]:
+    """Settings that name the contents of files."""
+    return {f"checksum of {name}": fingerprint(map(Path.read_bytes, paths)) for name, paths in files.items()}
+
+
 @contextlib.contextmanager
 def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Takes a folder of output whose ``settings.json`` says what decides all runs in it, and refuses runs whose settings are others.
+    """Takes a folder of output, whose ``settings.json`` decides all runs in it, and refuses runs of other settings.
 
     Settings that the file does not have yet are added: those of another task, for example.
-
-    Raises:
-        RunError: If the folder has other settings, or tables and no settings, or another process, or cannot be written.
     """
     check_folder("output", folder)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder):
         path, record = folder / SETTINGS, _folder(folder)
         if not record and (folder / "rows.csv").exists():
-            raise _wrong(path, "what rows.csv was made with", "no such file", "Restore it, or take another --output.")
+            raise _wrong(path, "what rows.csv was made with", "no such file", OTHER)
         known = record.get("settings", {})
         settings = {"program": program, **settings}
         for name, value in settings.items():
             if known.get(name, value) != value:
-                raise RunError(
-                    f"Expected '{name}' to be {known[name]!r} as in {path} (got {value!r}). Take another --output for other settings."
-                )
+                words = f"Expected '{name}' to be {known[name]!r} as in {path} (got {value!r})."
+                raise RunError(f"{words} Take another --output for other settings.")
         if settings.keys() - known.keys():
             write_record(path, {"settings": {**known, **settings}, "tables": record.get("tables", {})})
         yield
 
 
 def _folder(folder: Path) -> dict[str, Any]:
-    """What the ``settings.json`` of a folder says, or nothing."""
-    way_out = "Restore it, or take another --output."
-    record = read_record(folder / SETTINGS, way_out) if (folder / SETTINGS).exists() else {}
+    """The content of the ``settings.json`` of a folder, or nothing."""
+    record = read_record(folder / SETTINGS, OTHER) if (folder / SETTINGS).exists() else {}
     if record and not isinstance(record.get("tables"), dict):
-        raise _wrong(folder / SETTINGS, "of this program", ", ".join(record), way_out)
+        raise _wrong(folder / SETTINGS, "of this program", ", ".join(record), OTHER)
     return record
 
 
 def read_table(path: Path) -> str:
-    """The text of a table, which is the one that was written if its folder has settings.
-
-    Raises:
-        RunError: If it is another one.
-    """
+    """The text of a table; refused if the folder's settings have another checksum of it."""
     text, known = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
     if known is not None and _digest(text.encode()) not in known:
         raise _wrong(path, WRITTEN, f"other bytes than {SETTINGS} says", AGAIN)
@@ -278,7 +216,7 @@ def read_table(path: Path) -> str:
 
 
 def write_table(path: Path, old: str, new: str) -> None:
-    """Replaces the text of a table; in a folder with settings these know both, so that a kill between the two files does no harm."""
+    """Replaces the text of a table; settings hold the checksums of both, so that a kill between the two files does no harm."""
     if record := _folder(path.parent):
         record["tables"][path.name] = [_digest(text.encode()) for text in (old, new) if text]
         write_record(path.parent / SETTINGS, record)

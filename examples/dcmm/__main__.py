@@ -1,4 +1,4 @@
-"""DCMM-Transformer: a block model that adds to the scores of a vision transformer, beside one that samples whom tokens attend to.
+"""DCMM-Transformer: a block model that adds to the scores of a vision transformer, next to one that samples its attention.
 
 python -m examples.dcmm                                          full attention, the DCMM bias and sampled graphs, on 8 x 8 digits
 python -m examples.dcmm --methods full dcmm dcmm:degree=softplus sbm:estimator=mask dcsbm dcmm-sbm --seeds 0 1 2 3 4
@@ -14,13 +14,12 @@ equally many parameters, by a narrower feed-forward network, but for weights tha
 that is best on them is tested, once. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
-from __future__ import annotations
-
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from examples.common.command import Command, program
 
 SIZES = {  # usual value, and meaning of whole numbers
     "patch": (2, "side of a patch, in pixels"),
@@ -32,86 +31,64 @@ SIZES = {  # usual value, and meaning of whole numbers
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m examples.dcmm", description=__doc__, formatter_class=formatter)
-    words = "digits, or a folder of images (default: digits)"
-    parser.add_argument("--data", default="digits", metavar="NAME_OR_FOLDER", help=words)
+    command = Command("python -m examples.dcmm", __doc__)
+    command.option("data", "digits", "digits, or a folder of images", metavar="NAME_OR_FOLDER")
     words = "side to which images are resized (default: none; of folders 64; of weights theirs)"
-    parser.add_argument("--size", type=int, help=words)
-    usual = ["full", "dcmm", "sbm"]
-    parser.add_argument("--methods", nargs="+", default=usual, metavar="M", help=f"(default: {' '.join(usual)})")
-    parser.add_argument("--bias", choices=("last", "all"), default="last", help="blocks of the method (default: last)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S", help="(default: 0)")
+    command.add_argument("--size", type=int, help=words)
+    command.option("methods", ["full", "dcmm", "sbm"])
+    command.option("bias", "last", "blocks of the method", choices=("last", "all"))
+    command.option("seeds", [0], least=0)
     for name, (value, words) in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, help=f"{words} (default: {value}; of weights theirs)")
+        command.add_argument(f"--{name}", type=int, help=f"{words} (default: {value}; of weights theirs)")
+    command.bound("size", *SIZES, above=0)
     for name, value in (("steps", 400), ("batch-size", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
+        command.option(name, value, above=0)
     words = "at its peak (default: %(default)s; published for weights: 5e-5)"
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help=words)
-    words = "share of the training images that is held out (default: %(default)s)"
-    parser.add_argument("--validation", type=float, default=0.15, help=words)
+    command.option("learning-rate", 1e-3, words, above=0)
+    command.option("validation", 0.15, "share of the training images that is held out")
     words = "of a vision transformer of timm: a file, or a name if timm is installed"
-    parser.add_argument("--weights", metavar="NAME_OR_FILE", help=words)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: %(default)s)")
-    words = "of rows.csv, checkpoints, figures and pages (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path("runs/dcmm"), metavar="DIR", help=words)
+    command.add_argument("--weights", metavar="NAME_OR_FILE", help=words)
+    command.option("threads", 1, "of the CPU", above=0)
+    command.option("output", Path("runs/dcmm"), "of rows.csv, checkpoints, figures and pages")
     words = "train nothing; draw images of this class under each method and seed"
-    parser.add_argument("--pictures", metavar="CLASS", help=words)
-    parser.add_argument("--images", type=int, default=3, help="of a page of pictures (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing")
-    given = parser.parse_args(arguments)
-    for name in ("size", *SIZES, "steps", "batch_size", "learning_rate", "threads", "images"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            parser.error(f"Expected '{name.replace('_', '-')}' to be above 0 (got {value}). See --help.")
-    if not 0 < given.validation < 1:
-        parser.error(f"Expected 'validation' in (0, 1) (got {given.validation}). It is a share of the training images.")
-    if min(given.seeds) < 0:
-        parser.error(f"Expected 'seeds' of at least 0 (got {given.seeds}). Count them from 0.")
-    given.fail = parser.error
+    command.add_argument("--pictures", metavar="CLASS", help=words)
+    command.option("images", 3, "of a page of pictures", above=0)
+    command.add_argument("--report", action="store_true", help="train nothing")
+    given = command.read(arguments)
+    words = "It is a share of the training images."
+    command.require(0 < given.validation < 1, "'validation' in (0, 1)", given.validation, words)
     return given
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports; or draws pictures."""
-    given = parse(arguments)
     import torch
 
-    from examples.benchmarks.tables import read
+    from examples.common.tables import finished
     from examples.dcmm import data, model, pictures, report, train
 
     torch.set_num_threads(given.threads)
-    try:
-        paths: list[Path] = []
-        if not given.report:
-            theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
-            own: dict[str, Any] = {
-                name: getattr(given, name) or theirs.get(name, usual) for name, (usual, _) in SIZES.items()
-            }
-            own |= {name: getattr(given, name) for name in ("steps", "batch_size", "learning_rate", "validation")}
-            own |= {"size": given.size or theirs.get("size"), "bias": given.bias, "weights": given.weights}
-            if own["channels"] % own["heads"]:
-                raise ValueError(f"Expected 'heads' to divide 'channels' = {own['channels']} (got {own['heads']}).")
-            images = data.load(given.data, own["size"])
-            runs = [train.Run(given.data, method, seed, **own) for seed in given.seeds for method in given.methods]
-            if given.pictures is None:
-                train.train_all(runs, images, given.output)
-            else:
-                paths = pictures.draw_all(runs, images, given.pictures, given.images, given.output)
-        if given.pictures is None:
-            rows = read(given.output / "rows.csv")
-            if not rows:
-                raise ValueError(
-                    f"Expected 'output' to hold finished runs (got none in {given.output}). Leave out --report."
-                )
-            print(report.tables(rows))
-            paths = report.draw(rows, given.output)
-    except ValueError as error:
-        given.fail(str(error))
-    for path in paths:
-        print(f"wrote {path}", file=sys.stderr)
+    if not given.report:
+        theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
+        sizes = {name: theirs.get(name, usual) for name, (usual, _) in SIZES.items()}
+        own: dict[str, Any] = {name: getattr(given, name) or size for name, size in sizes.items()}
+        own |= {name: getattr(given, name) for name in ("steps", "batch_size", "learning_rate", "validation")}
+        own |= {"size": given.size or theirs.get("size"), "bias": given.bias, "weights": given.weights}
+        if own["channels"] % own["heads"]:
+            raise ValueError(f"Expected 'heads' to divide 'channels' = {own['channels']} (got {own['heads']}).")
+        images = data.load(given.data, own["size"])
+        runs = [train.Run(given.data, method, seed, **own) for seed in given.seeds for method in given.methods]
+        if given.pictures is not None:
+            yield from pictures.draw_all(runs, images, given.pictures, given.images, given.output)
+            return
+        train.train_all(runs, images, given.output)
+    if given.pictures is None:
+        rows = finished(given.output)
+        print(report.tables(rows))
+        yield from report.draw(rows, given.output)
 
+
+main = program(parse, work)
 
 if __name__ == "__main__":
     main()

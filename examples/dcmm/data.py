@@ -1,10 +1,4 @@
-"""Images of some classes: digits of scikit-learn, CIFAR-10, or folders.
-
-In: "digits", or a folder. Out: images as bytes, with labels, for training and for the test; and what is held out of the former for
-validation. Not here: batches (``train.py``), and patches (``model.py``).
-"""
-
-from __future__ import annotations
+"""Images of some classes: digits of scikit-learn, CIFAR-10, or folders; with labels, for training, validation and test."""
 
 import dataclasses
 from pathlib import Path
@@ -17,8 +11,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from examples.lra.data.readers import IMAGE, read_batch
-from sbm_pyg.progress import tqdm
+from examples.common.releases import IMAGE, read_batch
+from sbm_pyg.info import tqdm
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -37,39 +31,24 @@ class Images:
 
 
 def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both.
-
-    Raises:
-        ValueError: A class has too few images, or the share does.
-    """
+    """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both."""
     sizes, held_out = torch.bincount(labels), round(share * len(labels))
     if int(sizes.min()) < LEAST:
-        raise ValueError(
-            f"Expected 'data' with at least {LEAST} images of each class (got {int(sizes.min())}). Add some."
-        )
+        text = f"Expected 'data' with at least {LEAST} images of each class (got {int(sizes.min())}). Add some."
+        raise ValueError(text)
     if not len(sizes) <= held_out <= len(labels) - len(sizes):
-        raise ValueError(
-            f"Expected 'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many "
-            f"(got {share} of {len(labels)}). Take 0.15, or give more images."
-        )
+        words = f"'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many"
+        raise ValueError(f"Expected {words} (got {share} of {len(labels)}). Take 0.15, or give more images.")
     parts = train_test_split(np.arange(len(labels)), test_size=share, stratify=labels.numpy(), random_state=seed)
     kept, held = (torch.from_numpy(part).sort().values for part in parts)
     return kept, held
 
 
 def load(data: str, size: int | None = None) -> Images:
-    """The images that a name or a folder stands for.
+    """The images that "digits" or a folder stands for; a ``size`` in pixels resizes them (images in folders: 64 unless given).
 
-    Digits have no test set of their own, and folders may have none: a sixth of each class is then held out for it,
-    always the same images.
-
-    Args:
-        data: "digits"; the folder of CIFAR-10, as it is unpacked; or a folder of images, ``train/CLASS/*.png`` and
-            ``test/CLASS/*.png``, or ``CLASS/*.png``. A split ``val`` is joined to ``train``.
-        size: Side of the images; as they are if None, and 64 of images in folders.
-
-    Raises:
-        ValueError: The folder holds no images, or a class of the test that has none to learn from.
+    A folder is that of CIFAR-10 as it is unpacked, or ``train/CLASS/*.png`` and ``test/CLASS/*.png``, or ``CLASS/*.png``. A split ``val``
+    is joined to ``train``. Where there is no test set, a sixth of each class is held out for it, always the same images.
     """
     folder = Path(data)
     if data == "digits":
@@ -105,9 +84,8 @@ def _read(folder: Path, size: int) -> Images:
     tested = torch.tensor([path.parent.parent in roots[2:] for path in paths], dtype=torch.bool)
     classes = sorted({path.parent.name for path in paths if path.parent.parent not in roots[2:]})
     if len(classes) < 2:
-        raise ValueError(
-            f"Expected 'data' with images of two classes or more (got {len(classes)} in {roots[0]}). See --help."
-        )
+        text = f"Expected 'data' with images of two classes or more (got {len(classes)} in {roots[0]}). See --help."
+        raise ValueError(text)
     if unknown := sorted({path.parent.name for path in paths} - {*classes}):
         raise ValueError(f"Expected 'data' to have the classes of test in train (got {unknown} in test alone).")
     images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)

@@ -1,12 +1,8 @@
-"""Vision transformers that differ in nothing but their last attention, or in all: plain, biased, or over a sampled graph.
-
-In: images. Out: logits of their classes, and the choice of each block. Also here: weights of ``timm`` in our blocks. Not here: training.
+"""Vision transformers that differ in their last attention, or in all: plain, biased, or over a sampled graph; and weights of ``timm`` in them.
 
 Blocks are pre-norm, as those of ``timm``: LayerNorm with an epsilon of 1e-6, GELU, queries, keys and values with bias. The class token is a
-token without pixels in front of the patches, and its place is learned as theirs are.
+token without pixels in front of the patches, and its position is learned as theirs are.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -18,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from examples.recall.model import make_bias
-from examples.recall.train import read_method
+from examples.common.command import read_method
+from examples.common.hybrid import make_bias
 from sbm_pyg import AttentionConv, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
@@ -48,26 +44,14 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     head |= {"degree_corrected": True} if kind == "dcsbm" else {}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
-    share = options["share"] or None
-    return SBMAttentionConv(
-        channels, width, heads, sbm_options=head, share=share, self_loops=True, score_bias=bias, **rest
-    )
+    rest |= {"sbm_options": head, "share": options["share"] or None, "score_bias": bias}
+    return SBMAttentionConv(channels, width, heads, self_loops=True, **rest)
 
 
 class Vision(nn.Module):
-    """A vision transformer.
+    """A vision transformer whose last block has a method such as "sbm:estimator=mask", or all blocks if ``everywhere``.
 
-    Args:
-        method: Of the attention, as "sbm:estimator=mask".
-        shape: Channels and side of the images.
-        num_classes: Number of logits.
-        patch: Side of a patch.
-        channels, layers, heads, ffn: Of the encoder.
-        everywhere: All blocks have the method; else the last alone, and the others attend to all pairs.
-        equal: As many parameters as full attention has, by a narrower feed-forward network.
-
-    Raises:
-        ValueError: A size or an option does not fit.
+    ``shape`` is channels and side of the images. If ``equal``, it has as many parameters as full attention, by a narrower feed-forward network.
     """
 
     mean: Tensor
@@ -99,10 +83,8 @@ class Vision(nn.Module):
         if equal and extra:
             narrow = ffn - round(extra / (layers * (2 * channels + 1)))
             if narrow < 1:
-                raise ValueError(
-                    f"Expected 'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own (got {ffn}). "
-                    "Raise it, or take fewer blocks."
-                )
+                words = f"Expected 'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own (got {ffn})."
+                raise ValueError(f"{words} Raise it, or take fewer blocks.")
             self.encoder = encoder(narrow)
         for module in self.encoder.modules():
             if isinstance(module, nn.LayerNorm):
@@ -114,11 +96,10 @@ class Vision(nn.Module):
     @property
     def attention(self) -> list[tuple[int, AttentionConv]]:
         """Number and attention of each block that has a graph or a bias."""
-        found = ((number, block.attention) for number, block in enumerate(self.encoder.blocks))
+        found = ((number, block.attention) for number, block in enumerate(self.encoder.layers))
         return [(number, layer) for number, layer in found if isinstance(layer, AttentionConv)]
 
     def count(self) -> int:
-        """Number of parameters."""
         return sum(x.numel() for x in self.parameters())
 
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,11 +118,7 @@ class Vision(nn.Module):
 
 
 def read_weights(weights: str) -> dict[str, Tensor]:
-    """The state of a vision transformer of ``timm``, by name or from a file that ``torch.save`` or safetensors wrote.
-
-    Raises:
-        ValueError: There is no such file, and ``timm`` is not installed or knows no such name; or it holds something else.
-    """
+    """The state of a vision transformer of ``timm``, by name or from a file of ``torch.save`` or safetensors."""
     path = Path(weights)
     try:
         if path.suffix == ".safetensors" and path.is_file():
@@ -151,33 +128,20 @@ def read_weights(weights: str) -> dict[str, Tensor]:
         if path.is_file():
             state = torch.load(path, map_location="cpu", weights_only=True)
             return dict(state.get("model", state.get("state_dict", state)))
-    except Exception as error:  # a damaged file can fail in any way
-        raise ValueError(
-            f"Expected 'weights' to be a file of weights (got {weights!r}: {error}). Copy it again."
-        ) from None
-    try:
         import timm
-    except ImportError:
-        raise ValueError(
-            f"Expected 'weights' to be a file, or 'timm' to be installed (got {weights!r}, which is no file, and no timm). "
-            "Install it with `pip install timm`, or save `model.state_dict()` where it is."
-        ) from None
-    try:
+
         return dict(timm.create_model(weights, pretrained=True).state_dict())
-    except Exception as error:
-        raise ValueError(
-            f"Expected 'weights' to be a file or a model of timm (got {weights!r}: {error}). Copy it again."
-        ) from None
+    except ImportError:
+        words = f"Expected 'weights' to be a file, or 'timm' to be installed (got {weights!r}, which is no file, and no timm)."
+        way_out = "Install it with `pip install timm`, or save `model.state_dict()` where it is."
+        raise ValueError(f"{words} {way_out}") from None
+    except Exception as error:  # a damaged file can fail in any way
+        what = "a file of weights" if path.is_file() else "a file or a model of timm"
+        raise ValueError(f"Expected 'weights' to be {what} (got {weights!r}: {error}). Copy it again.") from None
 
 
 def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Patch, channels, layers, heads, width of the feed-forward network and side of the images that weights are made for.
-
-    Heads are of 64 channels, as in all of these models.
-
-    Raises:
-        ValueError: They are not those of a vision transformer.
-    """
+    """Patch, channels, layers, heads of 64 channels, width of the feed-forward network and side of the images that weights are made for."""
     try:
         channels, _, patch, _ = state["patch_embed.proj.weight"].shape
         layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
@@ -185,28 +149,22 @@ def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
         side = patch * math.isqrt(state["pos_embed"].size(1) - 1)
         return sizes | {"ffn": len(state["blocks.0.mlp.fc1.weight"]), "size": side}
     except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"Expected 'weights' of a plain ViT of timm (got {error} of another). Take such one."
-        ) from None
+        text = f"Expected 'weights' of a plain ViT of timm (got {error} of another). Take such one."
+        raise ValueError(text) from None
 
 
 def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
-    """Takes over weights of ``timm``: all but those of the method, and of the head where classes are others.
-
-    Places are interpolated where the images have more or fewer patches.
-
-    Raises:
-        ValueError: Weights are missing, unknown or of another shape.
-    """
+    """Takes over weights of ``timm``: all but those of the method, and of the head if classes differ; positions are interpolated."""
     left, found = dict(state), {}
     try:
         for part in ("weight", "bias"):
             found[f"norm.{part}"] = left.pop(f"norm.{part}")
-            for block in (f"blocks.{number}." for number in range(len(model.encoder.blocks))):
+            for number in range(len(model.encoder.layers)):
+                block, layer = f"blocks.{number}.", f"layers.{number}."
                 for theirs, ours in RENAMED.items():
-                    found[f"{block}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
+                    found[f"{layer}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
                 thirds = left.pop(f"{block}attn.qkv.{part}").chunk(3)
-                found |= {f"{block}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
+                found |= {f"{layer}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
         found["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
         found["token.bias"] = left.pop("patch_embed.proj.bias")
         token, places = left.pop("cls_token")[0], left.pop("pos_embed")[0]
@@ -224,8 +182,7 @@ def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
         model.encoder.load_state_dict(found, strict=False)
     except RuntimeError as error:
         got = str(error).splitlines()[-1].strip()
-        raise ValueError(
-            f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colours."
-        ) from None
+        text = f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colours."
+        raise ValueError(text) from None
     if head["weight"].shape == model.head.weight.shape:
         model.head.load_state_dict(head)

@@ -1,12 +1,8 @@
-"""Pictures of what block models see in images of a class: who belongs to which block, who has a high degree, and what the class token looks at.
-
-In: runs that ended, and images. Out: a page in HTML for each run, which needs no other file. Not here: training.
-"""
-
-from __future__ import annotations
+"""Pages in HTML of what block models see in images of a class: memberships, degrees, and attention of the class token."""
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from examples.benchmarks.page import page, picture, title, words
+from examples.common.pictures import page, picture, title, words
 from examples.common.runs import write_text
 from examples.dcmm.data import Images
 from examples.dcmm.model import Vision
@@ -75,12 +71,10 @@ def look_at(model: Vision, image: Tensor) -> tuple[int, list[tuple[int, Look]]]:
     def keep(number: int) -> Any:
         return lambda _, inputs: tokens.update({number: inputs[0]})
 
-    handles = [layer.register_forward_pre_hook(keep(number)) for number, layer in model.attention]
-    try:
+    with ExitStack() as after:
+        for number, layer in model.attention:
+            after.callback(layer.register_forward_pre_hook(keep(number)).remove)
         guess = int(model(image[None])[0].argmax())
-    finally:
-        for handle in handles:
-            handle.remove()
     return guess, [(number, look(layer, tokens[number])) for number, layer in model.attention]
 
 
@@ -123,7 +117,6 @@ def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
 
 
 def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iterator[str]:
-    """The page of a run."""
     yield words(
         "Each row is a head. From the left: the image; the block to which each patch belongs most; its memberships in the strongest "
         "blocks; its degree; what the class token attends to; and how queries' blocks (rows) attract keys' blocks (columns). "
@@ -137,11 +130,7 @@ def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iter
 
 
 def draw_all(runs: list[Run], data: Images, name: str, count: int, folder: Path) -> list[Path]:
-    """A page for each run whose method has a block model.
-
-    Raises:
-        ValueError: There is no such class, run or method.
-    """
+    """A page for each run whose method has a block model."""
     if name not in data.classes:
         known = ", ".join(data.classes[:20])
         raise ValueError(f"Expected 'pictures' to be a class of the images, among {known} (got {name!r}).")

@@ -1,16 +1,12 @@
-"""Trains vision transformers, one for each method and seed; the one that is best in validation is tested, once.
-
-In: what to run, and images. Out: ``rows.csv``, a row for each evaluation of a run that ended, checkpoints, with which the same command goes
-on, and the weights that were tested. Not here: tables and figures (``report.py``).
+"""Trains vision transformers, one for each method and seed; the weights that are best in validation are tested, once.
 
 The authors of the DCMM-Transformer report the best accuracy on the test set over all epochs. We hold images of the training set out, by seed and
-with equal shares of all classes; the test set says nothing about when to stop.
+with equal parts of all classes; the test set has no influence on when to stop.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.tables import Row, add
-from examples.common.runs import RunError, claim, fingerprint, read_state, settings_of, write_checkpoint
+from examples.common.command import read_method
+from examples.common.fit import file_name, fit, make_schedule, train_missing
+from examples.common.runs import RunError, fingerprint, read_state, settings_of, write_checkpoint
+from examples.common.tables import Row
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
-from examples.recall.train import ended, fit, read_method
 from sbm_pyg import AttentionGraph, DCMMBias, ShareSchedule
 
 WARMUP = 0.04  # share of the steps, 4 of 100 epochs as published
@@ -54,14 +51,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the run, without the seed."""
         return self.method + (" in all" if self.bias == "all" and self.method != "full" else "")
 
     @property
+    def known(self) -> Row:
+        """The cells that name the run in rows."""
+        return {"data": self.data, "run": self.name, "seed": self.seed}
+
+    @property
     def file(self) -> str:
-        """Name of its checkpoint."""
-        words = "-".join((Path(self.data).name, self.name, str(self.seed)))
-        return words.replace(":", "+").replace("=", "_").replace(" ", "-") + ".pt"
+        return file_name(Path(self.data).name, self.name, self.seed)
 
     @property
     def best(self) -> str:
@@ -70,11 +69,6 @@ class Run:
 
 
 def make_model(run: Run, data: Images) -> Vision:
-    """A model before it is trained.
-
-    Raises:
-        ValueError: An option, a size or the weights do not fit.
-    """
     torch.manual_seed(run.seed)
     sizes = {name: getattr(run, name) for name in ("patch", "channels", "layers", "heads", "ffn")}
     of = (run.method, (data.train.size(1), data.train.size(2)), len(data.classes))
@@ -88,12 +82,12 @@ def make_model(run: Run, data: Images) -> Vision:
 
 
 def cosine(time: float) -> float:
-    """Factor of the learning rate, from the share of the steps that are over: it rises, and falls as a cosine."""
+    """Factor of the learning rate from the part of the steps that is over: it rises, and falls as a cosine."""
     return min(time / WARMUP, 0.5 + 0.5 * math.cos(math.pi * max(0.0, time - WARMUP) / (1 - WARMUP)))
 
 
 def aim(schedule: ShareSchedule | None, state: dict[str, float | None] | None = None) -> None:
-    """Sets shares to those at the end of training, at which all are measured; or back to a state."""
+    """Sets target densities to those at the end of training, at which all are measured; or back to a state."""
     if schedule:
         schedule.load_state_dict(state or {**schedule.state_dict(), "share": schedule.final})
 
@@ -117,26 +111,23 @@ def idle(model: Vision, images: Tensor) -> float:
     def look(bias: DCMMBias, inputs: tuple[Tensor, Tensor, AttentionGraph]) -> None:
         found.append((bias.predict(*inputs[:2]).query_degree == 0).double().mean())
 
-    biases = [module for module in model.modules() if isinstance(module, DCMMBias)]
-    handles = [bias.register_forward_pre_hook(look) for bias in biases]
-    try:
+    with ExitStack() as after:
+        for bias in (module for module in model.modules() if isinstance(module, DCMMBias)):
+            after.callback(bias.register_forward_pre_hook(look).remove)
         for part in images.split(EVALUATED):
             model(part)
-    finally:
-        for handle in handles:
-            handle.remove()
     return float(torch.stack(found).mean()) if found else math.nan
 
 
 def train(run: Run, data: Images, folder: Path) -> list[Row]:
     """Trains a model, or goes on from its checkpoint; tests the best, and returns the rows of all evaluations."""
     model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
-    schedule = None
-    if options.get("share") and options["rate"]:  # graphs become sparse step by step
-        schedule = ShareSchedule(model, options["share"], threshold=math.inf, rate=options["rate"])
+    share, rate = options.get("share"), options.get("rate")
+    control = "schedule" if share and rate else "none"  # graphs become sparse step by step
+    schedule = make_schedule(model, share, control, threshold=math.inf, rate=rate)
     kept, held = split(data.train_labels, run.validation, run.seed)
     batch = min(run.batch_size, len(kept))
-    known = {"data": run.data, "run": run.name, "seed": run.seed, "parameters": model.count()}
+    known = run.known | {"parameters": model.count()}
 
     def losses(step: int) -> Tensor:
         epoch, place = divmod(step, len(kept) // batch)
@@ -156,9 +147,8 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     if load_best(run, model, folder) != best["validation"]:
-        raise RunError(
-            f"Expected '{folder / run.best}' to hold the best weights of the run (got others). Delete {run.file} and run the same command again."
-        )
+        way_out = f"Delete {run.file} and run the same command again."
+        raise RunError(f"Expected '{folder / run.best}' to hold the best weights of the run (got others). {way_out}")
     aim(schedule)  # weights are kept with the share of their step
     best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
     best["idle"] = idle(model, data.test)
@@ -180,11 +170,7 @@ def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
 
 
 def load_best(run: Run, model: Vision, folder: Path) -> float:
-    """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy.
-
-    Raises:
-        ValueError: There are none of these settings.
-    """
+    """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy."""
     if not (best := read_best(run, folder)):
         raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
     model.load_state_dict(best["model"])
@@ -193,12 +179,6 @@ def load_best(run: Run, model: Vision, folder: Path) -> float:
 
 
 def train_all(runs: list[Run], data: Images, folder: Path) -> None:
-    """Trains what ``rows.csv`` does not have yet.
-
-    Raises:
-        ValueError: The folder is that of other settings or images, a file in it is damaged, there is no room, or the options of a method
-            do not fit.
-    """
     for run in runs:
         model = make_model(run, data)  # mistakes before the first run
         print(f"{run.name}, seed {run.seed}: {model.count():,} parameters")
@@ -206,7 +186,4 @@ def train_all(runs: list[Run], data: Images, folder: Path) -> None:
     settings = {f"checksum of {runs[0].data}": fingerprint(part.numpy().tobytes() for part in parts)}
     for run in runs:
         settings |= settings_of(run, run.data)
-    with claim(folder, "dcmm", settings):
-        for run in runs:
-            if not ended(folder, data=run.data, run=run.name, seed=run.seed):
-                add(folder / "rows.csv", train(run, data, folder))
+    train_missing(folder, "dcmm", settings, runs, lambda run: train(run, data, folder))

@@ -1,10 +1,4 @@
-"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|prepare|table|cost|graphs``.
-
-In: words. Out: what they ask for, or an error that names the option, before any work. Not here: what the trainer's settings are
-(``settings.py``), and what the programs do; they import torch, for which ``--help`` does not wait.
-"""
-
-from __future__ import annotations
+"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|prepare|table|cost|graphs``."""
 
 import argparse
 import dataclasses
@@ -14,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.common.command import Command
 from examples.common.runs import check_folder
 from examples.lra.data.files import path_argument
 from examples.lra.settings import METHODS, NAMES, PRESETS
@@ -23,48 +18,45 @@ PROGRAM = "python -m examples.lra"
 Words = Sequence[str]
 
 
-def _parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(f"{PROGRAM} {command}", description=description, **options)
-
-
-def _finish(parser: argparse.ArgumentParser, arguments: Words, **least: int) -> argparse.Namespace:
-    """Parses, and refuses numbers below their least and a folder of output that cannot be made."""
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
+def _finish(command: Command, arguments: Words) -> argparse.Namespace:
+    """Parses, and refuses a folder of output that cannot be made."""
+    given = command.read(arguments)
     if "output" in given:
         try:
             check_folder("output", given.output)
         except ValueError as error:
-            parser.error(str(error))
-    for name, bound in least.items():
-        if getattr(given, name) is not None and getattr(given, name) < bound:
-            parser.error(f"Expected '{name}' to be at least {bound} (got {getattr(given, name)}). See --help.")
+            command.error(str(error))
     return given
 
 
+def _several(command: Command, name: str, values: Iterable[str], default: list[str], **more: Any) -> None:
+    """Adds an option with one or more of some values, which its help lists."""
+    words = f"of {', '.join(values)} (default: {' '.join(default)})"
+    command.option(name, default, words, metavar=name[:-1].upper(), **more)
+
+
 def parse_prepare(arguments: Words) -> argparse.Namespace:
-    """Reads the command line of ``prepare``; what is not given of a law is absent from the result."""
+    """Reads the command line of ``prepare``; laws of generators that are not given are absent from the result."""
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
-    about = "Parses a data set once into arrays, and says what is in it; generates it first if asked to."
-    parser = _parser("prepare", about)
-    parser.add_argument("--task", choices=tuple(PRESETS), default="listops", help="(default: %(default)s)")
-    parser.add_argument("--data", type=path_argument, required=True, metavar="DIR", help="folder of the data")
+    about = "Parses a data set once into arrays, and describes it; generates it first if asked to."
+    command = Command(f"{PROGRAM} prepare", about)
+    command.option("task", "listops", choices=tuple(PRESETS))
+    command.add_argument("--data", type=path_argument, required=True, metavar="DIR", help="folder of the data")
     words = "where arrays go (default: 'prepared' in --data)"
-    parser.add_argument("--prepared", type=path_argument, metavar="DIR", help=words)
-    parser.add_argument("--split", help="who is in 'val' (default: that of the preset)", **absent)
-    words = "of lengths, splits and laws (default: %(default)s)"
-    parser.add_argument("--preset", choices=NAMES, default="paper", help=words)
+    command.add_argument("--prepared", type=path_argument, metavar="DIR", help=words)
+    command.add_argument("--split", help="examples of 'val' (default: that of the preset)", **absent)
+    command.option("preset", "paper", "of lengths, splits and laws", choices=NAMES)
     words = "write the data first, in the layout of their release; new or empty folder"
-    parser.add_argument("--generate", action="store_true", help=words)
-    parser.add_argument("--seed", type=int, default=0, help="of generated data (default: %(default)s)")
+    command.add_argument("--generate", action="store_true", help=words)
+    command.option("seed", 0, "of generated data", least=0)
     for task, presets in PRESETS.items():
         if presets["paper"].data is not None:
             words = "each overrides the preset; --level is also that to read"
-            law = parser.add_argument_group(f"law of {task}, to generate", words)
+            law = command.add_argument_group(f"law of {task}, to generate", words)
             for field in dataclasses.fields(presets["paper"].data):
-                kind, name = {"int": int, "float": float, "str": str}[str(field.type)], field.name.replace("_", "-")
+                kind, name = type(field.default), field.name.replace("_", "-")
                 law.add_argument(f"--{name}", type=kind, help=f"(paper: {field.default})", **absent)
-    return _finish(parser, arguments, seed=0)
+    return _finish(command, arguments)
 
 
 def parse_table(arguments: Words) -> argparse.Namespace:
@@ -80,65 +72,53 @@ def parse_table(arguments: Words) -> argparse.Namespace:
     cut = words.index("--") if "--" in words else len(words)
     last = f"Settings for all runs follow after --, as the trainer takes them: {PROGRAM} table ... -- --max-length 1024"
     about = "Runs tasks x methods x seeds of the Long Range Arena and writes the tables."
-    parser = _parser("table", about, epilog=last)
-    parser.add_argument("--tasks", choices=tuple(PRESETS), **_several(PRESETS, ["listops"], "TASK"))
-    parser.add_argument(
-        "--methods", **_several((*METHODS, "or with settings after a colon"), ["sbm", "full"], "METHOD")
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
-    parser.add_argument("--preset", choices=NAMES, default="laptop", help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
-    parser.add_argument("--minutes", type=float, help="equal time for all: training and validation, without the test")
+    command = Command(f"{PROGRAM} table", about, epilog=last)
+    _several(command, "tasks", PRESETS, ["listops"], choices=tuple(PRESETS))
+    _several(command, "methods", (*METHODS, "or with settings after a colon"), ["sbm", "full"])
+    command.option("seeds", [0], metavar="N")
+    command.option("preset", "laptop", choices=NAMES)
+    command.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
+    command.add_argument("--minutes", type=float, help="equal time for all: training and validation, without the test")
     folders = "folders of tasks that are not generated"
-    parser.add_argument("--data", nargs="+", type=pair, default=[], metavar="TASK=DIR", help=folders)
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
-    parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
-    parser.add_argument("--report", action="store_true", help="make the tables again from the runs that are there")
-    given = _finish(parser, words[:cut], threads=1)
+    command.add_argument("--data", nargs="+", type=pair, default=[], metavar="TASK=DIR", help=folders)
+    command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
+    command.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as the preset says)")
+    command.bound("threads", least=1)
+    command.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
+    command.add_argument("--report", action="store_true", help="make the tables again from the runs that are there")
+    given = _finish(command, words[:cut])
     given.rest = words[cut + 1 :]
     return given
 
 
 def parse_cost(arguments: Words) -> argparse.Namespace:
-    """Reads the command line of ``cost``."""
     about = "Measures FLOPs, memory and time per task and method, or times steps of trained models side by side."
-    parser = _parser("cost", about)
-    parser.add_argument("--tasks", choices=tuple(PRESETS), **_several(PRESETS, [*PRESETS], "TASK"))
-    parser.add_argument("--methods", **_several((*METHODS, "or with settings after a colon"), [*METHODS], "METHOD"))
-    parser.add_argument("--preset", choices=NAMES, default="paper", help="(default: %(default)s)")
-    parser.add_argument("--length", type=int, help="tokens per sequence (default: the preset's max-length)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default: %(default)s)")
-    words = "of each timing; of runs, batches (default: %(default)s)"
-    parser.add_argument("--repeats", type=int, default=5, help=words)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of the tables")
+    command = Command(f"{PROGRAM} cost", about)
+    _several(command, "tasks", PRESETS, [*PRESETS], choices=tuple(PRESETS))
+    _several(command, "methods", (*METHODS, "or with settings after a colon"), [*METHODS])
+    command.option("preset", "paper", choices=NAMES)
+    command.add_argument("--length", type=int, help="tokens per sequence (default: the preset's max-length)")
+    command.bound("length", least=1)
+    command.option("batch", 1, "sequences at a time", least=1)
+    command.option("repeats", 5, "of each timing; of runs, batches", least=1)
+    command.option("threads", 1, "CPU threads", least=1)
+    command.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of the tables")
     words = "time trained models of these folders instead; ratios are to the first"
-    parser.add_argument("--runs", nargs="+", type=path_argument, default=[], metavar="RUN", help=words)
-    parser.add_argument("--data", type=path_argument, metavar="DIR", help="where the data of the runs are now")
-    return _finish(parser, arguments, length=1, batch=1, repeats=1, threads=1)
+    command.add_argument("--runs", nargs="+", type=path_argument, default=[], metavar="RUN", help=words)
+    command.add_argument("--data", type=path_argument, metavar="DIR", help="where the data of the runs are now")
+    return _finish(command, arguments)
 
 
 def parse_graphs(arguments: Words) -> argparse.Namespace:
-    """Reads the command line of ``graphs``."""
-    parser = _parser("graphs", "Writes a report on the graphs that a trained model samples.")
-    parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run")
+    command = Command(f"{PROGRAM} graphs", "Writes a report on the graphs that a trained model samples.")
+    command.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run")
     words = "folder of the data, if it is not where the run found it"
-    parser.add_argument("--data", type=path_argument, metavar="DIR", help=words)
-    parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="(default: %(default)s)")
-    words = "for densities; at random (default: %(default)s)"
-    parser.add_argument("--examples", type=int, default=500, metavar="N", help=words)
-    words = "of them, for structure and universality (default: %(default)s)"
-    parser.add_argument("--structure", type=int, default=20, metavar="N", help=words)
-    words = "seconds for each condition of each set (default: %(default)s)"
-    parser.add_argument("--time-limit", type=float, default=5.0, metavar="S", help=words)
-    return _finish(parser, arguments, examples=1, structure=1, time_limit=0)
-
-
-def _several(values: Iterable[str], default: list[str], name: str) -> dict[str, Any]:
-    """An option with one or more of some values, which its help tells."""
-    words = f"of {', '.join(values)} (default: {' '.join(default)})"
-    return {"nargs": "+", "default": default, "metavar": name, "help": words}
+    command.add_argument("--data", type=path_argument, metavar="DIR", help=words)
+    command.option("split", "val", choices=("train", "val", "test"))
+    command.option("examples", 500, "for densities; at random", metavar="N", least=1)
+    command.option("structure", 20, "of them, for structure and universality", metavar="N", least=1)
+    command.option("time-limit", 5.0, "seconds for each condition of each set", metavar="S", least=0)
+    return _finish(command, arguments)
 
 
 COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {
@@ -151,14 +131,12 @@ COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {
 
 
 def main(arguments: Words | None = None) -> Any:
-    """Runs a command; ``--help`` explains them. Returns what its ``run`` returns."""
+    """Runs a command; ``--help`` explains them. Returns the result of its ``run``."""
     words = sys.argv[1:] if arguments is None else arguments
-    told = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        PROGRAM, description=f"commands:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=tuple(COMMANDS), help="each has its own --help")
-    parse, module, _ = COMMANDS[parser.parse_args(words[:1]).command]
+    listed = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in COMMANDS.items())
+    command = Command(PROGRAM, f"commands:\n{listed}")
+    command.add_argument("command", choices=tuple(COMMANDS), help="each has its own --help")
+    parse, module, _ = COMMANDS[command.parse_args(words[:1]).command]
     given = parse(words[1:])
     return importlib.import_module(f"examples.lra.{module}").run(given)
 

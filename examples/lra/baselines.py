@@ -1,11 +1,6 @@
 """The efficient transformers that the paper compares with, as the attention of our encoder: same blocks, data and budget.
 
-In: settings with the sizes of a method. Out: ``BASELINES``, the layers by name; given settings, each is a factory for
-:class:`sbm_pyg.SequenceEncoder`. They take ragged tokens ``[N, channels]`` with ``ptr`` [B+1] and return ragged ``[N, H*C]``. Not here:
-full attention, fixed patterns and sampled graphs, which the package has, and training (``train.py``).
-
-Each method has the projections of :class:`sbm_pyg.FullAttention`; what happens between them is the work of a package
-where one is kept, and of a few lines here where none is:
+Each method has the projections of :class:`sbm_pyg.FullAttention`; between them are a maintained package, or a few lines here:
 
 ==============  ============================================================  ===================================
 method          computed by                                                   padding
@@ -13,11 +8,11 @@ method          computed by                                                   pa
 linear          ``torch_geometric`` over elu(x) + 1                           masked
 linformer       ``linformer``                                                 masked before the projection
 reformer        ``transformers``, its ``LSHSelfAttention``                    a function of the sequence's length
-performer       ``torch_geometric`` over positive features, which are here    masked, in the stabiliser too
+performer       ``torch_geometric`` over positive features, which are here    masked, in the stabilizer too
 nystromformer   ``nystrom_attention``; the convolution is here                spread, so that no landmark is empty
 ==============  ============================================================  ===================================
 
-What a sequence gets does not depend on the rest of its batch, with any of them (``tests/lra/test_lra_baselines.py``).
+The result of a sequence does not depend on the rest of its batch, with any of them (``tests/lra/test_lra_baselines.py``).
 """
 
 from __future__ import annotations
@@ -39,16 +34,9 @@ if TYPE_CHECKING:
 
 
 class Baseline(nn.Module):
-    """An attention layer that pads inside: projections here, the method in :meth:`attend`.
+    """An attention layer from ragged tokens ``[N, channels]`` to ``[N, H*C]``: projections here, the method over padded sequences in :meth:`attend`.
 
-    Args:
-        settings: Of the run, from which a method takes its sizes.
-        channels: Channels of the tokens.
-        head_channels: Channels per head C.
-        heads: Number of heads H.
-
-    Shapes:
-        - tokens ``[N, channels]``; output ``[N, H*C]``. Half precisions are raised to float32 in between, as the paper's baselines do.
+    Half precisions are raised to float32 in between, as in the paper's baselines.
     """
 
     shared = False  # whether keys are the queries
@@ -61,14 +49,8 @@ class Baseline(nn.Module):
         self.lin_value = nn.Linear(channels, heads * head_channels)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        ptr: Tensor,
-        seed: int | None = None,
-        sequence_ids: Tensor | None = None,
-        return_choice: bool = False,
-    ) -> Any:
+        self, x: Tensor, *, ptr: Tensor, seed: int | None = None, sequence_ids: Tensor | None = None, return_choice: bool = False
+    ) -> Any:  # fmt: skip
         """Attend; ``seed`` is for methods that are random, ``sequence_ids`` is not used. No graph is made: None."""
         seed = draw_seed() if seed is None else seed
         query = self.lin_query(x)
@@ -116,8 +98,8 @@ class Baseline(nn.Module):
 class LinearAttention(Baseline):
     r"""Linear attention: :math:`\phi(q_i)^T \sum_j \phi(k_j) v_j / \phi(q_i)^T \sum_j \phi(k_j)` with :math:`\phi = \mathrm{elu} + 1`.
 
-    Cost O(N H C^2). Katharopoulos et al., "Transformers are RNNs", ICML 2020; their package has no release that builds with
-    torch 2, so the two lines of the feature map are ours and the product is PyG's. The paper's baseline leaves out the denominator.
+    Cost O(N H C^2). Katharopoulos et al., "Transformers are RNNs", ICML 2020, whose package does not build with
+    torch 2. The product is PyG's. The paper's baseline leaves out the denominator.
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seed: int) -> Tensor:
@@ -128,9 +110,8 @@ class PerformerAttention(Baseline):
     r"""FAVOR+: linear attention over positive random features :math:`\exp(w_r^T x - |x|^2 / 2)` of the softmax kernel.
 
     Cost O(N H C R). Choromanski et al., "Rethinking attention with Performers", ICLR 2021. The directions w are orthogonal with
-    norms of Gaussian vectors, drawn once from torch's generator and kept with the weights. PyG has the product and the
-    directions; the features are ours, since PyG's are those of a ReLU kernel, and since the package ``performer-pytorch``
-    takes the largest score of the padding, too, for its stabiliser.
+    norms of Gaussian vectors, drawn once and kept with the weights. PyG has the product and the directions; the features are ours, since
+    PyG's are those of a ReLU kernel, and since the stabilizer of ``performer-pytorch`` takes the largest score of the padding, too.
     """
 
     EPS = 1e-4
@@ -178,7 +159,7 @@ class ReformerAttention(Baseline):
     """Attention among tokens that hash alike: sorted by hash and cut into chunks, each of which sees itself and the one before.
 
     Cost O(N H C c r) with chunks of c tokens and r rounds, and sorting. Kitaev et al., "Reformer: The Efficient Transformer",
-    ICLR 2020, as ``transformers`` has it, which the paper's baseline is made of, too. Queries are keys. Rotations are a function of the
+    ICLR 2020, as in ``transformers`` and in the paper's baseline. Queries are keys. Rotations are a function of the
     seed and of the padded length, which is the sequence's own length rounded up to whole chunks.
     """
 
@@ -226,14 +207,11 @@ class NystromAttention(Baseline):
         self.landmarks, taps = settings.landmarks, settings.value_kernel
         if taps and taps % 2 == 0:
             raise ValueError(f"Expected 'value-kernel' to be odd or 0 (got {taps}). It is centred on its token.")
-        package = _package("nystrom_attention")
-        self.kernel = package.NystromAttention(
-            heads * head_channels, head_channels, heads, self.landmarks, residual=False
-        )
+        sizes = (heads * head_channels, head_channels, heads, self.landmarks)
+        self.kernel = _package("nystrom_attention").NystromAttention(*sizes, residual=False)
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()
-        self.conv = (
-            nn.Conv2d(heads, heads, (taps, 1), padding=(taps // 2, 0), groups=heads, bias=False) if taps else None
-        )
+        options: Any = {"padding": (taps // 2, 0), "groups": heads, "bias": False}
+        self.conv = nn.Conv2d(heads, heads, (taps, 1), **options) if taps else None
 
     def sizes(self, lengths: Tensor) -> Tensor:
         return -(-lengths // self.landmarks) * self.landmarks
@@ -273,10 +251,8 @@ def _package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        words = (
-            f"Expected '{name.partition('.')[0]}' to be installed (got {error}). Run `pip install -e \".[examples]\"`."
-        )
-        raise ImportError(words) from error
+        words = f"Expected '{name.partition('.')[0]}' to be installed (got {error})."
+        raise ImportError(f'{words} Run `pip install -e ".[examples]"`.') from error
 
 
 BASELINES: dict[str, type[Baseline]] = {

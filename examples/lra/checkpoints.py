@@ -1,9 +1,6 @@
-"""When the trainer saves, and the signals that ask a run to stop.
+"""The times at which the trainer saves ``last.ckpt``, to go on from, and ``best.ckpt``, to test; and the signals that ask a run to stop.
 
-In: a trainer at the end of a step. Out: ``last.ckpt``, to go on from, and ``best.ckpt``, to test; the curves beside them. Not here: how files
-survive kills and full disks (``examples/common/runs.py``), and what model and data put into their state (``model.py``).
-
-An *epoch* of the trainer is what lies between two checkpoints, never a pass over the data. So every checkpoint is one of a
+An *epoch* of the trainer is the part of a run between two checkpoints, never a pass over the data. So every checkpoint is one of a
 finished epoch, of which nothing has to be restored but the number of the step; all else follows from that number.
 """
 
@@ -22,8 +19,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from examples.common.runs import RunError, read_checkpoint, write_checkpoint
-from examples.lra import report
+from examples.common import runs
+from examples.common.tables import write_csv
 
 LAST, BEST = "last.ckpt", "best.ckpt"
 NEW = "It is damaged: take it from a backup, or start a new run."
@@ -34,38 +31,26 @@ NEVER = 2**31  # validate after so many epochs
 
 
 def read_state(path: Path, settings: Any) -> dict[str, Any]:
-    """Reads a checkpoint of a run.
-
-    Raises:
-        RunError: If it is damaged, or that of a run with other settings.
-    """
-    way_out = WAY_OUTS.get(path.name, NEW)
-    state = read_checkpoint(path, way_out)
-    if state.get("run", {}).get("settings") != dataclasses.asdict(settings):
-        raise RunError(
-            f"Expected '{path}' to be of the settings of this run (got others). Take it from a backup, or start a new run."
-        )
-    return state
+    return runs.read_state(path, dataclasses.asdict(settings), WAY_OUTS.get(path.name, NEW), needed=True)
 
 
 class SafeIO(CheckpointIO):
-    """Lets Lightning write and read its checkpoints with the functions above."""
+    """Lets Lightning write and read its checkpoints as all programs do."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(Path(path), checkpoint)
+        runs.write_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(Path(path), WAY_OUTS.get(Path(path).name, NEW))
+        return runs.read_checkpoint(Path(path), WAY_OUTS.get(Path(path).name, NEW))
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
 
 
 class Signals:
-    """Turns the first SIGINT or SIGTERM into a wish to stop, which is granted at the end of a step; the second exits at once.
+    """Turns the first SIGINT or SIGTERM into a request to stop at the end of a step; the second exits at once.
 
-    While nothing would be lost, outside of training, the first one exits too: as ``SystemExit``, with the code that shells
-    give to a program that a signal ended (130 and 143).
+    Outside of training, the first one exits too, as ``SystemExit`` with the code of shells for a program that a signal ended (130 and 143).
     """
 
     def __init__(self) -> None:
@@ -95,13 +80,7 @@ class Signals:
 
 
 class Checkpoints(Checkpoint):
-    """Saves after every ``save_every`` steps, after validations, and when asked to stop; keeps the best state.
-
-    Args:
-        folder: Of the files.
-        settings: ``save_every``, ``validate_every``, ``accumulate``, ``steps``, and from which step on graphs are ``settled``.
-        signals: Which may ask to stop.
-    """
+    """Saves after every ``save_every`` steps, after validations, and when asked to stop; keeps the best state of settled graphs."""
 
     def __init__(self, folder: Path, settings: Any, signals: Signals) -> None:
         self.folder, self.settings, self.signals = folder, settings, signals
@@ -115,14 +94,14 @@ class Checkpoints(Checkpoint):
 
     @staticmethod
     def validates(settings: Any, step: int) -> bool:
-        """Says whether a validation follows a step."""
+        """Whether a validation follows a step."""
         return step % settings.validate_every == 0 or step == settings.steps
 
     @staticmethod
     def boundary(settings: Any, step: int) -> int:
         """Returns the first step after this one that a checkpoint follows."""
-        rhythms = (settings.save_every, settings.validate_every)
-        return min(settings.steps, *((step // every + 1) * every for every in rhythms))
+        every = (settings.save_every, settings.validate_every)
+        return min(settings.steps, *((step // count + 1) * count for count in every))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.signals.install()
@@ -157,13 +136,13 @@ class Checkpoints(Checkpoint):
     def write_curves(self, rows: dict[str, Any]) -> None:
         """Writes the rows of both curves, which are in the checkpoint too."""
         for phase, own in rows.items():
-            report.write_csv(self.folder / f"{phase}.csv", own)
+            write_csv(self.folder / f"{phase}.csv", own)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.signals.patient = False
 
     def asked(self, trainer: Trainer) -> bool:
-        """Says whether any process was asked to stop; all of them ask together."""
+        """Whether any process was asked to stop; all processes call this together."""
         if trainer.world_size == 1:
             return self.signals.number > 0
         number = torch.tensor(self.signals.number, device=trainer.strategy.root_device)
@@ -173,9 +152,6 @@ class Checkpoints(Checkpoint):
 
 
 def give_memory_back() -> None:
-    """Gives freed memory back to the system, where the C library is GNU's.
-
-    Batches of all sizes leave holes in its heap: a process that needs 1 GiB for a step may hold 12 after an hour.
-    """
+    """Gives freed memory back to the system (GNU's C library): without it, a process that needs 1 GiB may hold 12 after an hour."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)

@@ -1,7 +1,4 @@
-"""What each method costs on the Long Range Arena: FLOPs, memory and time, relative to full attention, as Table 3 of the paper.
-
-In: tasks, methods, a preset; or folders of runs. Out: ``cost.md`` and ``cost.csv`` in a folder; of runs ``time.md`` and ``steps.csv``.
-Not here: accuracy (``table.py``), and kernels by themselves::
+"""The cost of each method on the Long Range Arena: FLOPs, memory and time, relative to full attention, as in Table 3 of the paper.
 
     python -m examples.lra cost --tasks listops text --methods full sbm sbm:initial-density=0.012 --batch 4 --output runs/cost
     python -m examples.lra cost --runs runs/hour/runs/listops-full-0 runs/hour/runs/listops-sbm-0 --threads 2 --output runs/time
@@ -10,19 +7,17 @@ Not here: accuracy (``table.py``), and kernels by themselves::
 first step, and ``sbm`` has the density that it starts with. Each is measured in a process of its own.
 
 * **FLOPs** are counted as they run, by torch's counter, ours by the formulas of ``sbm_pyg.ops.flops``: products with channels,
-  a multiplication and its addition being 2. What pads is counted, for it is computed. Sampling is counted, and shown by itself.
-* **Memory** is what the process (on a GPU, its allocator) had at most beyond what it had after a short sequence: activations
+  a multiplication and its addition being 2. Padding is counted where it is computed. Sampling is counted, and shown separately.
+* **Memory** is the peak of the process (on a GPU, of its allocator) beyond that after a short sequence: activations
   and workspace, no weights, no libraries.
-* **Time** is the median of some repeats. *Forward* is inference without gradients, *step* is what the trainer does.
+* **Time** is the median of some repeats. *Forward* is inference without gradients, *step* is a step of the trainer.
 
 **Runs** are timed side by side with their trained weights: each training batch goes through all models in turn, the order changing from
 batch to batch, and ratios are those of the same batch.
 
-Whatever is measured has passed a **gate** before: the attention of its first layer is that of plain torch over the same graph, and
-what a baseline gives to a sequence alone is what it gives in a batch. What fails is named, not measured, and the program ends with 1.
+A **gate** comes first: the attention of the first layer is that of plain torch over the same graph, and
+a baseline gives to a sequence alone the result that it gives in a batch. A method that fails is named, not measured, and the program ends with 1.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -43,18 +38,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from examples.benchmarks import kernels
-from examples.benchmarks.tables import markdown
+from examples.common.gate import Rejected
+from examples.common.gate import compare as agree
 from examples.common.runs import read_record, write_record, write_text
+from examples.common.tables import Row, by, markdown, write_csv
 from examples.lra.data.batches import Batch, Split
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
-from examples.lra.report import peak_memory, write_csv
+from examples.lra.report import peak_memory
 from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, open_run
 from sbm_pyg import patterns
+from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
-from sbm_pyg.progress import tqdm
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")
@@ -82,14 +78,11 @@ def random_batch(task: Task, lengths: Sequence[int], device: torch.device) -> Ba
 
 @torch.no_grad()
 def gate(module: Classifier) -> None:
-    """Compares the attention of the first layer with what it must equal, for each sequence of a small batch.
+    """Compares the first layer's attention, for each sequence of a small batch, with a softmax over the dense mask of its graph.
 
-    That is softmax over the dense mask of its graph; for a baseline, whose method is a package's, itself with the sequence alone.
-
-    Raises:
-        Rejected: If it is something else.
+    A baseline, whose method is a package's, is compared with itself for the sequence alone.
     """
-    attention: Any = module.eval().model.encoder.blocks[0].attention
+    attention: Any = module.eval().model.encoder.layers[0].attention
     settings, device = module.settings, module.device
     places = [0, SHORT, SHORT + 17, SHORT + 57]
     x = torch.randn(places[-1], settings.channels, generator=torch.Generator().manual_seed(0)).to(device)
@@ -101,9 +94,8 @@ def gate(module: Classifier) -> None:
             true.append(attention(alone, ptr=torch.tensor([0, end - start], device=device), seed=1))
             continue
         linear = (attention.lin_query, attention.lin_key, attention.lin_value)
-        query, key, value = (
-            lin(alone).unflatten(1, (settings.heads, -1)).transpose(0, 1) for lin in linear
-        )  # [H, L, C]
+        heads = (lin(alone).unflatten(1, (settings.heads, -1)) for lin in linear)
+        query, key, value = (x.transpose(0, 1) for x in heads)  # [H, L, C]
         scores = query @ key.mT / math.sqrt(settings.head_channels)
         if getattr(attention, "score_bias", None) is not None:
             every = patterns.full(len(alone)).expand(settings.heads)
@@ -112,7 +104,7 @@ def gate(module: Classifier) -> None:
             scores = scores.masked_fill(~choice.graph.to_dense(number), -torch.inf)
         weights = scores.softmax(-1).nan_to_num()  # nothing where a query has no edge
         true.append((weights @ value).transpose(0, 1).flatten(1))
-    kernels.compare({f"attention {settings.attention!r}": (found, torch.cat(true))})
+    agree({f"attention {settings.attention!r}": (found, torch.cat(true))})
 
 
 def clock(device: torch.device) -> float:
@@ -120,6 +112,12 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def timed(device: torch.device, action: Callable[..., Any], *given: Any) -> float:
+    start = clock(device)
+    action(*given)
+    return clock(device) - start
 
 
 @torch.no_grad()
@@ -133,11 +131,7 @@ def forward(module: Classifier, batch: Batch) -> Tensor:
 def timed_step(
     module: Classifier, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], number: int = 0
 ) -> dict[str, float]:
-    """Trains on the parts of a batch as the trainer does.
-
-    Returns:
-        Seconds of each of ``PARTS``, and the mean density of the graphs (1 without graphs).
-    """
+    """Trains on the parts of a batch; returns seconds of each of ``PARTS``, and the mean density of the graphs (1 without graphs)."""
     module.train()
     device, seconds, density = module.device, np.zeros(len(PARTS)), 0.0
     optimizer.zero_grad()
@@ -159,9 +153,6 @@ def timed_step(
     return times | {"density": density / sum(len(batch.labels) for batch in batches)}
 
 
-# ------------------------------------------------------------------ steps that fit into a time
-
-
 def plan_steps(per_step: float, per_validation: float, minutes: float, validate_every: int) -> int:
     """The number of steps that fit into a time, with their validations: one before them, one after every so many, and one in the end.
 
@@ -173,17 +164,13 @@ def plan_steps(per_step: float, per_validation: float, minutes: float, validate_
     rounds, rest = divmod(60 * minutes - per_validation, validate_every * per_step + per_validation)
     steps = int(rounds) * validate_every + max(0, int((rest - per_validation) / per_step))
     if steps < 2:
-        raise ValueError(
-            f"Expected 'minutes' to be enough for two steps and their validations (got {minutes}). Give more."
-        )
+        words = f"Expected 'minutes' to be enough for two steps and their validations (got {minutes})."
+        raise ValueError(f"{words} Give more.")
     return steps
 
 
 def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
-    """Plans as many steps as fit into the minutes of a run; the warm-up keeps its share of them.
-
-    Steps and validations are timed on this machine, on batches from short to long.
-    """
+    """Plans as many steps as fit into the minutes of a run, by timing batches from short to long; the warm-up keeps its part of them."""
     cuda = accelerator in ("auto", "cuda") and torch.cuda.is_available()
     device, settings = torch.device("cuda" if cuda else "cpu"), plan.settings
     data, module = Data(splits, settings), Classifier(TASKS[plan.task], settings).to(device)
@@ -197,9 +184,7 @@ def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
         for place in [-1, count // 2, *places]:  # first what only happens once, memory for the longest included
             batch = [splits[name].__getitems__(part.tolist()) for part in np.split(np.asarray(batches[place]), parts)]
             batch = [module.transfer_batch_to_device(part, device, 0) for part in batch]
-            start = clock(device)
-            action(batch)
-            seconds.append(clock(device) - start)
+            seconds.append(timed(device, action, batch))
         return statistics.fmean(seconds[2:])
 
     step = mean(partial(timed_step, module, optimizer), "train", data.buckets.epoch(0), 5, settings.accumulate)
@@ -211,9 +196,6 @@ def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
     return dataclasses.replace(plan, settings=dataclasses.replace(settings, steps=steps, warmup=warmup))
 
 
-# ------------------------------------------------------------------ methods before training
-
-
 def settings_of(task: str, method: str, preset: str) -> Settings:
     """Returns the settings of a method, as the trainer's command line has them."""
     return resolve(parse(["--task", task, "--preset", preset, *method_words(method)]))[1].settings
@@ -222,14 +204,7 @@ def settings_of(task: str, method: str, preset: str) -> Settings:
 def measure(
     task: Task, method: str, preset: str, length: int | None, batch_size: int, repeats: int, threads: int = 1
 ) -> dict[str, Any]:
-    """Measures one method on one task, in this process.
-
-    Returns:
-        A row: what was measured, in FLOPs, bytes and seconds, and the density of the graphs (None without graphs).
-
-    Raises:
-        Rejected: If the method fails the gate.
-    """
+    """Measures one method on one task, in this process: a row of FLOPs, bytes and seconds, and the density of the graphs (None without)."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     settings = settings_of(task.name, method, preset)
@@ -252,12 +227,7 @@ def measure(
         action(batch)
         row[f"{name}_bytes"] = max(peak_memory()["peak_memory_bytes"] - base, 0)
     for name, action in actions.items():
-        seconds = []
-        for _ in range(repeats):
-            start = clock(device)
-            action(batch)
-            seconds.append(clock(device) - start)
-        row[f"{name}_seconds"] = statistics.median(seconds)
+        row[f"{name}_seconds"] = statistics.median(timed(device, action, batch) for _ in range(repeats))
         with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
             action(batch)
         counts = {str(op): count for op, count in counter.get_flop_counts().get("Global", {}).items()}
@@ -280,9 +250,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     ]
     columns = [(unit, part) for unit in UNITS for part in ("forward", "step")]
     header = ["method", "density", "sampling", *(f"{unit} {part}" for unit, part in columns)]
-    for task in dict.fromkeys(row["task"] for row in rows):
-        group = [row for row in rows if row["task"] == task]
-        full = next((row for row in group if row["method"] == "full"), {})
+    for task, group in by(rows, "task").items():
+        full: Row = next((row for row in group if row["method"] == "full"), {})
 
         def cell(row: dict[str, Any], unit: str, part: str, full: dict[str, Any] = full) -> str:
             name, value = f"{part}_{UNITS[unit][0]}", row[f"{part}_{UNITS[unit][0]}"] / UNITS[unit][1]
@@ -299,28 +268,16 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ------------------------------------------------------------------ trained models side by side
-
-
 def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict[str, Any]]:
-    """Times steps of runs on training batches of the first, each batch by all of them.
-
-    Returns:
-        A row for each batch and run.
-
-    Raises:
-        ValueError: If a run cannot be read or takes other examples than the first.
-        Rejected: If a model fails the gate.
-    """
+    """Times steps of runs on training batches of the first: a row for each batch and run."""
     runs = [open_run(folder, data=data) for folder in folders]
     plan, _, splits = runs[0]
     task = TASKS[plan.task]
     steppers = []
     for folder, (other, module, _) in zip(folders, runs, strict=True):
         if (other.task, task.pipeline(other.settings)) != (plan.task, task.pipeline(plan.settings)):
-            raise ValueError(
-                f"Expected 'runs' that take examples in one form (got {folder}, which differs from the first). Compare them apart."
-            )
+            words = f"Expected 'runs' that take examples in one form (got {folder}, which differs from the first)."
+            raise ValueError(f"{words} Compare them apart.")
         gate(module)
         steppers.append(partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=0.0)))
     epoch = Data(splits, plan.settings).buckets.epoch(0)
@@ -342,8 +299,7 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
     """Writes a Markdown table of medians over the batches; the ratio, which is taken batch by batch, with its quartiles."""
     first = {row["batch"]: row["step"] for row in rows if row["place"] == 0}
     lines = []
-    for place in range(max(row["place"] for row in rows) + 1):
-        mine = [row for row in rows if row["place"] == place]
+    for mine in dict(sorted(by(rows, "place").items())).values():
         times = [f"{1e3 * statistics.median(row[part] for row in mine):,.0f} ms" for part in (*PARTS, "step")]
         density = statistics.median(row["density"] for row in mine)
         speed = sum(row["tokens"] for row in mine) / sum(row["step"] for row in mine)
@@ -358,7 +314,7 @@ def run(given: argparse.Namespace) -> None:
         text = _compare(given) if given.runs else _measure(given)
     except ValueError as error:
         given.fail(str(error))
-    except kernels.Rejected as error:
+    except Rejected as error:
         raise SystemExit(f"Not measured: {error}.") from None
     print(text)
 
@@ -390,7 +346,7 @@ def _measure(given: argparse.Namespace) -> str:
                 try:
                     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                         write_record(path, pool.submit(measure, TASKS[task], method, *fixed).result())
-                except kernels.Rejected as error:
+                except Rejected as error:
                     rejected.append(f"{task}, {method}: {error}")
                     continue
             rows.append(read_record(path))
@@ -398,5 +354,5 @@ def _measure(given: argparse.Namespace) -> str:
             write_text(given.output / "cost.md", report(rows))
     if rejected:
         print(report(rows) if rows else "")
-        raise kernels.Rejected("; ".join(rejected))
+        raise Rejected("; ".join(rejected))
     return report(rows)

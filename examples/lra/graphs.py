@@ -1,14 +1,9 @@
-"""Looks at the graphs that a trained model samples, and writes a report with figures and tables.
-
-In: the folder of a run and a split of its data. Out: ``graphs.html`` in that folder, which needs no other file. Not here: training
-(``train.py``), figures (``sbm_pyg.analysis.plots``) and statistics (``sbm_pyg.analysis``)::
+"""Writes ``graphs.html``, a report with figures and tables on the graphs that a trained model samples, which needs no other file.
 
     python -m examples.lra graphs --run runs/listops-laptop-1 --split test --examples 500 --structure 50
 
 Graphs are those of the trainer's evaluation: a function of the run's seed and of the number of the example.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -23,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.page import page, picture, table, title, words
+from examples.common.pictures import page, picture, table, title, words
 from examples.common.runs import write_text
 from examples.lra.data.batches import Batch, Split, by_length
 from examples.lra.data.tasks import TASKS, Task
@@ -32,17 +27,17 @@ from examples.lra.settings import BASELINES
 from examples.lra.train import block_model, open_run
 from sbm_pyg import SBM, AttentionGraph, Choice, analysis, patterns
 from sbm_pyg.analysis import plots
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """What a run's model does with some examples."""
+    """Results of a run's model for some examples."""
 
     examples: np.ndarray  # [n], their numbers in the split
     lengths: np.ndarray  # [n], tokens of each
     labels: np.ndarray  # [n]
-    guesses: np.ndarray  # [n], what the model says
+    guesses: np.ndarray  # [n], of the model
     loss: float  # mean cross-entropy
     density: Tensor  # [L, n, H]; for pairs the mean of both sequences
 
@@ -116,7 +111,7 @@ def inputs(task: Task, module: Classifier, split: Split, done: Evaluated) -> Ite
             blocks = block_model(choice)
             yield picture(plots.plot_mask(choice.graph, blocks, head=head, title=name))
             if blocks is not None:
-                yield picture(plots.plot_blocks(choice.graph, blocks, head=head, title=name))
+                yield picture(plots.plot_communities(choice.graph, blocks, head=head, title=name))
 
 
 def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterator[str]:
@@ -126,7 +121,7 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
     for example in tqdm(examples, "Statistics", unit=" examples"):
         for side in choices(module, split.__getitems__([int(example)]))[1]:
             for layer, choice in enumerate(side):
-                for record in analysis.graph_statistics(choice.graph, blocks=block_model(choice)).rows():
+                for record in analysis.graph_statistics(choice.graph, communities=block_model(choice)).rows():
                     found.setdefault(f"layer {layer}, head {int(record['head'])}", []).append(record)
     rows = []
     for name in [name for name in next(iter(found.values()))[0] if name not in ("sequence", "head")]:
@@ -145,9 +140,9 @@ def structure(module: Classifier, split: Split, examples: np.ndarray) -> Iterato
 
 
 def expectation(choice: Choice) -> AttentionGraph | SBM | None:
-    """What a sampled graph is expected to be: its model, or, over blocks of tokens, the pairs of blocks with p > 0.5."""
+    """The expectation of a sampled graph: its model, or, over blocks of tokens, the pairs of blocks with p > 0.5."""
     model = block_model(choice)
-    if model is None or choice.graph.grain == 1:
+    if model is None or choice.graph.block_size == 1:
         return model
     return choice.graph.with_blocks(analysis.expected_graph(model))
 
@@ -157,7 +152,7 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
     yield title("Conditions of universal approximation")
     yield words(
         "Conditions of Yun et al. (2020): 1, every token attends to itself; 2, the union of the patterns has a Hamiltonian path; 3, after s steps through the "
-        f"patterns every token has heard of every other. Over {len(examples):,} examples; the heads of a layer count as one pattern. Expected patterns hold the "
+        f"patterns every token has information from every other. Over {len(examples):,} examples; the heads of a layer count as one pattern. Expected patterns hold the "
         "pairs with p > 0.5. Self-loops are what the paper's proof adds and its experiments leave out."
     )
     found: dict[str, list[analysis.Universality]] = {}
@@ -178,16 +173,10 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
         steps = [answer.s for answer in answers if answer.s is not None and answer.s < math.inf]
         paths = [answer.hamiltonian_status for answer in answers]
         looped_share = np.mean([not any(answer.missing_self_loops) for answer in answers])
-        rows.append(
-            [
-                name,
-                f"{np.mean([answer.holds is True for answer in answers]):.0%}",
-                f"{looped_share:.0%}",
-                " / ".join(str(paths.count(status)) for status in ("FOUND", "ABSENT", "UNKNOWN")),
-                f"{len(steps) / len(answers):.0%}",
-                f"{np.median(steps):g}" if steps else "–",
-            ]
-        )
+        hold = np.mean([answer.holds is True for answer in answers])
+        counts = " / ".join(str(paths.count(status)) for status in ("FOUND", "ABSENT", "UNKNOWN"))
+        ends = (f"{len(steps) / len(answers):.0%}", f"{np.median(steps):g}" if steps else "–")
+        rows.append([name, f"{hold:.0%}", f"{looped_share:.0%}", counts, *ends])
     path = "2. path: found / absent / unknown"
     yield table(["patterns", "all hold", "1. self-loops", path, "3. s finite", "median s"], rows)
     yield words(f"The pages of example {examples[0]}:")
@@ -202,9 +191,8 @@ def run(given: argparse.Namespace) -> Path:
         plan, module, splits = open_run(given.run, data=given.data)
         settings, task, split = plan.settings, TASKS[plan.task], splits[given.split]
         if settings.attention in ("full", *BASELINES):
-            raise ValueError(
-                f"Expected a run whose attention has graphs (got attention {settings.attention!r}). There is nothing to see."
-            )
+            text = f"Expected a run whose attention has graphs (got attention {settings.attention!r})."
+            raise ValueError(f"{text} There is nothing to see.")
     except ValueError as error:
         given.fail(str(error))
     random = np.random.default_rng(0)
@@ -212,12 +200,9 @@ def run(given: argparse.Namespace) -> Path:
     some = random.permutation(examples)[: given.structure]
     done = evaluate(module, split, examples)
     name = f"Graphs of {given.run.name}: {task.name}, {settings.attention} attention"
-    facts = {
-        "accuracy on these examples": f"{(done.guesses == done.labels).mean():.2%}",
-        "majority class": f"{split.majority(examples):.2%}",
-        "loss": f"{done.loss:.4f}",
-        "mean density": f"{float(done.density.mean()):.2%}",
-    }
+    facts = {"accuracy on these examples": f"{(done.guesses == done.labels).mean():.2%}"}
+    facts |= {"majority class": f"{split.majority(examples):.2%}", "loss": f"{done.loss:.4f}"}
+    facts |= {"mean density": f"{float(done.density.mean()):.2%}"}
     parts = [
         words(
             f"{settings.layers} layers, {settings.heads} heads, {plan.preset} preset; {len(examples):,} of {len(split):,} examples of "

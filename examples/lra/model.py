@@ -1,9 +1,4 @@
-"""The model of a task as the trainer sees it: its loss, its optimiser, and the rows of its curves.
-
-In: a task, settings, and batches. Out: a loss for each part of a batch, and means over the batches since the last row. Not here: in what order batches come and when rows are due for saving (``train.py``, ``checkpoints.py``).
-"""
-
-from __future__ import annotations
+"""The model of a task for the trainer: its loss, its optimizer, and the rows of its curves."""
 
 import dataclasses
 import math
@@ -30,15 +25,12 @@ from sbm_pyg.sources.indexer import IndexerSource
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
     """Position embeddings of a square image [side * side, channels], pixels row by row: sines and cosines of row and of column.
 
-    Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings.
-
-    Reference: Vaswani et al. 2017, section 3.5, for both axes of an image as in He et al., "Masked Autoencoders Are Scalable Vision
-    Learners", CVPR 2022. There they stay as they are; here they are where learning starts.
+    Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings. Vaswani et al. 2017,
+    section 3.5, for both axes as in He et al., "Masked Autoencoders Are Scalable Vision Learners", CVPR 2022; here they are trained.
     """
     if channels % 4:
-        raise ValueError(
-            f"Expected 'channels' to be a multiple of 4 for positions on a grid (got {channels}). Take random positions."
-        )
+        words = f"'channels' to be a multiple of 4 for positions on a grid (got {channels})"
+        raise ValueError(f"Expected {words}. Take random positions.")
     waves = base ** (-torch.arange(channels // 4) / (channels // 4))
     angles = torch.arange(side)[:, None] * waves * (math.pi / 2)
     axis = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, channels / 2]
@@ -47,10 +39,7 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
 
 
 def smooth_values(count: int, channels: int) -> Tensor:
-    """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period over the scale.
-
-    The mean square is 1, as that of random embeddings.
-    """
+    """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period, of mean square 1."""
     if channels % 2:
         raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
     rates = torch.arange(1, channels // 2 + 1) / (channels // 2)
@@ -66,11 +55,10 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            options |= {
-                name: getattr(settings, name) for name in ("num_blocks", "estimator", "probes", "exploration", "grain")
-            }
+            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size")
+            options |= {name: getattr(settings, name) for name in names}
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
-            options["sbm_options"] = {**model, "density": settings.initial_density}
+            options["sbm_options"] = {**model, "initial_density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
             options["share"] = settings.share or None
             if settings.share and not settings.exploration:  # as the share has it
@@ -97,25 +85,18 @@ class Classifier(LightningModule):
         kind = SequenceClassifier if task.arity == 1 else PairClassifier
         self.model = kind(encoder, task.num_classes, pool_length=pooled)
         self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
-        self.sources = [
-            part for part in self.modules() if isinstance(part, SBMSource | IndexerSource) and settings.share
-        ]
+        kinds = SBMSource | IndexerSource
+        self.sources = [part for part in self.modules() if settings.share and isinstance(part, kinds)]
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
         self.start_clock()
 
     def configure_optimizers(self) -> Any:
         chosen = self.settings
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=chosen.learning_rate, eps=1e-6, weight_decay=chosen.weight_decay
-        )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=chosen.learning_rate,
-            total_steps=chosen.steps,
-            pct_start=chosen.warmup / chosen.steps if chosen.warmup > 1 else 0.0,
-            anneal_strategy="linear",
-        )
+        rate, warmup = chosen.learning_rate, chosen.warmup / chosen.steps if chosen.warmup > 1 else 0.0
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, eps=1e-6, weight_decay=chosen.weight_decay)
+        law: dict[str, Any] = {"total_steps": chosen.steps, "pct_start": warmup, "anneal_strategy": "linear"}
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, **law)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
@@ -124,11 +105,7 @@ class Classifier(LightningModule):
         return self.model(batch.tokens, batch.ptr, **known, seed=seed, return_trace=True)
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
-        """Averages probabilities over so many sampled graphs per example, each a pass through the model.
-
-        Returns:
-            Logarithms of the means [B, classes], for one graph up to a constant of each example, and the trace of the first graphs.
-        """
+        """Logarithms of probabilities [B, classes], averaged over so many sampled graphs, and the trace of the first graphs."""
         logits, trace = self.classify(batch, seed=self.settings.seed)
         if graphs == 1:
             return logits, trace
@@ -146,7 +123,7 @@ class Classifier(LightningModule):
         return self.objective(loss, trace)
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
-        """Returns what is minimised: the loss of the task, those of layers, and the price of the expected density if there is one."""
+        """The loss of the task, plus those of layers, plus the price of the expected density if there is one."""
         weight, floor = self.settings.density_weight, self.settings.density_floor
         loss = loss + auxiliary_loss(self.model)
         return loss + weight * trace.density_loss(floor) if weight else loss
@@ -181,11 +158,7 @@ class Classifier(LightningModule):
         return sums
 
     def finish_row(self, phase: str = "") -> dict[str, float]:
-        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers.
-
-        Raises:
-            RunError: If the loss is not finite.
-        """
+        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve and to the loggers."""
         sums, self.sums = self.total(self.sums | {"tokens": torch.tensor(self.tokens, device=self.device)}), {}
         self.correct, self.examples = int(sums["correct"]), int(sums["examples"])
         row = {"loss": sums["loss"].item() / self.examples, "accuracy": self.correct / self.examples}
@@ -210,7 +183,7 @@ class Classifier(LightningModule):
         )
 
     def finite(self) -> bool:
-        """Says whether all weights are finite numbers; asks the device once."""
+        """Whether all weights are finite numbers; waits for the device once."""
         return bool(torch.stack([parameter.detach().sum().isfinite() for parameter in self.parameters()]).all())
 
     def start_clock(self) -> None:
@@ -222,13 +195,13 @@ class Classifier(LightningModule):
         return time.perf_counter() - self.began
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if not self.finite():  # so that no checkpoint holds what cannot be mended
+        if not self.finite():  # so that no checkpoint holds them
             raise self.diverged("weights")
-        checkpoint["run"] = {"rows": self.rows, "sums": self.total(self.sums), "seconds": self.seconds()}
-        checkpoint["run"]["settings"] = dataclasses.asdict(self.settings)
+        checkpoint["curves"] = {"rows": self.rows, "sums": self.total(self.sums), "seconds": self.seconds()}
+        checkpoint["run"] = dataclasses.asdict(self.settings)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["run"]
+        saved = checkpoint["curves"]
         self.rows, self.sums = saved["rows"], {} if self.global_rank else saved["sums"]
         self.began = time.perf_counter() - saved["seconds"]
 

@@ -1,13 +1,5 @@
-"""What a training run says and leaves behind: a progress bar, warnings, files of rows, one table, plots.
+"""The output of a training run: a progress bar, warnings, a table of results, and plots of its curves."""
 
-In: rows of numbers while a run lasts, and its test result in the end. Out: lines on the screen, and files in the run's folder.
-Not here: training (``train.py``), and pictures of graphs (``sbm_pyg.analysis.plots``).
-"""
-
-from __future__ import annotations
-
-import csv
-import io
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,8 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
-from examples.common.runs import save_figure, write_text
-from sbm_pyg.progress import tqdm
+from examples.common.pictures import bare, save_figure
+from sbm_pyg.info import tqdm
 
 RESULTS = "results.json"
 ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."
@@ -31,7 +23,7 @@ class Progress(Callback):
     """One bar over all steps, with loss, accuracy and density per layer; a line for every validation; a warning for every empty head."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
@@ -47,8 +39,8 @@ class Progress(Callback):
         """Warns, once for each head, when its density has collapsed."""
         empty = [name for name, value in row.items() if name.startswith("density") and value < 1e-3]
         for name in empty:
-            if name not in self.told:
-                self.told.add(name)
+            if name not in self.warned:
+                self.warned.add(name)
                 warnings.warn(f"Step {row['step']}: {name} is {row[name]:.2%}, an empty head. {ADVICE}", stacklevel=2)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -60,19 +52,9 @@ class Progress(Callback):
 
     @staticmethod
     def words(module: Any, row: Mapping[str, float]) -> str:
-        """Writes a row in one line."""
         layers = np.mean(densities(row, module.settings.layers, module.settings.heads), axis=1)
         shares = " ".join(f"{share:.3f}" for share in layers)
         return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows with a header, whole or not at all; columns in the order in which they first occur."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def peak_memory() -> dict[str, Any]:
@@ -97,7 +79,6 @@ def densities(row: Mapping[str, float], layers: int, heads: int) -> list[list[fl
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """Writes the results as people read them."""
     test, density, speed = results["test"], results["density"], results["tokens_per_second"]
     low, high = test["interval_95"]
     gain = 100 * (test["accuracy"] - test["majority"])
@@ -118,9 +99,10 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot_curves(
-    path: Path, train: Sequence[Mapping[str, float]], val: Sequence[Mapping[str, float]], majority: float
-) -> None:
+Curve = Sequence[Mapping[str, float]]
+
+
+def plot_curves(path: Path, train: Curve, val: Curve, majority: float) -> None:
     """Draws loss and accuracy of two curves over the steps, and the accuracy of the majority class as a line."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
@@ -131,7 +113,7 @@ def plot_curves(
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)
         if name == "accuracy":
             axes.axhline(majority, color="grey", lw=1, ls=":", label="majority class")
-        axes.spines[["top", "right"]].set_visible(False)
+        bare(axes)
         axes.set(xlabel="step", ylabel=name)
         axes.legend(frameon=False)
     save_figure(path, figure, dpi=150)

@@ -1,8 +1,4 @@
-"""Settings of a training run: what there are, the presets of all tasks, the trainer's command line, and the plan of one run.
-
-In: words of a command line, or the ``settings.json`` of a run. Out: ``Settings``, checked, and a ``Plan``. The presets are the paper's
-Table 7 and ours for a laptop. Not here: what tasks are (``data/tasks.py``), and torch, for which ``--help`` does not wait.
-"""
+"""Settings of a training run, the presets of all tasks (Table 7 of the paper, and ours for a laptop), the command line, and the plan of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.common.command import Command
 from examples.common.runs import SETTINGS, RunError, check_folder, read_record, write_record
 from examples.lra.data import listops, pathfinder
 from examples.lra.data.files import path_argument
@@ -21,8 +18,8 @@ NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
-CHOOSERS = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
-METHODS = ("full", "dcmm", *BASELINES, *CHOOSERS)
+SOURCES = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
+METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
 ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
@@ -31,17 +28,13 @@ Words = Sequence[str]
 
 
 def _option(help: str, least: float | None = None, most: float = INF, choices: Words = (), **default: Any) -> Any:
-    """A field of `Settings`, with all that the command line and the check of its value need."""
+    """A field of `Settings`, with its help, choices and bounds."""
     return dataclasses.field(**default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides the outcome of a training run, apart from data and machine.
-
-    Raises:
-        ValueError: If a value is out of its range, or if two values exclude each other.
-    """
+    """Everything that decides the outcome of a training run, apart from data and machine."""
 
     layers: int = _option("transformer layers", least=1)
     heads: int = _option("attention heads per layer", least=1)
@@ -49,42 +42,33 @@ class Settings:
     head_channels: int = _option("width of a head", least=1)
     ffn_channels: int = _option("width inside the feed-forward blocks", least=1)
     max_length: int = _option("longest sequence, in tokens", least=1)
-    split: str = _option("who is in 'val'; `prepare` explains those of a task", choices=SPLITS)
+    split: str = _option("examples of 'val'; `prepare` explains those of a task", choices=SPLITS)
     compat: str = _option("older conventions; see docs/lra.md", choices=("none", "nystromformer"), default="none")
     mask_dark: int = _option("leave out pixels up to this value; -1 keeps all", least=-1, most=254, default=-1)
-    positions: str = _option(
-        "where positions start; 'grid': by row, column", choices=("random", "grid"), default="random"
-    )
-    values: str = _option(
-        "where tokens start; 'smooth': like for like greys", choices=("random", "smooth"), default="random"
-    )
+    positions: str = _option("initial positions; 'grid': by row, column", choices=("random", "grid"), default="random")
+    values: str = _option("initial tokens; 'smooth': alike greys", choices=("random", "smooth"), default="random")
     level: str = _option("of difficulty, for Pathfinder", choices=("none", *pathfinder.LEVELS))
     dropout: float = _option("dropout on embeddings and blocks", least=0.0, most=0.99)
     attention_dropout: float = _option("dropout on attention weights", least=0.0, most=0.99)
 
     attention: str = _option("kind of attention", choices=METHODS)
     estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
-    probes: float = _option("pairs per query that the estimator 'local' looks at beside the edges", least=0.0)
+    probes: float = _option("pairs per query that the estimator 'local' looks at in addition to the edges", least=0.0)
     num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
-    grain: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)
+    block_size: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)
     cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
     parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
     initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
     degree_corrected: int = _option("1: tokens of 'sbm' have degrees", least=0, most=1, default=0)
-    share: float = _option(
-        "of the pairs that a head of 'sbm', 'indexer' or 'key_selection' ends with; full at first, with an exploration of its square, see docs/lra.md; 0: none",
-        least=0.0,
-        most=1.0,
-        default=0.0,
-    )
+    share: float = _option("target density of 'sbm', 'indexer', 'key_selection'; full at first; see docs/lra.md; 0: none",
+                           least=0.0, most=1.0, default=0.0)  # fmt: skip
     exploration: float = _option("probability added to every edge of 'sbm' in training", least=0.0, most=1.0)
     window: int = _option("tokens on each side that 'window' attention reaches", least=0)
     density_weight: float = _option("weight of the expected density of 'sbm' in the loss (lambda)", least=0.0)
     density_floor: float = _option("expected density of a head that costs nothing", least=0.0, most=1.0, default=0.0)
-    # Of the baselines: the caption of Table 7 (2 rounds of hashing, 256 for the others); chunk and kernel are those of the code
-    # that the paper took its baselines from (64 by default in `transformers`, 35 in its configuration for LRA).
+    # Of the baselines: the caption of Table 7; chunk and kernel are those of the code that the paper took its baselines from.
     linformer_rank: int = _option("mixtures of keys in 'linformer'", least=1, default=256)
     hash_rounds: int = _option("rounds of hashing in 'reformer'", least=1, default=2)
     hash_chunk: int = _option("tokens per chunk in 'reformer'", least=1, default=64)
@@ -102,7 +86,7 @@ class Settings:
     precision: str = _option("arithmetic", choices=("32-true", "bf16-mixed"))
     seed: int = _option("of weights, order of data, dropout and sampled graphs", least=0, most=2**31 - 1)
     validate_every: int = _option("steps between validations", least=1)
-    save_every: int = _option("steps between checkpoints, beside one after every validation", least=1, default=50)
+    save_every: int = _option("steps between checkpoints; one follows every validation, too", least=1, default=50)
     evaluate: int = _option("validate and test on at most so many examples; 0 takes all", least=0, default=0)
     test_graphs: int = _option("sampled graphs over which the final test averages probabilities", least=1, default=1)
     log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
@@ -146,13 +130,13 @@ class Preset:
     threads: int | None = None  # of the CPU; None lets torch decide
 
 
-# Table 7 of the paper (Cho et al., 2022), LRA columns; "epochs" there are optimiser steps. Warm-up, weight decay, clipping,
-# estimator and exploration are not in the table: they are what the published code runs with. How often the authors validated
-# is 50 steps in their code; 250 costs a fifth and is ours. Splits are ours where theirs would choose the model on test data.
+# Table 7 of the paper (Cho et al., 2022), LRA columns; "epochs" there are optimizer steps. Warm-up, weight decay, clipping,
+# estimator and exploration are those of the published code. The authors validated every 50 steps; 250 costs a fifth and is ours.
+# Splits are ours where theirs would choose the model on test data.
 LISTOPS = Settings(
     layers=2, heads=2, channels=64, head_channels=32, ffn_channels=128, max_length=2048, split="release", level="none",
     dropout=0.1, attention_dropout=0.1,
-    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, grain=1, cluster_init="kaiming",
+    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, block_size=1, cluster_init="kaiming",
     parameterization="paper", initial_density=0.25, temperature=1.0, tied=0, exploration=0.01, window=64, density_weight=0.0,
     batch_size=128, accumulate=1, steps=5000, warmup=1000, learning_rate=5e-4, weight_decay=0.0, clip_norm=0.0,
     precision="32-true", seed=0, validate_every=250, log_every=10,
@@ -166,9 +150,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 OTHERS["pathfinder"]["level"] = "curv_contour_length_14"
 TABLE_7 = {"listops": LISTOPS} | {name: dataclasses.replace(LISTOPS, **own) for name, own in OTHERS.items()}
 
-# Ours: the model of the paper, short enough for two cores and a few minutes. ListOps without nesting: something that needs
-# attention and is learnt within minutes (on the nested lists that we tried, such short runs of 'sbm' gained less than two
-# points over no attention at all). The others are the tasks themselves, cut short or made small.
+# Ours: the model of the paper, short enough for two cores and a few minutes. ListOps without nesting needs attention and is learned
+# within minutes (on nested lists, such short runs of 'sbm' gained less than two points over no attention). The others are cut short.
 QUICK: dict[str, Any] = {
     "estimator": "local", "exploration": 0.0, "dropout": 0.0, "attention_dropout": 0.0, "learning_rate": 2e-3, "clip_norm": 1.0,
     "linformer_rank": 64, "random_features": 64, "landmarks": 64,
@@ -178,10 +161,10 @@ BYTES: dict[str, Any] = {**LONG, "max_length": 512, "steps": 400, "warmup": 50, 
 SMALL: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
 LISTS: dict[str, Any] = {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100}
 SNAKES: dict[str, Any] = {"batch_size": 64, "steps": 1500, "warmup": 150, "validate_every": 250, "learning_rate": 3e-3}
-# Of the sample of 900 images, every one is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
+# Each of 900 sample images is seen nine times: hence the dropout, and few validations, whose 100 images would choose by chance.
 IMAGE: dict[str, Any] = {"dropout": 0.3, "weight_decay": 0.05, "positions": "grid", "values": "smooth"}
 PRICE: dict[str, Any] = {"initial_density": 0.02, "density_weight": 0.5, "density_floor": 0.02}
-# Values up to 8 are halos around the strokes, more pixels than the strokes themselves. Beside the discs they hide what is learnt first.
+# Values up to 8 are halos around the strokes, more pixels than the strokes themselves. They hide the discs, which are learned first.
 PATHFINDER: dict[str, Any] = {"level": "curv_baseline", "positions": "grid", "mask_dark": 8, "initial_density": 0.25}
 LAPTOP = {
     task: dataclasses.replace(TABLE_7[task], **changes)
@@ -228,16 +211,10 @@ class Plan:
         return None if given is None else Path(given) if here else Path(self.directory, given)
 
     def write(self, path: Path) -> None:
-        """Writes ``settings.json``, whole or not at all."""
         write_record(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Reads ``settings.json``.
-
-        Raises:
-            RunError: If it is damaged, or of something else.
-        """
         way_out = "Take it from a backup, or start a new run."
         content = read_record(path, way_out)
         try:
@@ -260,69 +237,57 @@ def method_words(method: str) -> list[str]:
 
     >>> method_words("sbm:density-weight=0.1,num-blocks=64")
     ['--attention', 'sbm', '--density-weight', '0.1', '--num-blocks', '64']
-
-    Raises:
-        ValueError: If it is no such name.
     """
     attention, _, own = method.partition(":")
     pairs = [pair.partition("=") for pair in own.split(",") if pair]
     if any(not value for _, _, value in pairs):
-        raise ValueError(
-            f"Expected 'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r}). See --help."
-        )
+        words = f"'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r})"
+        raise ValueError(f"Expected {words}. See --help.")
     return ["--attention", attention, *flags({name: value for name, _, value in pairs})]
 
 
 def parse(arguments: Words | None = None, prog: str = "python -m examples.lra train") -> argparse.Namespace:
-    """Reads the trainer's command line; what is not given is absent from the result, but for what depends on the machine."""
-    parser = argparse.ArgumentParser(
-        prog, description="Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
-    parser.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
+    """Reads the trainer's command line; options that are not given are absent, except for those of the machine."""
+    command = Command(prog, "Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
+    command.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
+    command.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
     for option, words in (
         ("data", "a folder of the task; by default one is generated in data/"),
         ("prepared", "where prepared arrays go (default: 'prepared' in the data's folder)"),
         ("output", "folder of the run (default: a new one in runs/)"),
         ("export", "save the tested model there, with its card, for `from_pretrained`"),
     ):
-        parser.add_argument(f"--{option}", type=path_argument, metavar="DIR", help=words)
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --output; its settings are known")
+        command.add_argument(f"--{option}", type=path_argument, metavar="DIR", help=words)
+    words = "go on with the run in --output; its settings are known"
+    command.add_argument("--resume", action="store_true", help=words)
     words = "as many steps as fit into that time, with their validations"
-    parser.add_argument("--minutes", type=float, metavar="M", help=words)
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="(default: auto)")
+    command.add_argument("--minutes", type=float, metavar="M", help=words)
+    command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
     words = "CPU threads (default: 1 for laptop, as torch chooses for paper)"
-    parser.add_argument("--threads", type=int, metavar="N", help=words)
+    command.add_argument("--threads", type=int, metavar="N", help=words)
     first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
     first.add_argument("--task", nargs="?")
     task = first.parse_known_args(arguments)[0].task
     task = task if task in PRESETS else "listops"
     words = f"each overrides the preset; values are those of laptop | paper for {task}"
-    group = parser.add_argument_group("settings", words)
+    group = command.add_argument_group("settings", words)
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
         values = " | ".join(str(getattr(PRESETS[task][name].settings, field.name)) for name in NAMES)
         words, choices = f"{field.metadata['help']} ({values})", field.metadata["choices"] or None
         group.add_argument("--" + field.name.replace("_", "-"), type=kind, choices=choices, help=words)
-    given = parser.parse_args(arguments)
-    given.fail = parser.error
-    return given
+    return command.read(arguments)
 
 
 def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
-    """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line.
-
-    Raises:
-        ValueError: If settings are out of range, or if folder and settings do not fit together.
-    """
+    """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line."""
     options = vars(given)
     if "resume" in options:
         return _resumed(options)
     name, preset, minutes = options.get("task", "listops"), options.get("preset", "laptop"), options.get("minutes")
     if minutes is not None and (not 0 < minutes < INF or "steps" in options):
-        raise ValueError(
-            f"Expected 'minutes' to be positive and finite, without 'steps' (got {minutes}). Steps are planned from --minutes."
-        )
+        words = f"Expected 'minutes' to be positive and finite, without 'steps' (got {minutes})."
+        raise ValueError(f"{words} Steps are planned from --minutes.")
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
     settings = PRESETS[name][preset].settings
     if "steps" in chosen and "warmup" not in chosen:
@@ -332,9 +297,8 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output") or next_folder(name, preset)
     if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
-        raise ValueError(
-            f"Expected 'output' to be a new or empty folder (got {folder}, which has content). Choose another one, or add --resume."
-        )
+        words = f"Expected 'output' to be a new or empty folder (got {folder}, which has content)."
+        raise ValueError(f"{words} Choose another one, or add --resume.")
     check_folder("output", folder)
     data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
     known: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
@@ -345,18 +309,14 @@ def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
     """Folder and plan of a run to go on with; settings that are given again have to be the same."""
     folder = options.get("output")
     if folder is None or not (folder / SETTINGS).exists():
-        raise ValueError(
-            f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its "
-            f"{SETTINGS}, or start a new run without --resume."
-        )
+        words = f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its"
+        raise ValueError(f"{words} {SETTINGS}, or start a new run without --resume.")
     plan = Plan.read(folder / SETTINGS)
     known = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
     for name, value in known.items():
         if options.get(name, value) != value:
-            raise ValueError(
-                f"Expected '{name.replace('_', '-')}' to be {value!r} as in the run to resume (got {options[name]!r}). Leave it "
-                "out, or start a new run."
-            )
+            words = f"'{name.replace('_', '-')}' to be {value!r} as in the run to resume (got {options[name]!r})"
+            raise ValueError(f"Expected {words}. Leave it out, or start a new run.")
     moved: dict[str, Any] = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
     return folder, dataclasses.replace(plan, **moved)
 

@@ -1,17 +1,13 @@
 """Runs tasks x methods x seeds of the Long Range Arena with one budget, and writes the tables of the paper from them.
 
-In: what to run; data, where a task has no generator. Out: a folder with a run for each, ``report.md``, ``cells.csv`` (a row for
-each method and task), ``runs.csv`` (a row for each run) and ``density.png``. Not here: training (``train.py``), FLOPs (``cost.py``)::
+Out: a folder with a run for each, ``report.md``, ``cells.csv`` (a row for each method and task), ``runs.csv`` and ``density.png``::
 
     python -m examples.lra table --tasks listops --methods sbm full linear nystromformer --seeds 0 1 2 --output runs/table1
     python -m examples.lra table --preset paper --methods sbm sbm:density-weight=0.1 full --minutes 60 --output runs/hour
 
-Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. All that is known of a run is in its
-folder, and the folder's name says which run it is. The budget is equal steps (those of the preset, or ``--steps``), or equal time
-(``--minutes``), from which the trainer plans the steps.
+Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. The budget is equal steps (those of the
+preset, or ``--steps``), or equal time (``--minutes``), from which the trainer plans the steps.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -26,18 +22,18 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from examples.benchmarks.tables import markdown
-from examples.common.runs import hold, read_record, save_figure, write_text
+from examples.common.pictures import save_figure
+from examples.common.runs import hold, read_record, write_text
+from examples.common.tables import Row, by, markdown, write_csv
 from examples.lra.data.tasks import TASKS
-from examples.lra.report import RESULTS, write_csv
-from examples.lra.settings import CHOOSERS, METHODS, PRESETS, SETTINGS, Plan, flags, method_words, parse, resolve
+from examples.lra.report import RESULTS
+from examples.lra.settings import METHODS, PRESETS, SETTINGS, SOURCES, Plan, flags, method_words, parse, resolve
 from sbm_pyg.analysis import plots
 
 RUNS = "runs"
 DOOR = Path(__file__).resolve().parents[1] / "lra.py"  # of the trainer, which is called from anywhere
 # Arguments that each run gets from here.
 OWN = ("task", "preset", "attention", "seed", "output", "data", "export", "resume")
-Row = dict[str, Any]
 
 # Cho et al., 2022, Table 8: accuracies in per cent and their deviations, in the order of TASKS. The methods are named as ours;
 # theirs that go by these names are not all the same (baselines.py and docs/lra.md).
@@ -54,18 +50,13 @@ PUBLISHED_DENSITY = (20.09, 26.10, 29.46, 20.49, 18.56)  # per cent, of the same
 
 
 def asked(given: argparse.Namespace) -> dict[str, list[str]]:
-    """The trainer's arguments for each run that is asked for, by the name of its folder; ``--resume`` for those that were begun.
-
-    Raises:
-        ValueError: If arguments after ``--`` are decided here, or if methods are no names with settings of their own.
-    """
+    """The trainer's arguments for each run, by the name of its folder; ``--resume`` for those that were begun."""
     once = [name for name in ("steps", "minutes", "threads") if getattr(given, name) is not None]
     rest = vars(parse(given.rest))
     for name in (*OWN, *once):
         if name in rest:
-            raise ValueError(
-                f"Expected no '{name}' in the arguments after '--' (got {rest[name]}). `table` has it: see --help."
-            )
+            text = f"Expected no '{name}' in the arguments after '--' (got {rest[name]})."
+            raise ValueError(f"{text} `table` has it: see --help.")
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [*flags({name: getattr(given, name) for name in once}), *given.rest]
     runs: dict[str, list[str]] = {}
@@ -81,11 +72,7 @@ def asked(given: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def agree(plans: Mapping[str, Plan]) -> None:
-    """Refuses runs that would be averaged, and differ in more than the seed and the steps that a time was turned into.
-
-    Raises:
-        ValueError: If two of a task and method have other settings, another budget, or other data.
-    """
+    """Refuses runs that would be averaged, and differ in more than the seed and the steps that a time was turned into."""
     first: dict[str, str] = {}
     for name, plan in plans.items():
         other = first.setdefault(name.rpartition("-")[0], name)
@@ -98,18 +85,12 @@ def agree(plans: Mapping[str, Plan]) -> None:
         for setting in [name for name in kinds[0] if name not in free]:  # in the same order every time
             old, new = (kind[setting] for kind in kinds)
             if old != new:
-                raise ValueError(
-                    f"Expected {name} to have {setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged (got {new!r}). "
-                    "Give the same arguments, or another --output."
-                )
+                text = f"{setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged (got {new!r})"
+                raise ValueError(f"Expected {name} to have {text}. Give the same arguments, or another --output.")
 
 
 def train(words: Sequence[str]) -> tuple[int, int]:
-    """Runs the trainer in a process of its own, which shows its bar; hands on signals that ask to stop.
-
-    Returns:
-        The exit code, and the signal that came meanwhile or 0.
-    """
+    """Runs the trainer in a process of its own, and hands on signals to stop; returns its exit code, and the signal that came or 0."""
     heard = [0]
     # In a session of its own, so that a key press reaches it once, through us.
     child = subprocess.Popen([sys.executable, str(DOOR), *words], start_new_session=True)
@@ -157,7 +138,7 @@ def run_rows(runs: Sequence[Row]) -> list[Row]:
         row |= {"test_examples": test["examples"], "test_loss": test["loss"], "best_step": results["best"]["step"]}
         names = ("parameters", "tokens_per_second", "peak_memory_bytes", "peak_memory_of", "seconds", "device")
         row |= {name: results[name] for name in names}
-        if _attention(run) in CHOOSERS:
+        if _attention(run) in SOURCES:
             layers = enumerate(results["density"]["tested"])
             row |= {f"density_layer{layer}": statistics.fmean(heads) for layer, heads in layers}
         rows.append(row)
@@ -165,12 +146,12 @@ def run_rows(runs: Sequence[Row]) -> list[Row]:
 
 
 def cell_rows(runs: Sequence[Row]) -> list[Row]:
-    """One row for each task and method: means, deviations, relative cost, published numbers. Accuracies and densities in per cent."""
+    """One row for each task and method: meanss, relative cost, published numbers. Accuracies and densities in per cent."""
     cells: dict[tuple[str, str], Row] = {}
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in run_rows(runs):
-        groups.setdefault((row["task"], row["method"]), []).append(row)
-    for (task, method), group in groups.items():
+    tasks = by(run_rows(runs), "task", "method")
+    for task, method, group in (
+        (task, method, group) for task, some in tasks.items() for method, group in some.items()
+    ):
         accuracies = [100 * row["test_accuracy"] for row in group]
         cell = {"task": task, "method": method, "runs": len(group), "accuracy": statistics.fmean(accuracies)}
         cell["accuracy_deviation"] = statistics.stdev(accuracies) if len(group) > 1 else ""
@@ -189,7 +170,7 @@ def cell_rows(runs: Sequence[Row]) -> list[Row]:
 
 
 def budget(plans: Sequence[Plan]) -> str:
-    """What runs were given, each budget and preset once, and the settings of all that are not those of their presets."""
+    """The budgets and presets of runs, and the settings that all changed."""
 
     def words(plan: Plan) -> str:
         if plan.minutes is not None:
@@ -208,7 +189,6 @@ def budget(plans: Sequence[Plan]) -> str:
 
 
 def report(runs: Sequence[Row]) -> str:
-    """Writes the tables of all runs as Markdown."""
     cells = {(row["method"], row["task"]): row for row in cell_rows(runs)}
     methods, tasks = list(dict.fromkeys(run["method"] for run in runs)), list(dict.fromkeys(task for _, task in cells))
     places = [[*TASKS].index(task) for task in tasks]
@@ -238,7 +218,7 @@ def report(runs: Sequence[Row]) -> str:
     rows.append(["majority class", *(majority[task] for task in tasks), *("" for _ in average)])
     bare = [method for method in PUBLISHED if any(_attention(run) == method for run in runs)]
     rows += [accuracies(f"{method}, published", [PUBLISHED[method][place] for place in places]) for method in bare]
-    sparse = [method for method in methods if method.partition(":")[0] in CHOOSERS]
+    sparse = [method for method in methods if method.partition(":")[0] in SOURCES]
     shares = ", ".join(f"{task} {PUBLISHED_DENSITY[place]:.2f}" for task, place in zip(tasks, places, strict=True))
     parts = [
         "# Long Range Arena",
@@ -263,23 +243,18 @@ def report(runs: Sequence[Row]) -> str:
 
 
 def write_report(folder: Path) -> None:
-    """Writes all tables and the plot of a folder.
-
-    Raises:
-        ValueError: If no run has finished, or if some that would be averaged had different settings.
-    """
+    """Writes all tables and the plot of a folder."""
     runs = finished(folder)
     if not runs:
-        raise ValueError(
-            f"Expected 'output' to hold finished runs (got none in {folder}). Leave out --report to make them."
-        )
+        words = f"Expected 'output' to hold finished runs (got none in {folder})."
+        raise ValueError(f"{words} Leave out --report to make them.")
     agree({run["name"]: run["plan"] for run in runs})
     text = report(runs)
     write_csv(folder / "cells.csv", cell_rows(runs))
     write_csv(folder / "runs.csv", run_rows(runs))
     heads: dict[str, list[Any]] = {}
     for run in runs:
-        if _attention(run) in CHOOSERS:
+        if _attention(run) in SOURCES:
             heads.setdefault(f"{run['task']}, {run['method']}", []).append(run["results"]["density"]["tested"])
     if heads:
         densities = {name: torch.tensor(values).transpose(0, 1) for name, values in heads.items()}  # [L, seeds, H]

@@ -1,20 +1,15 @@
-"""Trains a transformer with sparse, sampled attention on a task of the Long Range Arena, and reports what came of it.
-
-In: a task, a preset, any setting that should differ, and data (generated if none is given). Out: a folder with curves,
-checkpoints, results and plots. Not here: the command line and settings (``settings.py``), tasks (``data/tasks.py``), model and loss
-(``model.py``), bar and tables (``report.py``), what makes runs survive (``checkpoints.py``)::
+"""Trains a transformer with sparse, sampled attention on a task of the Long Range Arena, and writes a folder with its results.
 
     python examples/lra.py --task listops --preset laptop
     python -m examples.lra train --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
     python -m examples.lra train --output runs/listops-laptop-1 --resume
     torchrun --nproc-per-node 2 -m examples.lra train --output runs/two
 
-Everything random is a function of the seed and of the number of the step, never of what ran before. So a run that was
-killed and resumed ends with the very weights of one that was not (bit for bit on the CPU), neither accumulating nor several
-processes change which graphs are sampled, and an example is evaluated alike in whatever batch it comes.
+Everything random is a function of the seed and of the number of the step. So a run that was killed and resumed ends with the very weights
+of one that was not (bit for bit on the CPU), neither accumulation nor several processes change the sampled graphs, and an example is
+evaluated alike in any batch. The loop is Lightning's and not ``common.fit``, because it brings accumulation, mixed precision, several
+processes and TensorBoard. Its checkpoints are those of ``common.runs`` all the same.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -40,7 +35,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from scipy.stats import binomtest
 from torch.utils.data import DataLoader
 
-from examples.common.runs import RunError, hold, read_record, save_figure, write_record
+from examples.common.pictures import save_figure
+from examples.common.runs import RunError, hold, read_record, write_record
 from examples.lra import report
 from examples.lra.checkpoints import BEST, LAST, Checkpoints, SafeIO, Signals, read_state
 from examples.lra.data.batches import LengthBuckets, Split, by_length, random_word
@@ -56,18 +52,9 @@ T = TypeVar("T")
 
 
 class Data(LightningDataModule):
-    """Batches for the trainer, of which each process gets its equal part; see ``checkpoints.py`` for what an epoch is here.
+    """Batches for the trainer, of which process ``rank`` of ``count`` gets its equal part; see ``checkpoints.py`` for an epoch.
 
     The order of the examples is a function of their lengths and the seed, and not of processes or of the parts of a batch.
-
-    Args:
-        splits: Training, validation and test examples.
-        settings: Sizes and seed.
-        rank: Number of this process.
-        count: Number of processes.
-
-    Raises:
-        ValueError: If there are fewer examples than a batch or the processes need.
     """
 
     def __init__(self, splits: Mapping[str, Split], settings: Settings, rank: int = 0, count: int = 1) -> None:
@@ -77,10 +64,10 @@ class Data(LightningDataModule):
         self.buckets = LengthBuckets(lengths, batch_size=settings.batch_size, seed=settings.seed)
         most = min(len(self.evaluated(split)) for split in ("val", "test"))
         if settings.batch_size % self.parts or count > most:
-            raise ValueError(
-                f"Expected 'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate' to divide "
-                f"'batch-size' = {settings.batch_size} (got {count} processes, {self.parts} parts). Take fewer, or other batches."
-            )
+            words = f"'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate'"
+            got = f"got {count} processes, {self.parts} parts"
+            size = f"'batch-size' = {settings.batch_size}"
+            raise ValueError(f"Expected {words} to divide {size} ({got}). Take fewer, or other batches.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
         self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
 
@@ -114,7 +101,7 @@ class Data(LightningDataModule):
 
 
 def machine(accelerator: str) -> dict[str, Any]:
-    """What Lightning has to know of the processes that torchrun has started, or of this one alone."""
+    """Lightning's options for the processes of torchrun, or for this one alone."""
     devices, nodes = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     return {"accelerator": accelerator, "devices": devices, "num_nodes": nodes}
 
@@ -134,40 +121,28 @@ def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
 
 
 def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signals) -> dict[str, Any]:
-    """Trains, or goes on from the last checkpoint of the folder; tests the best one; writes results and plots.
-
-    Returns the results, as in ``results.json``, in the first process, and nothing in others.
-
-    Raises:
-        RunError: If a checkpoint cannot be read or written, or if loss or weights are no longer finite.
-        SystemExit: If the run was asked to stop.
-    """
+    """Trains, or goes on from the last checkpoint; tests the best one; writes results, which the first process returns, and plots."""
     settings, task, splits = plan.settings, TASKS[plan.task], data.splits
     torch.manual_seed(random_word(settings.seed, 2))
     module, keeper = Classifier(task, settings), Checkpoints(folder, settings, signals)
     start = folder / LAST if (folder / LAST).exists() else None
     state: dict[str, Any] = read_state(start, settings) if start else {"global_step": -1}
     first = state["global_step"] + 1 if start else None  # step of what is logged anew
+    # Buffers are alike, and evaluation has other numbers of batches; without an estimator the block model gets no gradient.
+    several = DDPStrategy(broadcast_buffers=False, find_unused_parameters=settings.estimator == "none")
+    strategy: Any = several if data.count > 1 else "auto"
     trainer = Trainer(
         max_epochs=-1,  # the checkpoints know when to stop
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip_norm or None,
         precision=settings.precision,  # type: ignore[arg-type]
         **machine(accelerator),
-        # Buffers are alike, and evaluation has other numbers of batches; without an estimator the block model gets no gradient.
-        strategy=DDPStrategy(broadcast_buffers=False, find_unused_parameters=settings.estimator == "none")
-        if data.count > 1
-        else "auto",
-        use_distributed_sampler=False,
-        plugins=[SafeIO()],
+        strategy=strategy,
+        use_distributed_sampler=False, plugins=[SafeIO()], reload_dataloaders_every_n_epochs=1,
         logger=TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=first),
         callbacks=[keeper, *([] if data.rank else [report.Progress()])],
-        reload_dataloaders_every_n_epochs=1,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        num_sanity_val_steps=0, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     if start is None:
         trainer.validate(module, data, verbose=False)  # the densities before the first step
     if state["global_step"] == settings.steps:  # killed between training and test
@@ -189,6 +164,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     if data.rank:
         return {}
     rows, sizes = module.rows, (settings.layers, settings.heads)
+    density = {"first": rows["val"][0], "last": rows["val"][-1], "tested": module.tested}
     results: dict[str, Any] = {
         "test": {
             "accuracy": module.tested["accuracy"],
@@ -199,11 +175,7 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
         },
         "best": keeper.best,
         "pipeline": task.pipeline(settings, splits),
-        "density": {
-            "first": report.densities(rows["val"][0], *sizes),
-            "last": report.densities(rows["val"][-1], *sizes),
-            "tested": report.densities(module.tested, *sizes),
-        },
+        "density": {name: report.densities(row, *sizes) for name, row in density.items()},
         "tokens_per_second": float(np.median([row["tokens_per_second"] for row in rows["train"]])),
         "seconds": module.seconds(),
         **report.peak_memory(),
@@ -219,16 +191,13 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
 
 
 def block_model(choice: Choice) -> SBM | None:
-    """The block model that a graph was sampled from, if it was."""
+    """The block model that a graph was sampled from, or None."""
     return choice.probability if isinstance(choice.probability, SBM) else None
 
 
 @torch.no_grad()
 def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256) -> None:
-    """Draws the graphs of the example whose length is nearest to the median, or to ``length`` if that is shorter.
-
-    Each layer and head has a picture, the sampled mask beside its expectation; of a pair, the first sequence is drawn.
-    """
+    """Draws sampled mask and expectation of each layer and head, for an example of median length or ``length``; the first sequence of a pair."""
     wanted = min(float(np.median(split.lengths)), length)
     example = int(np.abs(split.lengths - wanted).argmin())
     batch = module.transfer_batch_to_device(split.__getitems__([example]), module.device, 0)
@@ -248,26 +217,22 @@ def load_best(folder: Path, plan: Plan) -> Classifier:
 
 
 def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
-    """Opens a run to look at it: its plan, its best model, and its data, which may have moved.
-
-    Raises:
-        ValueError: If something is missing or damaged, or if the data are not the run's.
-    """
+    """Opens a run to look at it: its plan, its best model, and its data, which may have moved."""
     if not all((folder / name).is_file() for name in (SETTINGS, BEST)):
-        raise ValueError(
-            f"Expected 'run' to be a folder with {SETTINGS} and {BEST} (got {folder}). Give that of a run."
-        )
+        words = f"Expected 'run' to be a folder with {SETTINGS} and {BEST} (got {folder})."
+        raise ValueError(f"{words} Give that of a run.")
     plan = Plan.read(folder / SETTINGS)
-    splits, _ = open_data(plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None))
+    moved = plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None)
+    splits, _ = open_data(moved)
     return plan, load_best(folder, plan), splits
 
 
 def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: Path) -> None:
-    """Saves the tested model with what is known of it; :meth:`sbm_pyg.Pretrained.from_pretrained` reads it."""
+    """Saves the tested model with its card; :meth:`sbm_pyg.Pretrained.from_pretrained` reads it."""
     metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
-    told = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
+    summary = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
     model = load_best(folder, plan).model
-    model.save_pretrained(export, task=told, metric=metric, density=results["density"]["tested"])
+    model.save_pretrained(export, task=summary, metric=metric, density=results["density"]["tested"])
 
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
@@ -279,18 +244,12 @@ def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
 
 
 def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[str, Split]]:
-    """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written.
-
-    Raises:
-        ValueError: If anything of the command line, the model, this machine or the data does not fit.
-    """
+    """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written."""
     folder, plan = resolve(given)
     export = vars(given).get("export")
     if export is not None and plan.settings.attention in BASELINES:
-        raise ValueError(
-            f"Expected no 'export' with {plan.settings.attention!r} attention (got {export}). Baselines are of the examples alone; copy "
-            "the folder of the run."
-        )
+        words = f"Expected no 'export' with {plan.settings.attention!r} attention (got {export})."
+        raise ValueError(f"{words} Baselines are of the examples alone; copy the folder of the run.")
     if export is not None and export.is_dir() and any(export.iterdir()):
         raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}). Choose another one.")
     if plan.minutes is not None and count > 1:
@@ -302,7 +261,7 @@ def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict
     splits, fingerprint = read(given, plan)
     Data(splits, plan.settings, count=count)
     if plan.minutes is not None and not plan.fingerprint:  # a new run
-        from examples.lra import cost  # which knows how long a step takes
+        from examples.lra import cost  # imports this module
 
         plan = cost.planned(plan, splits, given.accelerator)
     return folder, dataclasses.replace(plan, fingerprint=fingerprint), splits
@@ -319,10 +278,8 @@ def run(given: argparse.Namespace) -> None:
         try:
             fabric = Fabric(**machine(given.accelerator))
         except (RuntimeError, MisconfigurationException) as error:
-            given.fail(
-                f"Expected 'accelerator' to be one that this machine has, for each process (got {given.accelerator!r}: {str(error).rstrip('.')}). Leave "
-                "it out for what there is."
-            )
+            words = f"(got {given.accelerator!r}: {str(error).rstrip('.')}). Leave it out for the default."
+            given.fail(f"Expected 'accelerator' to be one that this machine has, for each process {words}")
         fabric.launch()  # lets the processes meet
         rank, count, ready = fabric.global_rank, fabric.world_size, list[dict[str, Split]]()
 
@@ -344,8 +301,8 @@ def run(given: argparse.Namespace) -> None:
         splits = ready[0] if ready else read(given, plan)[0]
         for name, split in splits.items():
             if split.truncated:
-                cut = f"cut {split.truncated:,} of {len(split):,} sequences"
-                fabric.print(f"{name}: {cut} to {plan.settings.max_length} tokens")
+                words = f"cut {split.truncated:,} of {len(split):,} sequences to {plan.settings.max_length} tokens"
+                fabric.print(f"{name}: {words}")
         about = f"{plan.task}, {plan.preset} preset, {plan.settings.attention} attention"
         fabric.print(f"{about}, {len(splits['train']):,} examples -> {folder}")
         try:
@@ -359,9 +316,7 @@ def run(given: argparse.Namespace) -> None:
         except SystemExit:
             program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
             resume = f"{program} -m examples.lra train --output {shlex.quote(str(folder))} --resume"
-            fabric.print(
-                f"\nStopped. Go on with: {resume}", flush=True
-            )  # torchrun may end a process that was not the first
+            fabric.print(f"\nStopped. Go on with: {resume}", flush=True)  # torchrun may end other processes
             raise
     if rank:
         return

@@ -1,1 +1,1 @@
-"""Sparsefinder on a language model of your own: do learned graphs foretell attention? ``python -m examples.sparsefinder --help``."""
+"""Sparsefinder on a language model of your own: do learned graphs predict attention? ``python -m examples.sparsefinder --help``."""

@@ -1,10 +1,4 @@
-"""A masked language model whose heads normalise by alpha-entmax, and the texts that it learns from.
-
-In: files of text. Out: sequences of word numbers, and a model that says which words are hidden. Not here: who chooses graphs
-(``choosers.py``), what is measured (``sweep.py``), and the loop over steps, which ``examples/recall/train.py`` has.
-"""
-
-from __future__ import annotations
+"""A masked language model whose heads normalize by 1.5-entmax, and the texts that it learns from."""
 
 import dataclasses
 import itertools
@@ -20,8 +14,8 @@ from entmax import entmax15
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.tables import Row
-from examples.recall.train import fit
+from examples.common.fit import fit
+from examples.common.tables import Row
 from sbm_pyg import AttentionConv, GraphSource, SequenceEncoder, TokenClassifier
 
 SHOWN = 96  # test sequences that the progress bar tells of
@@ -68,17 +62,9 @@ class Entmax(AttentionConv):
 
 
 def make_model(run: Run) -> TokenClassifier:
-    """The model of a run before it is trained."""
     torch.manual_seed(run.seed)
-    encoder = SequenceEncoder(
-        run.words,
-        run.channels,
-        num_layers=run.layers,
-        heads=run.heads,
-        max_length=run.length,
-        dropout=0.1,
-        attention=Entmax,
-    )
+    sizes: dict[str, Any] = {"num_layers": run.layers, "heads": run.heads, "max_length": run.length, "dropout": 0.1}
+    encoder = SequenceEncoder(run.words, run.channels, **sizes, attention=Entmax)
     model = TokenClassifier(encoder, run.words)
     with torch.no_grad():
         aim(model, run.length)
@@ -86,11 +72,10 @@ def make_model(run: Run) -> TokenClassifier:
 
 
 def aim(model: TokenClassifier, length: int) -> None:
-    """Lets every other head begin at its neighbours, at offsets -1, 1, -2, 2 and so on.
+    """Lets every other head begin at its neighbors, at offsets -1, 1, -2, 2 and so on, which entmax heads had not found after 1,000 steps.
 
-    From random weights, heads that normalise by entmax had not found them after a thousand steps. Places are sines and
-    cosines in the second half of the channels, where tokens begin with zeros. Two such waves, one turned by the offset,
-    suit each other best at it. Nothing of this is held fixed.
+    Positions are sines and cosines in the second half of the channels, where tokens begin with zeros. Two such waves, one turned by the
+    offset, suit each other best at it. All of it is trained.
     """
     encoder = model.encoder
     waves = encoder.channels // 4
@@ -114,18 +99,16 @@ def aim(model: TokenClassifier, length: int) -> None:
 
 
 def layers(model: TokenClassifier) -> list[Entmax]:
-    """The attention of each layer."""
     return [module for module in model.modules() if isinstance(module, Entmax)]
 
 
 def set_sources(model: TokenClassifier, sources: Sequence[GraphSource | None]) -> None:
-    """Gives each layer who chooses its graph; None: dense attention."""
+    """Gives each layer the source of its graph; None: dense attention."""
     for layer, source in zip(layers(model), sources, strict=True):
         layer.source = source
 
 
 def read_words(paths: Sequence[Path]) -> list[str]:
-    """Words and marks of some texts, in lower case."""
     return [word for path in paths for word in WORD.findall(path.read_text(errors="replace").lower())]
 
 
@@ -146,11 +129,7 @@ class Texts:
 
 
 def read_texts(train: Sequence[Path], test: Sequence[Path], size: int, length: int) -> Texts:
-    """Texts in sequences of one length, over the words of the former.
-
-    Raises:
-        ValueError: A text is shorter than a sequence.
-    """
+    """Texts in sequences of one length, over the words of the former."""
     words = [read_words(paths) for paths in (train, test)]
     for name, each in zip(("train", "test"), words, strict=True):
         if len(each) < length:
@@ -171,11 +150,7 @@ def cut(words: Tensor, length: int) -> Tensor:
 
 
 def hide(tokens: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Hides a share of the words, never a rare one.
-
-    Returns:
-        The tokens, and where they are hidden, ``[S, L]`` bool.
-    """
+    """Hides a share of the words, never a rare one: the tokens, and where they are hidden, ``[S, L]`` bool."""
     random = torch.Generator().manual_seed(seed)
     hidden = (torch.rand(tokens.shape, generator=random) < share) & (tokens != UNKNOWN)
     return tokens.masked_fill(hidden, HIDDEN), hidden

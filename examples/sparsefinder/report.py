@@ -1,10 +1,4 @@
-"""Tables and figures of the sweep: who finds more of what attention uses, and loses less, at equal sparsity?
-
-In: the rows of ``rows.csv``, and a model for maps of its heads. Out: Markdown, figures, and ``words-SEED.csv``. Not here: how the rows came
-about (``sweep.py``).
-"""
-
-from __future__ import annotations
+"""Tables and figures of the sweep: recall of the edges that attention uses, and results of the task, at equal sparsity; maps of heads."""
 
 import itertools
 import math
@@ -18,45 +12,44 @@ from entmax import entmax15
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from examples.benchmarks.tables import Row, add, markdown
-from examples.common.runs import save_figure
-from examples.sparsefinder.choosers import COUNTS, GRIDS, LEARNT, ORACLES, Learnt, make
+from examples.common.pictures import bare, save_figure
+from examples.common.tables import Row, add, by, markdown
 from examples.sparsefinder.model import Texts, hide
+from examples.sparsefinder.sources import COUNTS, GRIDS, LEARNED, ORACLES, Learned, make
 from examples.sparsefinder.sweep import TESTED, Sweep, extract
 from sbm_pyg import TokenClassifier, Tokens
 from sbm_pyg.sparsefinder.predictors import clusters
 
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MEASURES = (  # over which sparsity, what, its factor in tables, and digits
-    ("sparsity", "recall", "Recall of the gold edges, %", 100, 1),
+    ("sparsity", "recall", "Recall of the ground-truth edges, %", 100, 1),
     ("sparsity", "exact", "Queries with all that they use, %", 100, 1),
     ("sparsity_used", "accuracy", "Accuracy on hidden words, %", 100, 1),
     ("sparsity_used", "saved", "Bits of a hidden word", -1, 3),
 )
 AXES = {
-    "recall": "share of the gold edges that are predicted",
+    "recall": "share of the ground-truth edges that are predicted",
     "exact": "share of the queries",
     "accuracy": "share of the hidden words that are the first guess",
     "saved": "bits of a hidden word (fewer is better: above)",
 }
-TAB20 = colormaps["tab20"]
 MAPS = 3  # heads that are drawn
 SHOWN = 40  # words of a map
 Point = tuple[float, float]
 
 
 def settings(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
-    """Means over heads and layers of each setting, by chooser and seed."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["chooser"], row["seed"], row["knob"], row["window"]), []).append(row)
-    found: dict[str, dict[float, list[Row]]] = {}
+    """Means over heads and layers of each setting, by source and seed."""
     numbers = ("sparsity", "recall", "precision", "exact", "accuracy", "bits", "sparsity_used")
-    for (name, seed, _, _), each in groups.items():
-        mean = {key: fmean(row[key] for row in each) for key in numbers}
-        mean["saved"] = -mean["bits"]  # so that more is better, as of the others
-        found.setdefault(name, {}).setdefault(seed, []).append(mean)
-    return found
+
+    def mean(each: Sequence[Row]) -> Row:
+        found = {key: fmean(row[key] for row in each) for key in numbers}
+        return found | {"saved": -found["bits"]}  # so that more is better, as of the others
+
+    return {
+        name: {seed: [mean(each) for knob in knobs.values() for each in knob.values()] for seed, knobs in seeds.items()}
+        for name, seeds in by(rows, "source", "seed", "knob", "window").items()
+    }
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -74,22 +67,18 @@ def best(points: Sequence[Point], level: float) -> float:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """What each chooser reaches at a sparsity or more, at its best setting; means over seeds."""
+    """The best setting of each source at a sparsity or more; means over seeds."""
     found, parts = settings(rows), []
     dense = [row for seed in found.get("all", {}).values() for row in seed]
     if dense:
         accuracy, bits, sparsity = (fmean(row[key] for row in dense) for key in ("accuracy", "bits", "sparsity"))
-        parts.append(
-            f"All pairs: accuracy {100 * accuracy:.1f} %, {bits:.3f} bits a hidden word. Entmax itself leaves out "
-            f"{100 * sparsity:.1f} % of the pairs."
-        )
+        words = f"All pairs: accuracy {100 * accuracy:.1f} %, {bits:.3f} bits a hidden word."
+        parts.append(f"{words} Entmax itself leaves out {100 * sparsity:.1f} % of the pairs.")
     for x, y, title, factor, digits in MEASURES:
         lines = []
         for name in [name for name in GRIDS if name in found]:
-            values = [
-                factor * fmean(best([(row[x], row[y]) for row in seed], level) for seed in found[name].values())
-                for level in LEVELS
-            ]
+            points = [[(row[x], row[y]) for row in seed] for seed in found[name].values()]
+            values = [factor * fmean(best(each, level) for each in points) for level in LEVELS]
             lines.append([name, *("" if math.isnan(value) else f"{value:.{digits}f}" for value in values)])
         lines.sort(key=lambda line: factor * float(line[4] or factor * -99), reverse=True)  # by the last but one level
         parts.append(f"## {title}\n\n" + markdown(["method", *(f"sparsity {level:g}" for level in LEVELS)], lines))
@@ -97,10 +86,10 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _style(name: str) -> dict[str, Any]:
-    """Learnt choosers are full lines, fixed ones broken, oracles dotted and grey."""
+    """Sources that learn are full lines, fixed ones broken, oracles dotted and black."""
     number = [*GRIDS].index(name)
-    line = ":" if name in ORACLES else "-" if name in LEARNT else "--"
-    color = "black" if name in ORACLES else TAB20((2 * number) % 20 + number // 10)
+    line = ":" if name in ORACLES else "-" if name in LEARNED else "--"
+    color = "black" if name in ORACLES else colormaps["tab20"]((2 * number) % 20 + number // 10)
     return {"linestyle": line, "color": color, "marker": "osD^vXP*<>hpd8"[number], "markersize": 4, "label": name}
 
 
@@ -109,7 +98,7 @@ def _curves(axes: Any, points: dict[str, list[Point]]) -> None:
         style = _style(name)
         axes.plot(*zip(*each, strict=True), ".", color=style["color"], alpha=0.25, markersize=3)
         axes.plot(*zip(*frontier(each), strict=True), **style)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -117,21 +106,19 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     found = settings(rows)
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axes, (x, y, words, _, _) in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
-        points = {
-            name: [(row[x], row[y]) for seed in found[name].values() for row in seed] for name in GRIDS if name in found
-        }
+        every = {name: itertools.chain(*found[name].values()) for name in GRIDS if name in found}
+        points = {name: [(row[x], row[y]) for row in each] for name, each in every.items()}
         _curves(axes, points)
         for row in (row for seed in found.get("all", {}).values() for row in seed):
             axes.plot(row["sparsity"], row[y], "k*", ms=12)
             axes.axhline(row[y], color="k", lw=0.5)
-        of = {"sparsity": "layers and heads, on gold graphs", "sparsity_used": "the model while it reads"}[x]
+        of = {"sparsity": "layers and heads, on true graphs", "sparsity_used": "the model while it reads"}[x]
         axes.set(xlabel=f"sparsity: share of the pairs left out ({of})", ylabel=AXES[y])
         axes.set_title(words.partition(",")[0], fontsize="medium")
         axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):.2g}" if abs(value) < 1 else f"{abs(value):.1f}")
-    figure.suptitle(
-        "Predicted edges of entmax heads: lines join the best settings, dots show all; the star and its line are entmax over all pairs"
-    )
-    title = "chooser of pairs\n(full: learnt, broken: fixed,\ndotted: sees all scores)"
+    words = "lines join the best settings, dots show all; the star and its line are entmax over all pairs"
+    figure.suptitle(f"Predicted edges of entmax heads: {words}")
+    title = "source of the graph\n(full: learned, broken: fixed,\ndotted: sees all scores)"
     figure.legend(*axes.get_legend_handles_labels(), title=title, loc="outside right center", frameon=False)
     save_figure(folder / "pareto.png", figure, dpi=110)
     first = [row for row in rows if row["seed"] == rows[0]["seed"]]
@@ -141,23 +128,22 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     grid = figure.subplots(math.ceil(len(places) / across), across, squeeze=False, sharex=True, sharey=True)
     for axes, (layer, head) in zip(grid.flat, places, strict=False):
         mine = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
-        points = {}
-        for row in mine:
-            if row["chooser"] in GRIDS:
-                points.setdefault(row["chooser"], []).append((row["sparsity"], row["recall"]))
-        _curves(axes, points)
-        axes.axvline(next((row["sparsity"] for row in mine if row["chooser"] == "all"), 1.0), color="k", lw=0.5)
+        own = by([row for row in mine if row["source"] in GRIDS], "source")
+        _curves(axes, {name: [(row["sparsity"], row["recall"]) for row in each] for name, each in own.items()})
+        axes.axvline(next((row["sparsity"] for row in mine if row["source"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
-    figure.supylabel("recall: share of the gold edges that are predicted")
+    figure.supylabel("recall: share of the ground-truth edges that are predicted")
     figure.suptitle("Recall of each head")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     save_figure(folder / "heads.png", figure, dpi=90)
     return [folder / "pareto.png", folder / "heads.png"]
 
 
-def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, plan: Sweep, folder: Path) -> list[Path]:
-    """Maps of heads over the start of a test sequence, beside the graphs that clusters predict; and the words of each cluster."""
+def draw_heads(
+    model: TokenClassifier, learned: Sequence[Learned], texts: Texts, plan: Sweep, folder: Path
+) -> list[Path]:
+    """Maps of heads over the start of a test sequence, and the graphs that clusters predict; and the words of each cluster."""
     count, tokens = COUNTS[3], texts.test[:1]
     samples = extract(model, tokens, plan.hidden, 1, 0, "maps")
     names = [texts.vocabulary[word] for word in hide(tokens, plan.hidden, 0)[0][0, :SHOWN].tolist()]
@@ -169,38 +155,43 @@ def draw_heads(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, p
     ]
     figure = Figure(figsize=(15, 5 * MAPS), layout="constrained")
     for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
-        ((query, key, gold),) = samples[number]
-        source = make("clusters", count, 3, learnt[number])
-        predicted = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False)).graph.to_dense()[head]
+        ((query, key, ground_truth),) = samples[number]
+        source = make("clusters", count, 3, learned[number])
+        predicted = source(
+            Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False)
+        ).graph.to_dense()[head]
         scores = query[head] @ key[head].T * query.size(2) ** -0.5
         left = entmax15(scores.masked_fill(~predicted, -1e9), dim=1) > 0
-        titles = "gold", f"predicted by {count} clusters and a window of 3", "1.5-entmax over the predicted edges"
-        for axes, mask, title in zip(line, (gold.to_dense()[head], predicted, left), titles, strict=True):
+        titles = (
+            "ground truth",
+            f"predicted by {count} clusters and a window of 3",
+            "1.5-entmax over the predicted edges",
+        )
+        for axes, mask, title in zip(line, (ground_truth.to_dense()[head], predicted, left), titles, strict=True):
             axes.imshow(mask[:SHOWN, :SHOWN].numpy(), cmap="Greys", interpolation="nearest")
             axes.set_title(f"layer {number}, head {head}: {title}", fontsize="small")
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
             axes.set_yticks(range(len(names)), names, fontsize=6)
             axes.set(xlabel="key: word that is attended to", ylabel="query: word that attends")
-    figure.suptitle(
-        f"Edges among the first {len(names)} words of a test sequence, of {MAPS} heads that are neither full nor empty"
-    )
+    words = f"the first {len(names)} words of a test sequence, of {MAPS} heads that are neither full nor empty"
+    figure.suptitle(f"Edges among {words}")
     save_figure(folder / f"maps-{plan.seed}.png", figure, dpi=80)
-    rows = list_words(model, learnt, texts, plan, count)
+    rows = list_words(model, learned, texts, plan, count)
     path = folder / f"words-{plan.seed}.csv"
     path.unlink(missing_ok=True)
     add(path, rows)
     return [folder / f"maps-{plan.seed}.png", path]
 
 
-def list_words(model: TokenClassifier, learnt: Sequence[Learnt], texts: Texts, plan: Sweep, count: int) -> list[Row]:
+def list_words(model: TokenClassifier, learned: Sequence[Learned], texts: Texts, plan: Sweep, count: int) -> list[Row]:
     """The words that each cluster of each head attracts most: those whose share in it is largest next to their share in the text."""
     tokens = texts.test[: plan.test_sequences]
     rows = []
     for number, samples in enumerate(extract(model, tokens, plan.hidden, TESTED, 0, "words")):
         word = torch.cat([hide(part, plan.hidden, at)[0].flatten() for at, part in enumerate(tokens.split(TESTED))])
         every = torch.bincount(word, minlength=len(texts.vocabulary))
-        sides = zip(*(learnt[number].projection(query, key) for query, key, _ in samples), strict=True)
-        groups = [clusters(torch.cat(side, 1), learnt[number].centroids[count])[..., 0] for side in sides]
+        sides = zip(*(learned[number].projection(query, key) for query, key, _ in samples), strict=True)
+        groups = [clusters(torch.cat(side, 1), learned[number].centroids[count])[..., 0] for side in sides]
         for head, cluster in itertools.product(range(len(groups[0])), range(count)):
             row: Row = {"seed": plan.seed, "layer": number, "head": head, "cluster": cluster}
             for name, group in zip(("queries", "keys"), groups, strict=True):

@@ -1,13 +1,8 @@
-"""Extracts the heads of a trained model, fits choosers to them, and measures each setting of each chooser.
-
-In: a model and texts. Out: ``rows.csv``, a row for each head, setting and seed; what is there is not measured again. Not here:
-choosers (``choosers.py``), tables and figures (``report.py``).
-"""
-
-from __future__ import annotations
+"""Extracts the heads of a trained model, fits sources to them, and adds a row to ``rows.csv`` for each head, setting and seed."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.benchmarks.tables import Row, add, read
 from examples.common.runs import read_state, write_checkpoint
-from examples.sparsefinder.choosers import ALONE, GRIDS, Learnt, learn, make, make_learnt
+from examples.common.tables import Row, add, read
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
+from examples.sparsefinder.sources import ALONE, GRIDS, Learned, learn, make, make_learned
 from sbm_pyg import GraphSource, TokenClassifier, Tokens
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
 from sbm_pyg.sparsefinder.ground_truth import compare, group_entropy, record
@@ -43,7 +38,7 @@ class Sweep:
 
 
 def settings(names: Sequence[str], windows: Sequence[int], every: int) -> Iterator[tuple[str, float, int]]:
-    """Chooser, knob and window: every so many of a grid, with each window where the chooser takes one."""
+    """Source, knob and window: every so many of a grid, with each window where the source takes one."""
     for name in names:
         for knob in GRIDS[name][::every]:
             for window in (0,) if name in ALONE else windows:
@@ -53,7 +48,7 @@ def settings(names: Sequence[str], windows: Sequence[int], every: int) -> Iterat
 def extract(
     model: TokenClassifier, tokens: Tensor, hidden: float, batch: int, seed: int, words: str
 ) -> list[list[Sample]]:
-    """Samples of each layer: queries, keys and gold graphs of sequences some of whose words are hidden."""
+    """Samples of each layer: queries, keys and true graphs of sequences some of whose words are hidden."""
     set_sources(model, [PatternSource(full)] * len(layers(model)))
     with record(model) as found, torch.no_grad():
         for at, part in enumerate(tqdm(tokens.split(batch), desc=words)):
@@ -62,20 +57,16 @@ def extract(
     return [*found.values()]
 
 
-def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Path) -> list[Learnt]:
-    """What was learnt of each layer, from its file if there is one.
-
-    Raises:
-        RunError: The file is damaged, or of other settings.
-    """
+def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Path) -> list[Learned]:
+    """What was learned of each layer, from its file if there is one."""
     about = dataclasses.asdict(sweep)
     if state := read_state(path, about):
         found = []
         for layer, part in zip(layers(model), state["layers"], strict=True):
-            projection, sbm = make_learnt(layer.out_channels, layer.heads, sweep.dim)
+            projection, sbm = make_learned(layer.out_channels, layer.heads, sweep.dim)
             projection.load_state_dict(part.pop("projection"))
             sbm.load_state_dict(part.pop("sbm"))
-            found.append(Learnt(projection=projection, sbm=sbm, **part))
+            found.append(Learned(projection=projection, sbm=sbm, **part))
         return found
     samples = extract(model, tokens[: sweep.fit_sequences], sweep.hidden, BATCH, 10**6 * (1 + sweep.seed), "extract")
     found = [learn(each, sweep.dim, sweep.epochs, sweep.seed, f"layer {number}") for number, each in enumerate(samples)]
@@ -88,83 +79,76 @@ def measure_task(model: TokenClassifier, tokens: Tensor, hidden: float, sources:
     """Accuracy and bits on hidden words with attention over the graphs of some sources, and sparsity of these graphs."""
     set_sources(model, sources)
     kept: list[float] = []
-    handles = [
-        source.register_forward_hook(lambda module, given, out: kept.append(float(out.graph.density.mean())))
-        for source in sources
-        if source is not None
-    ]
-    try:
+    with ExitStack() as after:
+        after.callback(set_sources, model, [None] * len(sources))
+        for source in filter(None, sources):
+            hook = source.register_forward_hook(lambda _, given, out: kept.append(float(out.graph.density.mean())))
+            after.callback(hook.remove)
         row = test_model(model, tokens, hidden, TESTED)
-    finally:
-        for handle in handles:
-            handle.remove()
-        set_sources(model, [None] * len(sources))
     return row | {"sparsity_used": 1 - fmean(kept) if kept else 0.0}
 
 
 @torch.no_grad()
 def measure_heads(source: GraphSource, samples: Sequence[Sample]) -> list[Row]:
-    """How well a source foretells the gold graphs, a row for each head: means over samples."""
+    """How well a source predicts the true graphs, a row for each head: means over samples."""
     found = []
-    for at, (query, key, gold) in enumerate(samples):
-        graph = source(Tokens(query, key, gold.query_ptr, gold.key_ptr, bipartite=False, seed=at)).graph
-        match = compare(gold, graph.expand(gold.heads))
+    for at, (query, key, ground_truth) in enumerate(samples):
+        graph = source(Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False, seed=at)).graph
+        match = compare(ground_truth, graph.expand(ground_truth.heads))
         found.append(torch.stack([match.recall, match.precision, match.sparsity, match.exact], 1))
     names = ("recall", "precision", "sparsity", "exact")
     return [dict(zip(names, head, strict=True)) for head in torch.stack(found).mean(0).tolist()]
 
 
 @torch.no_grad()
-def measure_groups(name: str, knob: float, layer: Learnt, samples: Sequence[Sample]) -> list[Row]:
+def measure_groups(name: str, knob: float, layer: Learned, samples: Sequence[Sample]) -> list[Row]:
     """Entropies of buckets or clusters for each head: of all keys, and of the keys that a query uses."""
     found = []
-    for query, key, gold in samples:
+    for query, key, ground_truth in samples:
         x = layer.projection(query, key)[1]
         if name == "buckets":
-            group = buckets(x, int(knob), ptr=gold.key_ptr)
+            group = buckets(x, int(knob), ptr=ground_truth.key_ptr)
         elif name == "clusters":
             group = clusters(x, layer.centroids[int(knob)])
         else:
-            return [{"entropy": "", "gold_entropy": ""}] * gold.heads
-        both = (group_entropy(group, int(knob), graph).mean(1) for graph in (None, gold))
+            return [{"entropy": "", "ground_truth_entropy": ""}] * ground_truth.heads
+        both = (group_entropy(group, int(knob), graph).mean(1) for graph in (None, ground_truth))
         found.append(torch.stack([*both], 1))
-    return [{"entropy": all_, "gold_entropy": used} for all_, used in torch.stack(found).mean(0).tolist()]
+    return [{"entropy": all_, "ground_truth_entropy": used} for all_, used in torch.stack(found).mean(0).tolist()]
 
 
 def run(
     model: TokenClassifier, texts: Texts, sweep: Sweep, wanted: Sequence[tuple[str, float, int]], folder: Path
-) -> list[Learnt]:
-    """Measures what ``rows.csv`` does not have of the settings that are wanted; returns what was learnt of each layer."""
+) -> list[Learned]:
+    """Measures what ``rows.csv`` does not have of the settings that are wanted; returns what was learned of each layer."""
     path, test = folder / "rows.csv", texts.test[: sweep.test_sequences]
-    learnt = load_or_learn(model, cut(texts.train, test.size(1)), sweep, folder / f"learnt-{sweep.seed}.pt")
-    known = {(row["chooser"], row["knob"], row["window"]) for row in read(path) if row["seed"] == sweep.seed}
+    learned = load_or_learn(model, cut(texts.train, test.size(1)), sweep, folder / f"learnt-{sweep.seed}.pt")
+    known = {(row["source"], row["knob"], row["window"]) for row in read(path) if row["seed"] == sweep.seed}
     missing = [each for each in [("all", 0.0, 0), *wanted] if each not in known]
     if not missing:
-        return learnt
-    gold = extract(model, test, sweep.hidden, TESTED, 0, "gold graphs")
+        return learned
+    ground_truth = extract(model, test, sweep.hidden, TESTED, 0, "ground truth")
     with tqdm(missing, desc="sweep", unit="setting") as bar:
         for name, knob, window in bar:
             bar.set_postfix_str(f"{name} {knob:g}, window {window}")
             if name == "all":
-                sources: list[Any] = [None] * len(learnt)
-                heads = [measure_all(samples) for samples in gold]
+                sources: list[Any] = [None] * len(learned)
+                heads = [measure_all(samples) for samples in ground_truth]
             else:
-                sources = [make(name, knob, window, layer) for layer in learnt]
-                heads = [measure_heads(source, samples) for source, samples in zip(sources, gold, strict=True)]
+                sources = [make(name, knob, window, layer) for layer in learned]
+                heads = [measure_heads(source, samples) for source, samples in zip(sources, ground_truth, strict=True)]
             task = measure_task(model, test, sweep.hidden, sources)
             rows = []
-            for number, (each, layer, samples) in enumerate(zip(heads, learnt, gold, strict=True)):
+            for number, (each, layer, samples) in enumerate(zip(heads, learned, ground_truth, strict=True)):
                 groups = measure_groups(name, knob, layer, samples)
-                about = {"seed": sweep.seed, "chooser": name, "knob": knob, "window": window, "layer": number}
-                rows += [
-                    {**about, "head": head, **row, **group, **task}
-                    for head, (row, group) in enumerate(zip(each, groups, strict=True))
-                ]
+                about = {"seed": sweep.seed, "source": name, "knob": knob, "window": window, "layer": number}
+                both = enumerate(zip(each, groups, strict=True))
+                rows += [{**about, "head": head, **row, **group, **task} for head, (row, group) in both]
             add(path, rows)
-    return learnt
+    return learned
 
 
 def measure_all(samples: Sequence[Sample]) -> list[Row]:
-    """The row of dense attention; its sparsity is that of the gold graphs, below which no edge can be spared."""
+    """The row of dense attention; its sparsity is that of the true graphs, below which no edge can be spared."""
     sparsity = 1 - torch.stack([graph.density.mean(0) for _, _, graph in samples]).mean(0)
     return [{"recall": 1.0, "precision": 1.0, "sparsity": each, "exact": 1.0} for each in sparsity.tolist()]

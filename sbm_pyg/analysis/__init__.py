@@ -19,26 +19,10 @@ from .conditions import (
     universality,
 )
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
-from .statistics import GraphStatistics, blocks_of, graph_statistics, to_networkx
+from .statistics import GraphStatistics, communities_of, graph_statistics, to_networkx
 
 __all__ = [
-    "Certificate",
-    "GraphStatistics",
-    "HamiltonianPath",
-    "Lemma1",
-    "Lemma2",
-    "Universality",
-    "blocks_of",
-    "expected_graph",
-    "graph_statistics",
-    "hamiltonian_path",
-    "is_hamiltonian_path",
-    "lemma1",
-    "lemma2",
-    "log10_cycles",
-    "path_probability",
-    "plots",
-    "spread_steps",
-    "to_networkx",
-    "universality",
-]
+    "Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality", "communities_of",
+    "expected_graph", "graph_statistics", "hamiltonian_path", "is_hamiltonian_path", "lemma1", "lemma2",
+    "log10_cycles", "path_probability", "plots", "spread_steps", "to_networkx", "universality",
+]  # fmt: skip

@@ -1,12 +1,12 @@
-"""Hamiltonian paths of attention graphs: condition 2 of the universality proof, and Lemma 1 as an experiment.
+"""Hamiltonian paths of attention graphs: condition 2 of the universality proof, and the measure of Lemma 1.
 
 In: an :class:`~sbm_pyg.graph.AttentionGraph` of one sequence whose queries and keys are the same tokens. Out: a path,
-checked edge by edge, or a certificate that there is none, or the time that was spent in vain. Not here: the other two
-conditions (``analysis``).
+checked edge by edge, or a certificate of its absence, or the time spent without an answer. Not here: the other two
+conditions (``conditions``).
 
-The problem is NP-complete. What is cheap comes first: four kinds of certificates of absence, each found in O(E) or O(E
-sqrt(n)); then a construction by assignment, patching and rotation, which succeeds on most graphs that have a path; then
-an exact search by OR-tools.
+The problem is NP-complete. The search tries cheap methods first: four kinds of certificates of absence, each in O(E) or
+O(E sqrt(n)); then a construction by assignment, patching and rotation, which succeeds on most graphs that have a path;
+then an exact search by OR-tools.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.values import require_values
 from ..ragged import draw_seed
-from .walks import breadth_first, match, merge_cycles, parts_without, rotate, topological_order
+from .walks import Array, breadth_first, match, merge_cycles, parts_without, rotate, topological_order
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]
 
-Array = np.ndarray[Any, Any]
+Status = Literal["FOUND", "ABSENT", "UNKNOWN"]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why a graph has no Hamiltonian path, in a form that can be checked without trust in the search.
+    """A proof that a graph has no Hamiltonian path, which can be checked independently of the search.
 
     ================  =================================================================================================
-    ``kind``          what ``tokens`` and ``others`` show
+    ``kind``          meaning of ``tokens`` and ``others``
     ================  =================================================================================================
-    ``sources``       ``tokens``: two tokens that no edge enters; a path has one first token
-    ``sinks``         ``tokens``: two tokens that no edge leaves; a path has one last token
+    ``sources``       ``tokens``: two tokens without incoming edges; a path has one first token
+    ``sinks``         ``tokens``: two tokens without outgoing edges; a path has one last token
     ``incomparable``  ``tokens``: two tokens a, b without a walk from a to b or from b to a
     ``predecessors``  ``tokens``: tokens that only ``others`` have edges to, at least two fewer; all but one token need
                       a predecessor of their own
-    ``separator``     ``tokens``: one token without which the rest falls into three or more parts, of which ``others``
-                      names a member each; a path without one token is two pieces
-    ``search``        none: OR-tools found no path in an exhaustive search
+    ``separator``     ``tokens``: one token whose removal leaves three or more parts; ``others`` has a member of each; a
+                      path without one token has two parts
+    ``search``        both are empty: OR-tools found no path in an exhaustive search
     ================  =================================================================================================
 
     Self-loops never count. For ``predecessors`` and ``separator``, edges that skip a strongly connected component do
-    not count either: where a path exists the components form a chain, and it passes through each of them in turn.
+    not count either: if a path exists, the components form a chain, and the path visits them in that order.
     """
 
     kind: Literal["sources", "sinks", "incomparable", "predecessors", "separator", "search"]
@@ -58,7 +58,7 @@ class Certificate:
     others: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        tokens, others = some(self.tokens), some(self.others)
+        tokens, others = first_few(self.tokens), first_few(self.others)
         return {
             "sources": f"no edge enters tokens {tokens}",
             "sinks": f"no edge leaves tokens {tokens}",
@@ -78,20 +78,19 @@ class Certificate:
 
 @dataclass(frozen=True)
 class HamiltonianPath:
-    """Answer of :func:`hamiltonian_path`.
+    """Result of :func:`hamiltonian_path`.
 
-    As a truth value it is True where a path was found and False where there is none. Where nobody knows, it raises an
-    error.
+    Its truth value is True if a path was found, False if there is none, and an error if that is unknown.
 
     Args:
         status: ``"FOUND"``, ``"ABSENT"`` or ``"UNKNOWN"``.
-        path: All tokens, each attended to by the next, where found; else None.
-        certificate: Why there is none, where absent; else None.
-        method: What gave the answer.
-        seconds: Time spent, without that of compiling kernels.
+        path: All tokens, each attended to by the next, if found; else None.
+        certificate: A proof that there is no path, if absent; else None.
+        method: The method that gave the answer.
+        seconds: Time spent, without the compilation of kernels.
     """
 
-    status: Literal["FOUND", "ABSENT", "UNKNOWN"]
+    status: Status
     path: tuple[int, ...] | None
     certificate: Certificate | None
     method: str
@@ -107,36 +106,36 @@ class HamiltonianPath:
 
     def __str__(self) -> str:
         if self.path is not None:
-            return f"FOUND ({self.method}; {self.seconds:.2f} s): {some(self.path)}"
+            return f"FOUND ({self.method}; {self.seconds:.2f} s): {first_few(self.path)}"
         if self.certificate is not None:
             return f"ABSENT ({self.seconds:.2f} s): {self.certificate}"
         return f"UNKNOWN ({self.seconds:.1f} s): {self.method}"
 
 
 def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: int = 0) -> HamiltonianPath:
-    """Find a path along the edges that visits each token once, or the reason why there is none.
+    """Find a path along the edges that visits each token once, or a proof that there is none.
 
-    Edges run from key to query. Certificates of absence are tried first (see :class:`Certificate`), then the order of
-    the tokens, then a construction, then an exact search by OR-tools (a circuit constraint). The construction has four
-    steps. A dummy token, joined to all, closes the path to a cycle. An assignment with random weights covers all tokens
-    by cycles. Cycles merge where two arcs can be exchanged (Karp, 1979). Rotations of a path absorb the rest (Angluin
-    and Valiant, 1979). Certificates cost O(E sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096
-    at 5 % density takes 0.15 s.
+    Edges run from key to query. The search tries the order of the tokens, certificates of absence
+    (:class:`Certificate`), a construction, and an exact search by OR-tools (a circuit constraint). In the construction,
+    a dummy token, joined to all, closes the path to a cycle; an assignment with random weights covers all tokens by
+    cycles; cycles merge if two arcs can be exchanged (Karp, 1979); rotations of a path absorb the others (Angluin and
+    Valiant, 1979). Certificates cost O(E sqrt(N)), the construction O(N) per rotation after an assignment; N = 4096 at
+    5 % density takes 0.15 s.
 
     Args:
         graph: One sequence with N = M; several heads count as the union of their edges.
-        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried, and no
-            assignment or rotation is cut short, the first of which can take seconds at N = 50,000. The first call's
-            import of OR-tools and compilation of kernels do not count.
-        seed: Fixes the search (but not where a time limit cuts it).
+        time_limit: Seconds after which the answer is ``"UNKNOWN"``, positive. Certificates are always tried, and an
+            assignment or rotation is never interrupted; the first can take seconds at N = 50,000. The import of
+            OR-tools and the compilation of kernels in the first call do not count.
+        seed: Seed of the search.
 
     Returns:
-        The answer. Every path was checked edge by edge.
+        The answer. Every path is checked edge by edge.
 
     Raises:
         ImportError: scipy is not installed.
         TypeError, ValueError: The graph has several sequences or N != M, the time limit is not positive, or the seed is
-            no integer.
+            not an integer.
 
     Example:
         >>> import torch
@@ -148,62 +147,52 @@ def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: i
 
     Without OR-tools (``[analysis]`` extra) the exact search is skipped, and graphs that reach it are ``"UNKNOWN"``.
     """
-    time_limit, seed = seconds(time_limit), draw_seed(seed)
-    with stopwatch() as searched:
-        return _hamiltonian_path(graph, time_limit, seed, searched)
-
-
-def _hamiltonian_path(
-    graph: AttentionGraph, time_limit: float, seed: int, searched: Callable[[], float]
-) -> HamiltonianPath:
-    tokens, into = _arcs(graph)
-    n = graph.num_queries
-
-    def answer(
-        status: Literal["FOUND", "ABSENT", "UNKNOWN"],
-        method: str,
-        path: Array | None = None,
-        certificate: Certificate | None = None,
-    ) -> HamiltonianPath:
+    time_limit, seed = check_time_limit(time_limit), draw_seed(seed)
+    with stopwatch() as elapsed:
+        tokens, into = _arcs(graph)
+        n = graph.num_queries
+        status, method, path, certificate = _find_path(n, tokens, into, seed, time_limit, elapsed)
         listed = None if path is None else tuple(path.tolist())
         if listed is not None and not _visits_all(n, tokens, into, listed):
-            raise AssertionError(f"The path by {method} is none. Please report this graph: it is a fault of sbm_pyg.")
-        return HamiltonianPath(status, listed, certificate, method, searched())
+            raise AssertionError(f"The path by {method} is invalid. Please report this graph: it is a bug of sbm_pyg.")
+        return HamiltonianPath(status, listed, certificate, method, elapsed())
 
-    for path in (np.arange(n), np.arange(n)[::-1]):
-        if _visits_all(n, tokens, into, path):
-            return answer("FOUND", "order of the tokens", path)
+
+def _find_path(
+    n: int, tokens: Array, into: Array, seed: int, time_limit: float, elapsed: Callable[[], float]
+) -> tuple[Status, str, Array | None, Certificate | None]:
+    """Status, method, path and certificate."""
+    for order in (np.arange(n), np.arange(n)[::-1]):
+        if _visits_all(n, tokens, into, order):
+            return "FOUND", "order of the tokens", order, None
     certificate = _degrees(n, tokens, into)
     if certificate is not None:
-        return answer("ABSENT", "degrees", certificate=certificate)
+        return "ABSENT", "degrees", None, certificate
     ranks, certificate = _chain(n, tokens, into)
     if certificate is not None:
-        return answer("ABSENT", "components", certificate=certificate)
-    if int(ranks.max()) == n - 1:  # no cycles at all: the chain is the path
-        return answer("FOUND", "components", ranks.argsort())
+        return "ABSENT", "components", None, certificate
+    if int(ranks.max()) == n - 1:  # no cycles: the chain is the path
+        return "FOUND", "components", ranks.argsort(), None
     kept = ranks[into] - ranks[tokens] <= 1
     tokens, into = tokens[kept], into[kept]
     certificate = _matching(n, tokens, into) or _separator(n, tokens, into)
     if certificate is not None:
-        return answer(
-            "ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", certificate=certificate
-        )
-    found = _construct(n, tokens, into, ranks, seed, searched, 0.4 * time_limit)
-    if found is not None:
-        return answer("FOUND", "assignment, patching and rotation", found)
-    return answer(*_search(n, tokens, into, ranks, seed, time_limit - searched()))
+        return "ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", None, certificate
+    path = _construct(n, tokens, into, ranks, seed, elapsed, 0.4 * time_limit)
+    if path is not None:
+        return "FOUND", "assignment, patching and rotation", path, None
+    return _search(n, tokens, into, ranks, seed, time_limit - elapsed())
 
 
 def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
-    """Whether each token stands in the path once and is attended to by the next; O(E + N log E).
+    """True if the path holds each token once and each is attended to by the next; O(E + N log E).
 
     Args:
         graph: As in :func:`hamiltonian_path`.
         path: Token numbers.
 
     Raises:
-        TypeError, ValueError: The graph is as in :func:`hamiltonian_path`, or the path holds something else than whole
-            numbers.
+        TypeError, ValueError: As :func:`hamiltonian_path`, or the path does not consist of integers.
 
     Example:
         >>> import torch
@@ -213,12 +202,11 @@ def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
     tokens, into = _arcs(graph)
     try:
         steps = np.asarray(path)
+        got = "" if steps.size == 0 or steps.dtype.kind in "iu" else str(steps.dtype)
     except ValueError:
-        raise TypeError(
-            "Expected 'path' to be whole numbers (got lists of different lengths). Pass the numbers of the tokens."
-        ) from None
-    if steps.size and steps.dtype.kind not in "iu":
-        raise TypeError(f"Expected 'path' to be whole numbers (got {steps.dtype}). Pass the numbers of the tokens.")
+        got = "lists of different lengths"
+    if got:
+        raise TypeError(f"Expected 'path' to be integers (got {got}). Pass the numbers of the tokens.")
     return _visits_all(graph.num_queries, tokens, into, steps)
 
 
@@ -227,18 +215,12 @@ def _visits_all(n: int, tokens: Array, into: Array, path: Sequence[int] | Array)
     if steps.shape != (n,) or not np.array_equal(np.sort(steps), np.arange(n)):
         return False
     wanted, arcs = steps[1:] * n + steps[:-1], into.astype(np.int64) * n + tokens  # ascending, as rows are
-    place = np.searchsorted(arcs, wanted)
-    return bool((place < len(arcs)).all()) and bool(
-        (arcs[np.minimum(place, len(arcs) - 1)] == wanted).all() if n > 1 else True
-    )
+    at = np.searchsorted(arcs, wanted)
+    return bool((at < len(arcs)).all() and (n == 1 or (arcs[np.minimum(at, len(arcs) - 1)] == wanted).all()))
 
 
-def seconds(time_limit: float) -> float:
-    """Check a time limit in seconds, and return it.
-
-    Raises:
-        ValueError: It is not a positive number.
-    """
+def check_time_limit(time_limit: float) -> float:
+    """Check a time limit in seconds; return it, at most 10^9."""
     if not isinstance(time_limit, Real) or not time_limit > 0:
         raise ValueError(
             f"Expected 'time_limit' to be a positive number of seconds (got {time_limit!r}). The default is 10."
@@ -248,14 +230,14 @@ def seconds(time_limit: float) -> float:
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Yield a function that tells the seconds that have passed, but for those in which numba compiled kernels."""
+    """Yield a function that returns the seconds since the start, without the compilation of kernels."""
     start, compiling = time.perf_counter(), TimingListener()
     with install_listener("numba:compile", compiling):
         yield lambda: time.perf_counter() - start - (compiling.duration if compiling.done else 0.0)
 
 
-def some(tokens: Sequence[int], count: int = 8) -> str:
-    """The first few numbers of a list, and how many there are."""
+def first_few(tokens: Sequence[int], count: int = 8) -> str:
+    """The first numbers of a list as text, and the length of a longer list."""
     text = ", ".join(str(token) for token in tokens[:count])
     return text if len(tokens) <= count else f"{text}, ... ({len(tokens):,} in all)"
 
@@ -264,11 +246,7 @@ def some(tokens: Sequence[int], count: int = 8) -> str:
 
 
 def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
-    """The graph itself, on the CPU, if it is one sequence of tokens that are queries and keys alike.
-
-    Raises:
-        TypeError, ValueError: It is not.
-    """
+    """Check that a graph is one sequence with the same tokens as queries and keys; return it on the CPU."""
     check_graph(graph, name)
     require_values(graph.col, name)
     if graph.num_sequences != 1:
@@ -284,7 +262,7 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
 
 
 def _arcs(graph: AttentionGraph) -> tuple[Array, Array]:
-    """Tail and head of each arc between different tokens, heads of attention joined, ordered by (head, tail), int32."""
+    """Tail and head of each arc between different tokens, for all attention heads, sorted by (head, tail), int32."""
     graph = one_sequence(graph)
     tokens, into = (side.numpy() for side in graph.edge_index)
     if graph.heads > 1:
@@ -295,11 +273,7 @@ def _arcs(graph: AttentionGraph) -> tuple[Array, Array]:
 
 
 def scipy_sparse() -> Any:
-    """``scipy.sparse`` with its graph algorithms, ``csgraph``.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
+    """Import ``scipy.sparse`` with its graph algorithms, ``csgraph``."""
     try:
         import scipy.sparse.csgraph
     except ImportError:
@@ -308,10 +282,7 @@ def scipy_sparse() -> Any:
 
 
 def _matrix(n: int, row: Array, column: Array) -> Any:
-    """The arcs as scipy's compressed rows, ``[n, n]`` float64.
-
-    Columns ascend in each row, as the arcs came in that order.
-    """
+    """The arcs in scipy's compressed rows, ``[n, n]`` float64; columns ascend in each row, like the arcs."""
     return scipy_sparse().coo_array((np.ones(len(row)), (row, column)), shape=(n, n)).tocsr()
 
 
@@ -327,7 +298,7 @@ def _degrees(n: int, tokens: Array, into: Array) -> Certificate | None:
 
 
 def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | None]:
-    """Place of each token's strong component in their chain, ``[n]``, or two tokens that show there is none."""
+    """Rank of each token's strong component in their chain, ``[n]``; and a certificate if they form no chain."""
     out = _matrix(n, tokens, into)
     count, labels = scipy_sparse().csgraph.connected_components(out, connection="strong")
     if count == 1:
@@ -343,24 +314,21 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
     linked[ranks[tokens[ranks[into] - ranks[tokens] == 1]]] = True
     if linked.all():
         return ranks, None
-    gap = int(linked.argmin())  # a walk between neighbours of a topological order can have no stop in between
+    gap = int(linked.argmin())  # neighbours in a topological order need an arc of their own
     pair = (int(members[first[order[gap]]]), int(members[first[order[gap + 1]]]))
     return ranks, Certificate("incomparable", pair)
 
 
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
-    """A path gives n - 1 tokens a predecessor of their own.
-
-    Where no matching does, two unmatched tokens lead to a set that has too few.
-    """
+    """A path matches n - 1 tokens to different predecessors; two unmatched tokens lead to a set with too few."""
     rows = _matrix(n, into, tokens)
-    mate, follower = np.empty((2, n), np.int32)  # predecessor of each token, and whom each token precedes
+    mate, follower = np.empty((2, n), np.int32)  # the predecessor of each token, and its successor
     match(rows.indptr, rows.indices, mate, follower)  # scipy's takes exponential time on shuffled grids
     alone = np.flatnonzero(mate < 0)
     if len(alone) < 2:
         return None
     depth = np.empty(n, np.int64)
-    # from a token to whoever holds one of its predecessors
+    # from a token to the tokens that are matched to its predecessors
     breadth_first(rows.indptr, follower[rows.indices], alone[:2], depth)
     short = np.flatnonzero(depth >= 0)
     held = np.unique(tokens[np.isin(into, short)])
@@ -384,7 +352,7 @@ def _separator(n: int, tokens: Array, into: Array) -> Certificate | None:
 
 
 def _closed(n: int, tokens: Array, into: Array, ranks: Array) -> tuple[Array, Array]:
-    """The arcs with a dummy token n that leads to where a path can begin, and that follows where it can end."""
+    """The arcs and those of a dummy token n, which joins the possible ends of a path to its possible starts."""
     begin, end = np.flatnonzero(ranks == 0), np.flatnonzero(ranks == ranks.max())
     tails = np.concatenate([tokens, end, np.full(len(begin), n)])
     heads = np.concatenate([into, np.full(len(end), n), begin])
@@ -392,21 +360,21 @@ def _closed(n: int, tokens: Array, into: Array, ranks: Array) -> tuple[Array, Ar
 
 
 def _open(n: int, follow: Array) -> Array:
-    """The path of a cycle through all tokens and the dummy."""
+    """Cut a cycle through all tokens at the dummy token."""
     path, token = np.empty(n, np.int64), n
-    for place in range(n):
-        token = path[place] = follow[token]
+    for position in range(n):
+        token = path[position] = follow[token]
     return path
 
 
 def _assignment(weights: Any) -> Array | None:
-    """The column of each row in the full matching of least weight, ``[n]`` int64, or None where there is none."""
+    """The column of each row in the full matching of minimum weight, ``[n]`` int64, or None."""
     first, n = weights.indptr[:-1], weights.shape[0]
     mate, back = np.empty((2, n), np.int32)
     match(weights.indptr, weights.indices, mate, back)
     if (mate < 0).any():
         return None
-    # scipy matches each row to its first free column to begin with, which can take it exponential time to mend
+    # scipy starts from the first free column of each row, which can take exponential time to repair
     order, matched = np.arange(weights.nnz), weights.indices == np.repeat(mate, np.diff(weights.indptr))
     order[first], order[matched] = order[matched], first
     arcs = weights.data[order], weights.indices[order], weights.indptr
@@ -415,26 +383,23 @@ def _assignment(weights: Any) -> Array | None:
 
 
 def _construct(
-    n: int, tokens: Array, into: Array, ranks: Array, seed: int, searched: Callable[[], float], limit: float
+    n: int, tokens: Array, into: Array, ranks: Array, seed: int, elapsed: Callable[[], float], limit: float
 ) -> Array | None:
-    """A path by cycle covers, or None.
-
-    Arcs of dense graphs are thinned at first: an assignment costs more than it gains from them.
-    """
+    """A path by cycle covers, or None. The first attempts use a sample of the arcs of a dense graph, to save time."""
     random = np.random.default_rng(seed % 2**64)
     tails, heads = _closed(n, tokens, into, ranks)
     nodes = n + 1
     out, inward = _matrix(nodes, tails, heads), _matrix(nodes, heads, tails)
     forward, backward = (out.indptr, out.indices), (inward.indptr, inward.indices)
     for attempt in range(24 if n > 16 else 4):
-        if attempt and searched() > limit:
+        if attempt and elapsed() > limit:
             return None
         thin = 32 * nodes / len(tails) if attempt < 2 else 1.0
         chosen = np.flatnonzero(random.random(len(tails)) < thin) if thin < 1 else slice(None)
         sample = _matrix(nodes, tails[chosen], heads[chosen])
         sample.data[:] = 1 + random.random(sample.nnz)
         follow = _assignment(sample)
-        if follow is None:  # no cover by cycles among these arcs
+        if follow is None:  # these arcs have no cycle cover
             if thin >= 1:
                 return None
             continue
@@ -444,12 +409,12 @@ def _construct(
             word = int(random.integers(1, 2**62))
             if rotate(*forward, *backward, follow, word, 500 + nodes):
                 return _open(n, follow)
-            back = np.empty_like(follow)  # the same, with all arcs turned round
+            back = np.empty_like(follow)  # the reversed cycles
             back[follow] = np.arange(nodes)
             if rotate(*backward, *forward, back, word, 500 + nodes):
                 follow[back] = np.arange(nodes)
                 return _open(n, follow)
-            if searched() > limit:
+            if elapsed() > limit:
                 return None
     return None
 
@@ -457,18 +422,20 @@ def _construct(
 # -------------------------------------------------------------------------------------------------------- exact search
 
 
-def _search(n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: float) -> Any:
-    """What ``answer`` takes, from an exhaustive search for a circuit through all tokens and the dummy."""
+def _search(
+    n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: float
+) -> tuple[Status, str, Array | None, Certificate | None]:
+    """Search exhaustively for a circuit through all tokens and the dummy token."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         how = checks.install("analysis")
-        return "UNKNOWN", f"the construction failed, and an exact search needs OR-tools: {how}"
-    # after the import, which takes longer than most searches where it is the first in a process
-    start = time.perf_counter()
+        return "UNKNOWN", f"the construction failed, and an exact search needs OR-tools: {how}", None, None
+    start = time.perf_counter()  # after the import, which can take longer than a search
     tails, heads = _closed(n, tokens, into, ranks)
-    if 1e-5 * len(tails) > limit:  # to set up the search would take all the time
-        return "UNKNOWN", f"the construction failed, and {len(tails):,} arcs are too many to search in the time left"
+    if 1e-5 * len(tails) > limit:  # setting up the search would take all the time
+        method = f"the construction failed, and {len(tails):,} arcs are too many to search in the remaining time"
+        return "UNKNOWN", method, None, None
     model = cp_model.CpModel()
     used = [model.new_bool_var("") for _ in range(len(tails))]
     model.add_circuit(list(zip(tails.tolist(), heads.tolist(), used, strict=True)))
@@ -480,8 +447,8 @@ def _search(n: int, tokens: Array, into: Array, ranks: Array, seed: int, limit: 
     if status == cp_model.INFEASIBLE:
         return "ABSENT", "OR-tools", None, Certificate("search")
     if status not in (cp_model.FEASIBLE, cp_model.OPTIMAL):
-        return "UNKNOWN", "neither the construction nor OR-tools came to an end"
+        return "UNKNOWN", "neither the construction nor OR-tools finished", None, None
     chosen = np.array([solver.boolean_value(variable) for variable in used])
     follow = np.empty(n + 1, np.int64)
     follow[tails[chosen]] = heads[chosen]
-    return "FOUND", "OR-tools", _open(n, follow)
+    return "FOUND", "OR-tools", _open(n, follow), None

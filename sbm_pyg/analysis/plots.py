@@ -1,10 +1,10 @@
-"""Pictures of attention graphs, each with axes, units and a caption that can be understood alone.
+"""Figures of attention graphs, with axes, units and a caption.
 
-In: graphs, models, densities or the answers of ``analysis``. Out: a matplotlib ``Figure``; nothing is shown or saved,
-pyplot and its global state are not touched. Not here: numbers (``analysis``).
+In: graphs, models, densities or results of ``analysis``. Out: a matplotlib ``Figure``; nothing is shown or saved, and
+pyplot's global state does not change. Not here: numbers (``analysis``).
 
-A function that takes ``ax`` draws there, and then leaves the caption to whoever owns the figure; in any case it is
-``figure.get_label()``. matplotlib, from the ``[analysis]`` extra, is imported when a figure is made.
+A function with ``ax`` draws there and leaves the caption to the owner of the figure; it is always
+``figure.get_label()``. Figures need matplotlib, from the ``[analysis]`` extra, and raise ImportError without it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph, the_one
+from ..graph import AttentionGraph, check_graph, resolve_index
 from ..models import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
-from ..ragged import check_tensor
 from ..sources.sbm import SBM, check_model
 from .conditions import Lemma1, path_probability
-from .statistics import blocks_of
+from .statistics import communities_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
-    "density_extremes", "plot_blocks", "plot_density", "plot_extremes", "plot_inputs", "plot_lemma1", "plot_mask",
-    "plot_pixel_attention",
-    "plot_training_density",
+    "density_extremes", "plot_communities", "plot_density", "plot_extremes", "plot_inputs", "plot_lemma1", "plot_mask",
+    "plot_pixel_attention", "plot_training_density",
 ]  # fmt: skip
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
 MASK, HEAT = "magma_r", "viridis"
-PIXELS = 400  # more cells than this along an axis are averaged, or single edges would vanish between the pixels
+PIXELS = 400  # cells along an axis; more tokens are averaged, so that single edges stay visible
+
+DENSITY = "density of masks (% of query-key pairs)"
 
 Graphs = EncoderTrace | Sequence[AttentionGraph | None]
 
@@ -50,19 +50,17 @@ Graphs = EncoderTrace | Sequence[AttentionGraph | None]
 def plot_mask(
     graph: AttentionGraph, sbm: SBM | None = None, *, sequence: int = 0, head: int = 0, title: str = ""
 ) -> Figure:
-    """One sampled mask, beside its expectation where the model is given.
+    """A sampled mask, next to its expectation if a model is given.
 
     The mask costs O(E) time and memory, its expectation O(NM).
 
     Args:
         graph: Any graph.
         sbm: Model over the same tokens, or blocks of tokens, and heads; or None.
-        sequence: Which sequence.
-        head: Which head.
-        title: What to write above all, e.g. the layer.
+        sequence, head: Numbers of the sequence and of the head.
+        title: Title of the figure, e.g. the layer.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
 
     Example:
@@ -91,19 +89,12 @@ def plot_mask(
     for axes, picture, title in zip(panels, pictures, titles, strict=True):
         image = _picture(axes, picture, shape, cmap=MASK, vmin=0, vmax=top)
         axes.set_title(title, fontsize=10)
-    figure.colorbar(
-        image, ax=list(panels), label=f"probability of an edge; in a mask, 0 or 1{_cells(shape)}", shrink=0.85
-    )
-    beside = (
-        ""
-        if sbm is None
-        else " Left, one sample; right, the probability of each edge under the model that it was drawn from."
-    )
-    return _caption(
-        figure,
-        f"Which query (row) attends to which key (column), head {head}, "
-        f"{shape[0]:,} queries and {shape[1]:,} keys.{beside}",
-    )
+    label = f"probability of an edge; in a mask, 0 or 1{_cells(shape)}"
+    figure.colorbar(image, ax=list(panels), label=label, shrink=0.85)
+    words = f"Which query (row) attends to which key (column), head {head}, {shape[0]:,} queries and {shape[1]:,} keys."
+    if sbm is not None:
+        words += " Left: one sample; right: the probability of each edge under the model."
+    return _caption(figure, words)
 
 
 def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: Axes | None = None) -> Figure:
@@ -112,64 +103,36 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     Args:
         density: ``[L, B, H]`` of L layers, B inputs and H heads, as :attr:`EncoderTrace.density`; or one for each named
             task or model.
-        ax: Where to draw.
+        ax: Axes to draw on.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: A density is not ``[L, B, H]``.
     """
-    named = (
-        density
-        if isinstance(density, Mapping)
-        else {"": density.density if isinstance(density, EncoderTrace) else density}
-    )
-    if not named:
+    given = density if isinstance(density, Mapping) else {"": density}
+    if not given:
         raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
-    for value in named.values():
-        check_tensor(value, "density", optional=False)
-        require_values(value, "density")
-        if value.dim() != 3 or value.numel() == 0:
-            raise ValueError(
-                f"Expected 'density' to be [L, B, H] (got {list(value.shape)}). `EncoderTrace.density` is."
-            )
+    named = {name: 100 * _density_of(value) for name, value in given.items()}
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
-    ticks: list[str] = []
-    place = 0.0
+    at, ticks = 0.0, {}
     for name, value in named.items():
-        share = 100 * value.detach().cpu().double()
-        first = place
-        for layer in range(share.size(0)):
-            per_input = share[layer].mean(1)
-            spread = float(per_input.std()) if len(per_input) > 1 else 0.0
-            axes.bar(place, float(per_input.mean()), 0.72, color=COLOURS[layer % len(COLOURS)], alpha=0.75)
-            low = min(spread, float(per_input.mean()))  # a share is never negative
-            axes.errorbar(place, float(per_input.mean()), [[low], [spread]], color="0.15", capsize=4, lw=1.2)
-            heads = share[layer].mean(0)
-            axes.plot(
-                np.linspace(place - 0.22, place + 0.22, len(heads)) if len(heads) > 1 else [place],
-                heads,
-                "D",
-                color="white",
-                mec="0.15",
-                ms=5,
-            )
-            ticks.append(f"layer {layer}")
-            place += 1
+        first = at
+        for layer, (per_input, heads) in enumerate(zip(value.mean(2), value.mean(1), strict=True)):
+            mean = float(per_input.mean())
+            deviation = float(per_input.std()) if len(per_input) > 1 else 0.0
+            axes.bar(at, mean, 0.72, color=COLOURS[layer % len(COLOURS)], alpha=0.75)
+            whiskers = [[min(deviation, mean)], [deviation]]  # a density is not negative
+            axes.errorbar(at, mean, whiskers, color="0.15", capsize=4, lw=1.2)
+            across = np.linspace(at - 0.22, at + 0.22, len(heads)) if len(heads) > 1 else [at]
+            axes.plot(across, heads, "D", color="white", mec="0.15", ms=5)
+            ticks[at] = f"layer {layer}"
+            at += 1
         if name:
-            axes.text(
-                (first + place - 1) / 2,
-                1.01,
-                name,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="bottom",
-                fontsize=9,
-            )
-        place += 0.6
-    spots = [float(bar.get_x() + bar.get_width() / 2) for bar in axes.patches]  # type: ignore[attr-defined]
-    axes.set_xticks(spots, ticks)
+            top = axes.get_xaxis_transform()
+            axes.text((first + at - 1) / 2, 1.01, name, transform=top, ha="center", va="bottom", fontsize=9)
+        at += 0.6
+    axes.set_xticks([*ticks], [*ticks.values()])
     axes.set_ylim(bottom=0)
-    _bare(axes, "", "density of masks (% of query-key pairs)")
+    _label(axes, "", DENSITY)
     inputs = max(value.size(1) for value in named.values())
     words = (
         f"Density of the sampled masks in each layer. Bars: mean over heads and {inputs:,} inputs; whiskers: "
@@ -186,7 +149,7 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
         count: Number of each, at least 1; at most half of the inputs are taken.
 
     Raises:
-        TypeError: ``density`` is no tensor or ``count`` no int.
+        TypeError: ``density`` is not a tensor, or ``count`` not an int.
         ValueError: The number is below 1, or a density is not ``[L, B, H]`` or not finite.
 
     Example:
@@ -194,15 +157,10 @@ def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[li
         ([1], [2])
     """
     count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
-    density = density.density if isinstance(density, EncoderTrace) else density
-    checks.tensors(density=density)
-    require_values(density, "density")
-    if density.dim() != 3 or density.numel() == 0 or not bool(density.isfinite().all()):
-        raise ValueError(
-            f"Expected 'density' to be finite, [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is."
-        )
-    mean = density.detach().cpu().double().mean((0, 2))
-    order = mean.argsort(stable=True).tolist()
+    value = _density_of(density)
+    if not bool(value.isfinite().all()):
+        raise ValueError("Expected 'density' to be finite (got NaN or infinity). `EncoderTrace.density` is.")
+    order = value.mean((0, 2)).argsort(stable=True).tolist()
     count = min(count, max(len(order) // 2, 1))
     return order[:count], order[-count:]
 
@@ -215,17 +173,16 @@ def plot_pixel_attention(
     titles: Sequence[str] | None = None,
     notes: str = "",
 ) -> Figure:
-    """How much attention each pixel of an image gets, per layer and head: Figures 7 and 8 of Cho et al.
+    """The attention that each pixel of an image gets, per layer and head: Figures 7 and 8 of Cho et al.
 
     Args:
         graphs: A trace, or the graph of each layer; None (full attention) is left out. Tokens are pixels, row by row.
         images: ``[B, height, width]``, one for each sequence of the graphs.
-        sequences: Which sequences to draw, in this order; the first four if None.
-        titles: What to write above each image drawn, e.g. its label.
-        notes: More for the caption.
+        sequences: Numbers of the sequences to draw, in this order; the first four if None.
+        titles: Title of each drawn image, e.g. its label.
+        notes: More text for the caption.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: There is no graph, or pixels and tokens differ in number.
     """
     layers = _layers(graphs)
@@ -234,60 +191,49 @@ def plot_pixel_attention(
     if images.dim() != 3 or len(images) != layers[0][1].num_sequences:
         raise ValueError(
             f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence "
-            f"(got {list(images.shape)}). Turn colours into grey first."
+            f"(got {list(images.shape)}). Convert colours to grey first."
         )
     height, width = images.shape[1:]
     columns = []  # per layer and head: title, and a map for each image with its density
     for number, graph in layers:
-        parts = [graph.sequence(sequence).to("cpu") for sequence in chosen]
-        if any(part.num_keys != height * width for part in parts):
+        singles = [graph.sequence(sequence).to("cpu") for sequence in chosen]
+        if any(one.num_keys != height * width for one in singles):
             raise ValueError(
                 f"Expected 'graphs' with as many tokens as 'images' have pixels, {height} x {width} "
-                f"(got {[part.num_keys for part in parts]}). Drop special tokens from the graph first."
+                f"(got {[one.num_keys for one in singles]}). Drop special tokens from the graph first."
             )
         for head in range(graph.heads):
             maps = []
-            for part in parts:
-                read = torch.bincount(part.head(head).col.long(), minlength=part.num_keys)
-                maps.append((100 * read.cpu().double() / part.num_queries).view(height, width).numpy())
+            for one in singles:
+                attending = torch.bincount(one.head(head).col.long(), minlength=one.num_keys)
+                maps.append((100 * attending.double() / one.num_queries).view(height, width).numpy())
             columns.append((f"layer {number}, head {head}", maps))
     figure = _figure(1.9 * (1 + len(columns)), 1.95 * len(chosen) + 1.2)
     panels = figure.subplots(len(chosen), 1 + len(columns), squeeze=False)
-    for row, sequence in enumerate(chosen):
-        axes = panels[row, 0]
-        grey = axes.imshow(
-            images[sequence].detach().cpu().double().numpy(),
-            cmap="gray",
-            interpolation="nearest",
-            vmin=float(images.min()),
-            vmax=float(images.max()),
-        )
-        axes.set_title(titles[row] if titles is not None else f"input {sequence}", fontsize=9)
+    low, high = float(images.min()), float(images.max())
+    for axes, sequence, title in zip(panels[:, 0], chosen, titles, strict=True):
+        pixels = images[sequence].detach().cpu().double().numpy()
+        heat = axes.imshow(pixels, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
+        axes.set_title(title, fontsize=9)
         axes.set_ylabel("row (pixels)", fontsize=8)
-    figure.colorbar(grey, ax=panels[:, 0].tolist(), location="bottom", label="intensity", shrink=0.9, pad=0.03)
+    bar: dict[str, Any] = {"location": "bottom", "shrink": 0.9, "pad": 0.03}
+    figure.colorbar(heat, ax=panels[:, 0].tolist(), label="intensity", **bar)
     for column, (name, maps) in enumerate(columns, 1):
         top = max(float(values.max()) for values in maps) or 1.0
         for row, values in enumerate(maps):
             heat = panels[row, column].imshow(values, cmap=HEAT, vmin=0, vmax=top, interpolation="nearest")
             above = f"{name}\n" if row == 0 else ""
             panels[row, column].set_title(f"{above}density {_percent(values.mean() / 100)}", fontsize=9)
-        figure.colorbar(
-            heat,
-            ax=panels[:, column].tolist(),
-            location="bottom",
-            label="% of pixels\nthat attend here",
-            shrink=0.9,
-            pad=0.03,
-        )
+        figure.colorbar(heat, ax=panels[:, column].tolist(), label="% of pixels\nthat attend here", **bar)
     for axes in panels.flat:
         axes.tick_params(labelsize=6, length=2)
         axes.label_outer()
     for axes in panels[-1]:
         axes.set_xlabel("column (pixels)", fontsize=8)
     words = (
-        "Attention that each pixel gets. First column: the image. "
-        "Other columns: one layer and head each; the colour of a pixel says what share of all pixels attend to it "
-        "(own scale for each column), the number above is the mean, which is the density of the mask."
+        "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the colour "
+        "of a pixel is the percentage of pixels that attend to it (own scale for each column), and the number above is "
+        "its mean, the density of the mask."
     )
     return _caption(figure, f"{words} {notes}".strip())
 
@@ -298,10 +244,9 @@ def plot_inputs(
     """The masks of single inputs, one row for each and one column for each layer and head.
 
     Args:
-        graphs, sequences, titles, notes: As in :func:`plot_pixel_attention`; titles stand beside the rows.
+        graphs, sequences, titles, notes: As :func:`plot_pixel_attention`; titles are next to the rows.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: There is no graph.
     """
     layers = _layers(graphs)
@@ -317,61 +262,52 @@ def plot_inputs(
             name = f"layer {number}, head {head}\n" if row == 0 else ""
             axes.set_title(f"{name}density {_density(one)}", fontsize=9)
             axes.tick_params(labelsize=6, length=2)
-            beside = titles[row] if titles is not None else f"input {sequence}"
             axes.set_xlabel("key (token)" if row == len(chosen) - 1 else "", fontsize=8)
-            axes.set_ylabel(f"{beside}\nquery (token)" if column == 0 else "", fontsize=8)
-    figure.colorbar(
-        heat, ax=panels.ravel().tolist(), label="edge, 0 or 1 (a share, where many tokens share a pixel)", shrink=0.6
-    )
-    return _caption(
-        figure, f"Which query (row) attends to which key (column): sampled masks of single inputs. {notes}".strip()
-    )
+            axes.set_ylabel(f"{titles[row]}\nquery (token)" if column == 0 else "", fontsize=8)
+    label = "edge, 0 or 1 (a fraction, if many tokens share a pixel)"
+    figure.colorbar(heat, ax=panels.ravel().tolist(), label=label, shrink=0.6)
+    words = "Which query (row) attends to which key (column): sampled masks of single inputs."
+    return _caption(figure, f"{words} {notes}".strip())
 
 
 def plot_extremes(
     graphs: Graphs, images: Tensor | None = None, *, count: int = 2, titles: Sequence[str] | None = None
 ) -> Figure:
-    """Inputs to which a model gives its sparsest and its densest attention.
+    """The inputs with a model's sparsest and with its densest attention.
 
     Args:
         graphs: A trace, or the graph of each layer; None is left out.
         images: ``[B, height, width]`` if the inputs are images; attention is then drawn per pixel, else as masks.
         count: Inputs of lowest and of highest density, each, at least 1.
-        titles: What to write at each input of the batch, ``[B]``, e.g. its label.
+        titles: Title of each input of the batch, ``[B]``, e.g. its label.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: As :func:`plot_pixel_attention` and :func:`density_extremes`.
     """
     layers = _layers(graphs)
     low, high = density_extremes(torch.stack([graph.density.mean(1, keepdim=True) for _, graph in layers]), count)
-    titles = _chosen(layers, range(layers[0][1].num_sequences), titles)[1]
+    total = layers[0][1].num_sequences
+    titles = _chosen(layers, range(total), titles)[1]
     chosen = low + [sequence for sequence in high if sequence not in low]
-    words = (
-        f"Rows: the {len(low)} inputs of lowest and the {len(chosen) - len(low)} of highest mean density among "
-        f"{layers[0][1].num_sequences:,}."
-    )
-    beside = [titles[sequence] if titles is not None else f"input {sequence}" for sequence in chosen]
-    if images is None:
-        return plot_inputs(graphs, sequences=chosen, titles=beside, notes=words)
-    return plot_pixel_attention(graphs, images, sequences=chosen, titles=beside, notes=words)
+    most = len(chosen) - len(low)
+    words = f"Rows: the {len(low)} inputs of lowest and the {most} of highest mean density among {total:,}."
+    options: dict[str, Any] = {"sequences": chosen, "titles": [titles[each] for each in chosen], "notes": words}
+    return plot_inputs(graphs, **options) if images is None else plot_pixel_attention(graphs, images, **options)
 
 
-def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int = 0, title: str = "") -> Figure:
-    """The blocks of a model: the mask as it stands, the mask with tokens sorted by block, and the block matrix.
+def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int = 0, title: str = "") -> Figure:
+    """The communities of a model: the mask, the mask with tokens sorted by community, and the block matrix.
 
     Costs O(E) time and memory.
 
     Args:
         graph: Any graph.
-        sbm: Model over the same tokens, or blocks of tokens, and heads; a token belongs to the block of the model in
-            which its membership is largest.
-        sequence: Which sequence.
-        head: Which head.
-        title: What to write above all, e.g. the layer.
+        sbm: Model over the same tokens, or blocks of tokens, and heads; the community of a token is that of its largest
+            membership.
+        sequence, head: Numbers of the sequence and of the head.
+        title: Title of the figure, e.g. the layer.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: The sequence or head does not exist, or the model is over other tokens.
     """
     check_graph(graph)
@@ -379,46 +315,43 @@ def plot_blocks(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int
     sbm.check(graph.blocks)
     one = _one(graph, sequence, head)
     shape = _shape(one)
-    parts = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
+    ranges = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
     largest = sbm.query_membership.detach().amax(-1), sbm.key_membership.detach().amax(-1)
-    sides, strength = (
-        [x[head, part].cpu().numpy() for x, part in zip(graph.over_tokens(*pair), parts, strict=True)]
-        for pair in (blocks_of(sbm), largest)
+    labels, strength = (
+        [x[head, each].cpu().numpy() for x, each in zip(graph.over_tokens(*pair), ranges, strict=True)]
+        for pair in (communities_of(sbm), largest)
     )
-    orders = [np.lexsort((-weight, block)) for weight, block in zip(strength, sides, strict=True)]
-    used = [np.unique(block) for block in sides]
+    orders = [np.lexsort((-weight, label)) for weight, label in zip(strength, labels, strict=True)]
+    used = [np.unique(label) for label in labels]
     figure = _figure(13.2, 4.9, title)
     left, middle, right = figure.subplots(1, 3)
     shown, ordered = _mask(one), _mask(one, orders)
     top = max(float(shown.max()), float(ordered.max())) or 1.0
     _picture(left, shown, shape, cmap=MASK, vmin=0, vmax=top)
-    left.set_title(f"as the tokens stand: density {_density(one)}", fontsize=10)
+    left.set_title(f"in the order of the tokens: density {_density(one)}", fontsize=10)
     heat = _picture(middle, ordered, shape, cmap=MASK, vmin=0, vmax=top)
-    for draw, block in ((middle.axhline, sides[0]), (middle.axvline, sides[1])):
-        for end in np.bincount(block).cumsum()[:-1]:
-            draw(end - 0.5, color="#1b6ca8", lw=0.5, alpha=0.7)
-    middle.set_title(f"sorted by block: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
-    middle.set(xlabel="key (token, sorted by block)", ylabel="query (token, sorted by block)")
+    for draw, label in ((middle.axhline, labels[0]), (middle.axvline, labels[1])):
+        for end in np.bincount(label).cumsum()[:-1]:
+            draw(end - 0.5, color=COLOURS[0], lw=0.5, alpha=0.7)
+    middle.set_title(f"sorted by community: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
+    middle.set(xlabel="key (token, sorted by community)", ylabel="query (token, sorted by community)")
     figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(shape)}", shrink=0.8)
     block = sbm.block_matrix[head].detach().cpu().double().numpy()[np.ix_(*used)]
     low, high = float(block.min()), float(block.max())
-    matrix = right.imshow(
-        block, cmap=HEAT, interpolation="nearest", aspect="auto", vmin=low if low < high else 0.0, vmax=high or 1.0
-    )
+    limits: dict[str, Any] = {"vmin": low if low < high else 0.0, "vmax": high or 1.0}
+    matrix = right.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", **limits)
     right.set_box_aspect(1)
-    for axis, side in ((right.yaxis, used[0]), (right.xaxis, used[1])):
-        spots = np.unique(np.linspace(0, len(side) - 1, min(len(side), 12)).round().astype(int))
-        axis.set_ticks(spots, [str(side[spot]) for spot in spots])
-    right.set(xlabel="key block", ylabel="query block")
-    right.set_title(f"block matrix S, {sbm.num_blocks} blocks, those in use", fontsize=10)
-    figure.colorbar(
-        matrix, ax=right, label=f"weight between two blocks\n(colours span {low:.4g} to {high:.4g})", shrink=0.8
-    )
+    for axis, numbers in ((right.yaxis, used[0]), (right.xaxis, used[1])):
+        spots = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 12)).round().astype(int))
+        axis.set_ticks(spots, [str(numbers[spot]) for spot in spots])
+    right.set(xlabel="community of keys", ylabel="community of queries")
+    right.set_title(f"block matrix S, {sbm.num_blocks} communities, those in use", fontsize=10)
+    span = f"weight between two communities\n(colours span {low:.4g} to {high:.4g})"
+    figure.colorbar(matrix, ax=right, label=span, shrink=0.8)
     words = (
-        f"Blocks of head {head}: a token belongs to the block in which its membership is largest "
-        "(lines separate blocks; within a block the surest tokens come first). "
-        "If the blocks explained the mask, the middle panel would be a patchwork of even tones, "
-        "those of the block matrix on the right, whose colours go from its least to its largest weight."
+        f"Communities of head {head}: the community of a token is that of its largest membership (lines separate "
+        "communities; within each, tokens are sorted by membership). If the communities explained the mask, the middle "
+        "panel would have even tones, those of the block matrix on the right, whose colours span its weights."
     )
     return _caption(figure, words)
 
@@ -429,16 +362,15 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     Args:
         log: A CSV file with a column ``step`` and columns ``density_layer0_head0``, ..., as ``examples/lra.py`` writes;
             or its rows.
-        ax: Where to draw.
+        ax: Axes to draw on.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: A column is missing.
     """
     if isinstance(log, str | Path):
         if not Path(log).is_file():
             raise ValueError(
-                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is none). "
+                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is not a file). "
                 "`examples/lra.py` writes train.csv and val.csv."
             )
         with open(log, newline="") as file:
@@ -465,13 +397,14 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     figure, axes = _axes(ax, 7.2, 4.4)
     steps = [float(row["step"]) for row in rows]
     for layer, head, name in names:
-        values = [100 * float(row[name]) for row in rows]
-        style = ("-", "--", ":", "-.")[head % 4]
-        axes.plot(
-            steps, values, style, color=COLOURS[layer % len(COLOURS)], lw=1.4, label=f"layer {layer}, head {head}"
-        )
+        style: dict[str, Any] = {
+            "color": COLOURS[layer % len(COLOURS)],
+            "ls": ("-", "--", ":", "-.")[head % 4],
+            "lw": 1.4,
+        }
+        axes.plot(steps, [100 * float(row[name]) for row in rows], label=f"layer {layer}, head {head}", **style)
     axes.set_ylim(bottom=0)
-    _bare(axes, "optimiser step", "density of masks (% of query-key pairs)")
+    _label(axes, "optimiser step", DENSITY)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     words = (
         "Density of the sampled masks over the course of training: colours are layers, line styles heads; "
@@ -481,61 +414,39 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
 
 
 def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
-    """Expected number of Hamiltonian cycles in G(n, p), beside the probability of a Hamiltonian path.
+    """Expected number of Hamiltonian cycles in G(n, p), and the probability of a Hamiltonian path.
 
     Args:
-        result: From :func:`sbm_pyg.analysis.lemma1`.
-        ax: Where to draw the probabilities; the expectation gets an axis on its right.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+        result: Result of :func:`sbm_pyg.analysis.lemma1`.
+        ax: Axes for the probabilities; the expectation gets an axis on their right.
     """
     if not isinstance(result, Lemma1):
         raise TypeError(f"Expected 'result' to be a Lemma1 (got {type(result).__name__}). `analysis.lemma1` makes one.")
     figure, axes = _axes(ax, 7.6, 4.8)
-    p = result.probabilities
-    low, high = result.interval
+    p, n, (low, high) = result.probabilities, result.n, result.interval
     smooth = np.linspace(float(p.min()), float(p.max()), 200)
-    axes.plot(smooth, path_probability(result.n, smooth), color=COLOURS[0], lw=1.2, label="path, limit for large n")
+    axes.plot(smooth, path_probability(n, smooth), color=COLOURS[0], lw=1.2, label="path, limit for large n")
     bars = np.maximum([result.share - low, high - result.share], 0)
-    axes.errorbar(
-        p,
-        result.share,
-        bars,
-        fmt="o",
-        color=COLOURS[0],
-        ms=4.5,
-        capsize=3,
-        label=f"path, share of {result.samples:,} graphs",
-    )
-    axes.axvline(result.lemma, color=COLOURS[1], lw=1, ls=":")
-    axes.annotate(
-        "p of the lemma", (result.lemma, 0.62), rotation=90, ha="right", va="center", fontsize=8, color=COLOURS[1]
-    )
-    axes.axvline(np.log(result.n) / result.n, color=COLOURS[0], lw=1, ls=":")
-    axes.annotate(
-        "ln n / n",
-        (np.log(result.n) / result.n, 0.9),
-        rotation=90,
-        ha="right",
-        va="center",
-        fontsize=8,
-        color=COLOURS[0],
-    )
+    points: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "ms": 4.5, "capsize": 3}
+    axes.errorbar(p, result.share, bars, label=f"path, fraction of {result.samples:,} graphs", **points)
+    lines = [("p of the lemma", result.lemma, 0.62, COLOURS[1]), ("ln n / n", np.log(n) / n, 0.9, COLOURS[0])]
+    for name, x, y, colour in lines:
+        axes.axvline(x, color=colour, lw=1, ls=":")
+        axes.annotate(name, (x, y), rotation=90, ha="right", va="center", fontsize=8, color=colour)
     axes.set_ylim(-0.03, 1.03)
-    _bare(axes, f"edge probability p of G({result.n}, p)", "probability of a Hamiltonian path")
+    _label(axes, f"edge probability p of G({n}, p)", "probability of a Hamiltonian path")
     right = axes.twinx()
     right.plot(p, result.log10_cycles, "s--", color=COLOURS[1], ms=4, lw=1.2, label="cycles, expected number")
     right.axhline(0, color=COLOURS[1], lw=0.7)
     right.set_ylabel("expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)", color=COLOURS[1])
     right.spines[["top"]].set_visible(False)
-    lines = [part for each in (axes, right) for part in each.get_legend_handles_labels()[0]]
-    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc="center right")
-    at = float(path_probability(result.n, result.lemma))
+    handles = [handle for each in (axes, right) for handle in each.get_legend_handles_labels()[0]]
+    axes.legend(handles, [str(each.get_label()) for each in handles], frameon=False, fontsize=8, loc="center right")
+    limit = _percent(float(path_probability(n, result.lemma)))
     words = (
-        f"Random directed graphs of {result.n} tokens. At the p of Lemma 1 one expects at least one Hamiltonian cycle "
-        f"(red), yet in the limit {_percent(at)} of the graphs have as much as a path (blue; bars: 95 % intervals): "
-        "the expectation is carried by rare graphs with very many cycles."
+        f"Random directed graphs of {n} tokens. At the p of Lemma 1, at least one Hamiltonian cycle is expected (red), "
+        f"yet in the limit {limit} of the graphs have even a path (blue; bars: 95 % intervals): the expectation comes "
+        "from rare graphs with very many cycles."
     )
     return _caption(figure, words, ax is None)
 
@@ -543,25 +454,35 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
+def _density_of(density: Any) -> Tensor:
+    """A density ``[L, B, H]``, or that of a trace, in float64 on the CPU."""
+    density = density.density if isinstance(density, EncoderTrace) else density
+    checks.tensors(density=density)
+    require_values(density, "density")
+    if density.dim() != 3 or density.numel() == 0:
+        raise ValueError(f"Expected 'density' to be [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is.")
+    return density.detach().cpu().double()
+
+
 def _chosen(
     layers: list[tuple[int, AttentionGraph]], sequences: Sequence[int] | None, titles: Sequence[str] | None
-) -> tuple[list[int], Sequence[str] | None]:
-    """The sequences to draw, the first four if None, and a title for each or None."""
-    there = layers[0][1].num_sequences
+) -> tuple[list[int], Sequence[str]]:
+    """The sequences to draw, the first four if None, and their titles."""
+    total = layers[0][1].num_sequences
     if sequences is not None and (
         not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0
     ):
         raise TypeError(
             f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four."
         )
-    chosen = (
-        [*range(min(4, there))] if sequences is None else [the_one(number, there, "sequences") for number in sequences]
-    )
+    chosen = [
+        resolve_index(each, total, "sequences") for each in (range(min(4, total)) if sequences is None else sequences)
+    ]
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
         raise TypeError(
             f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r})."
         )
-    return chosen, titles
+    return chosen, [f"input {each}" for each in chosen] if titles is None else titles[: len(chosen)]
 
 
 def _figure(width: float, height: float, title: str = "") -> Figure:
@@ -601,13 +522,13 @@ def _caption(figure: Figure, words: str, draw: bool = True) -> Figure:
     return figure
 
 
-def _bare(axes: Axes, xlabel: str, ylabel: str) -> None:
+def _label(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options: Any) -> Any:
-    """A matrix of queries and keys, in units of tokens whatever its cells."""
+    """Draw a matrix of queries and keys, with axes in tokens."""
     from matplotlib.ticker import MaxNLocator
 
     image = axes.imshow(
@@ -629,18 +550,18 @@ def _shape(graph: AttentionGraph) -> tuple[int, int]:
     return graph.num_queries, graph.num_keys
 
 
-def _cell(shape: tuple[int, ...]) -> int:
-    """The side of a square cell with which at most ``PIXELS`` are left along each axis."""
+def _cell_size(shape: tuple[int, ...]) -> int:
+    """The side of square cells of which at most ``PIXELS`` fill each axis."""
     return -(-max(shape) // PIXELS)
 
 
 def _mask(graph: AttentionGraph, orders: Sequence[np.ndarray] | None = None) -> np.ndarray:
-    """Share of the pairs in each cell that are edges, with queries and keys in those orders."""
+    """Fraction of the pairs in each cell that are edges, with queries and keys in these orders."""
     key, query = graph.edge_index.numpy()
     if orders is not None:
         query, key = orders[0].argsort()[query], orders[1].argsort()[key]
     shape = _shape(graph)
-    cell = _cell(shape)
+    cell = _cell_size(shape)
     rows, columns = (-(-size // cell) for size in shape)
     edges = np.bincount(query // cell * columns + key // cell, minlength=rows * columns).reshape(rows, columns)
     return _mean(edges, shape)
@@ -648,13 +569,13 @@ def _mask(graph: AttentionGraph, orders: Sequence[np.ndarray] | None = None) -> 
 
 def _shrink(matrix: np.ndarray) -> np.ndarray:
     """Means over the same cells of a dense matrix."""
-    rows, columns = (np.arange(0, size, _cell(matrix.shape)) for size in matrix.shape)
+    rows, columns = (np.arange(0, size, _cell_size(matrix.shape)) for size in matrix.shape)
     return _mean(np.add.reduceat(np.add.reduceat(matrix, rows, axis=0), columns, axis=1), matrix.shape)
 
 
 def _mean(sums: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums over cells divided by the pairs in them; the last of a row or column may have fewer."""
-    cell = _cell(shape)
+    """Sums over cells divided by their numbers of pairs; the last cells of an axis may have fewer."""
+    cell = _cell_size(shape)
     rows, columns = (np.minimum(size - np.arange(0, size, cell), cell) for size in shape)
     return sums / np.outer(rows, columns)
 
@@ -664,15 +585,16 @@ def _density(graph: AttentionGraph) -> str:
 
 
 def _cells(shape: tuple[int, ...]) -> str:
-    cell = _cell(shape)
+    cell = _cell_size(shape)
     return "" if cell == 1 else f"\n(mean over cells of {cell} x {cell} pairs)"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
 
 
 def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
+    """The graphs of layers that have one, with the numbers of the layers."""
     found = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
     if not isinstance(found, Sequence) or not all(
         graph is None or isinstance(graph, AttentionGraph) for graph in found
@@ -688,6 +610,6 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     counts = [graph.num_sequences for _, graph in layers]
     if len({*counts}) > 1:
         raise ValueError(
-            f"Expected 'graphs' of the same sequences (got {counts} in the layers). They are those of one batch."
+            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass the graphs of one batch."
         )
     return layers

@@ -1,4 +1,4 @@
-"""Statistics of attention graphs in linear time, their groups of tokens, and networkx.
+"""Statistics of attention graphs in linear time, communities of tokens, and networkx graphs.
 
 In: an :class:`~sbm_pyg.AttentionGraph`, sampled or given. Out: numbers per sequence and head, or a networkx graph. Not
 here: paths (``hamiltonian``), the conditions of universality (``conditions``), and pictures (``plots``).
@@ -16,46 +16,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph, the_one
+from ..graph import AttentionGraph, check_graph, resolve_index
 from ..ops import checks
 from ..sources.sbm import SBM, check_model
 from .hamiltonian import scipy_sparse
-from .walks import breadth_first, compare_rows
+from .walks import Array, breadth_first, compare_rows
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["GraphStatistics", "blocks_of", "graph_statistics", "to_networkx"]
+__all__ = ["GraphStatistics", "communities_of", "graph_statistics", "to_networkx"]
 
-Array = np.ndarray[Any, Any]
-Blocks = SBM | Tensor | tuple[Tensor, Tensor]
+Communities = SBM | Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GraphStatistics:
-    """Statistics of each sequence and head, made by :func:`graph_statistics`; ``print`` shows them as a table.
+    """Statistics of each sequence and head; :func:`graph_statistics` returns them, ``print`` shows them as a table.
 
-    They describe the directed graph from keys to queries. Its nodes are tokens, or queries and keys apart where those
-    differ. All but the degrees are ``[B, H]``, float64 or int64, and NaN where not defined.
+    They describe the directed graph from keys to queries. Its nodes are tokens, or queries and keys as separate nodes
+    if those differ. All but the degrees are ``[B, H]``, float64 or int64, and NaN if undefined.
 
     Args:
-        density: Share of the pairs that are edges.
+        density: Fraction of the pairs that are edges.
         in_degree: Number of keys of each query, ``[H, N]``.
         out_degree: Number of queries of each key, ``[H, M]``.
-        empty_queries: Share of the queries without an edge: attention gives them zeros.
-        unread_keys: Share of the keys that no query attends to.
-        self_loops: Share of the tokens that attend to themselves; 0 where queries and keys are apart.
-        reciprocity: Share of the edges that also run the other way; as in networkx, self-loops count as edges but not
-            as returned.
+        empty_queries: Fraction of the queries without edges; attention outputs zeros there.
+        unread_keys: Fraction of the keys that no query attends to.
+        self_loops: Fraction of the tokens that attend to themselves; 0 if queries and keys are separate nodes.
+        reciprocity: Fraction of the edges that also run the other way. As in networkx, self-loops count as edges but
+            not as reciprocated.
         weak_components: Number of weakly connected components.
         strong_components: Number of strongly connected components.
-        largest_strong: Share of the nodes in the largest strongly connected component.
+        largest_strong: Fraction of the nodes in the largest strongly connected component.
         diameter_least: Lower bound of the diameter, from six searches; infinite unless strongly connected.
         diameter_most: Upper bound, from the same searches; at most twice the diameter.
         spectral_gap: Second smallest eigenvalue of the normalised Laplacian of the undirected graph, in [0, 2], to
-            about seven digits: 0 where it falls apart, near 1 where all is mixed in one step. NaN if it was left out.
-        modularity: Excess of edges within blocks over what the degrees explain (Leicht and Newman, 2008), in [-1, 1).
-            NaN without blocks.
+            about seven digits: 0 if the graph is disconnected, about 1 if one step mixes all. NaN if not computed.
+        modularity: Excess of edges within communities over the number that the degrees explain (Leicht and Newman,
+            2008), in [-1, 1). NaN without communities.
     """
 
     density: Tensor
@@ -74,10 +73,7 @@ class GraphStatistics:
     modularity: Tensor
 
     def rows(self) -> list[dict[str, float]]:
-        """One record for each sequence and head, with their numbers and all that is ``[B, H]``.
-
-        Ready for a table or a CSV file.
-        """
+        """One dict for each sequence and head: their numbers, and all statistics ``[B, H]``."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_degree")}
         sequences, heads = self.density.shape
         return [
@@ -99,31 +95,34 @@ class GraphStatistics:
 
 
 def graph_statistics(
-    graph: AttentionGraph, *, blocks: Blocks | None = None, bipartite: bool | None = None, spectral_gap: bool = True
+    graph: AttentionGraph,
+    *,
+    communities: Communities | None = None,
+    bipartite: bool | None = None,
+    spectral_gap: bool = True,
 ) -> GraphStatistics:
     """Degrees, components, distances and structure of every sequence and head.
 
-    All are computed from the compressed rows, without a Python loop over edges. Cost O(HN + E), all sequences and heads
-    at once. The spectral gap costs some dozens to hundreds of products with the matrix for each of them, or, where
-    breadth-first layers are narrow, a factorisation in O(N) times their squared width. Values are those of
-    networkx (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
+    They are computed from the compressed rows, for all sequences and heads at once, in O(HN + E). The spectral gap
+    costs dozens to hundreds of products with the matrix for each sequence and head, or, if breadth-first layers are
+    narrow, a factorisation in O(N) times their squared width. Values equal those of networkx
+    (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
 
     Args:
         graph: Any graph.
-        blocks: Blocks for the modularity: an :class:`SBM` over the same tokens, or blocks of tokens
-            (:func:`blocks_of`); or block numbers of the tokens ``[H, N]`` int64, or a pair of those for queries
-            ``[H, N]`` and keys ``[H, M]``.
-        bipartite: Whether queries and keys are different nodes. None: only where sequences differ in their queries and
-            keys.
-        spectral_gap: Whether to compute it.
+        communities: Communities for the modularity: an :class:`SBM` over the same tokens, or blocks of tokens
+            (:func:`communities_of`); or the numbers of communities of the tokens ``[H, N]`` int64, or a pair of them
+            for queries ``[H, N]`` and keys ``[H, M]``.
+        bipartite: Queries and keys are separate nodes. None: only if a sequence has different numbers of them.
+        spectral_gap: Compute the spectral gap.
 
     Returns:
         The statistics, on the CPU.
 
     Raises:
         ImportError: scipy is not installed.
-        TypeError: It is no graph, or blocks are no integers.
-        ValueError: Blocks do not fit the graph, or tokens were asked for where N != M.
+        TypeError: ``graph`` is not a graph, or communities are not integers.
+        ValueError: Communities do not fit the graph, or ``bipartite=False`` and N != M.
 
     Example:
         >>> graph = AttentionGraph.from_dense(torch.tensor([[1, 1, 0], [1, 0, 0], [0, 1, 1]]))
@@ -142,23 +141,23 @@ def graph_statistics(
         diameter most         inf
     """
     check_graph(graph)
-    checks.flag("bipartite", bipartite, "It says whether queries and keys are apart.", optional=True)
-    checks.flag("spectral_gap", spectral_gap, "It says whether to compute it.")
-    labels = None if blocks is None else _labels(graph, blocks)
+    checks.flag("bipartite", bipartite, "With True, queries and keys are separate nodes.", optional=True)
+    checks.flag("spectral_gap", spectral_gap, "With False, it is not computed.")
+    labels = None if communities is None else _labels(graph, communities)
     graph = graph.to("cpu")
     heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys
     square = torch.equal(graph.query_ptr, graph.key_ptr)
     if bipartite is False and not square:
         raise ValueError(
-            f"Expected 'bipartite' to be True where sequences have not as many queries as keys (got N = {num_queries}, "
-            f"M = {num_keys}). Pass bipartite=True."
+            f"Expected 'bipartite' to be True if sequences have different numbers of queries and keys (got N = "
+            f"{num_queries}, M = {num_keys}). Pass bipartite=True."
         )
     split = not square if bipartite is None else bipartite
 
-    group, key_group = (_groups(ptr, heads) for ptr in (graph.query_ptr, graph.key_ptr))  # number b * H + h of each row
+    group, key_group = (_row_groups(ptr, heads) for ptr in (graph.query_ptr, graph.key_ptr))  # b * H + h of each row
     node_group = np.concatenate([group, key_group]) if split else group
     cells, count = sequences * heads, len(node_group)
-    rows = _square(graph, count, heads * num_queries if split else 0)
+    rows = _block_diagonal(graph, count, heads * num_queries if split else 0)
     columns = rows.T.tocsr()
     in_degree, out_degree = (
         graph.degree,
@@ -169,23 +168,21 @@ def graph_statistics(
         return np.bincount(groups, weights if weights is None else np.asarray(weights).ravel(), minlength=cells)
 
     queries, keys, nodes, edges = total(group), total(key_group), total(node_group), total(group, in_degree)
-    query_block, key_block = (
-        (np.zeros(side, np.int64) for side in (len(group), len(key_group))) if labels is None else labels
-    )
+    of_queries, of_keys = (np.zeros(len(each), np.int64) for each in (group, key_group)) if labels is None else labels
     own, returned, within = np.zeros((3, count), np.int64)
-    padding = np.zeros(count - len(group), np.int64)  # where nodes are queries, then keys
+    padding = np.zeros(count - len(group), np.int64)  # if nodes are queries, then keys
     compare_rows(
-        rows.indptr, rows.indices, columns.indptr, columns.indices, np.concatenate([query_block, padding]),
-        np.concatenate([np.zeros(count - len(key_group), np.int64), key_block]), own, returned, within,
+        rows.indptr, rows.indices, columns.indptr, columns.indices, np.concatenate([of_queries, padding]),
+        np.concatenate([np.zeros(count - len(key_group), np.int64), of_keys]), own, returned, within,
     )  # fmt: skip
     depth = np.empty(count, np.int64)
     roots = _busiest(rows, columns, node_group, cells)
     # columns lead from keys to queries, as edges do
     reached = breadth_first(columns.indptr, columns.indices, roots, depth)
-    strong_at_once = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
+    one_component = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
     one_each = (np.ones(cells, np.int64), nodes)
     weak, strong = (
-        one_each if strong_at_once else _components(rows, node_group, cells, kind) for kind in ("weak", "strong")
+        one_each if one_component else _components(rows, node_group, cells, kind) for kind in ("weak", "strong")
     )
     least, most = _diameter(rows, columns, node_group, roots, strong[0] == 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -193,7 +190,7 @@ def graph_statistics(
         if labels is not None:
             modularity = (
                 total(node_group, within) / edges
-                - _by_chance(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
+                - _degree_products(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
             )
         values = {
             "empty_queries": total(group[in_degree.flatten().numpy() == 0]) / queries,
@@ -205,7 +202,7 @@ def graph_statistics(
             "largest_strong": strong[1] / nodes,
             "diameter_least": least,
             "diameter_most": most,
-            "spectral_gap": _gaps(graph, split, weak[0]) if spectral_gap else np.full(cells, math.nan),
+            "spectral_gap": _spectral_gaps(graph, split, weak[0]) if spectral_gap else np.full(cells, math.nan),
             "modularity": modularity,
         }
     shaped = {
@@ -214,13 +211,11 @@ def graph_statistics(
     return GraphStatistics(density=graph.density, in_degree=in_degree, out_degree=out_degree, **shaped)
 
 
-def blocks_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The block of each query ``[H, N]`` and of each key ``[H, M]``.
-
-    It is the one in which the membership is largest, of equals the first.
+def communities_of(sbm: SBM) -> tuple[Tensor, Tensor]:
+    """The community of each query ``[H, N]`` and of each key ``[H, M]``: that of its largest membership.
 
     Raises:
-        TypeError: It is no model.
+        TypeError: ``sbm`` is not a model.
     """
     check_model(sbm)
     return sbm.query_membership.argmax(-1), sbm.key_membership.argmax(-1)
@@ -234,24 +229,22 @@ def to_networkx(
     view: str = "tokens",
     sbm: SBM | None = None,
 ) -> nx.DiGraph[Any]:
-    """networkx graph of one sequence, with probabilities and blocks where a model is given.
-
-    An edge runs from key to query.
+    """networkx graph of one sequence, with the probabilities and communities of a model. Edges run from key to query.
 
     Args:
         graph: Any graph.
-        sequence: Which sequence; may be None where there is one.
-        head: Which head; may be None where there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges carry their
+        sequence: Number of the sequence; may be None if there is one.
+        head: Number of the head; may be None if there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges have their
             head as key and attribute ``head``.
         view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query",
-            i)``, numbered by networkx's attribute ``bipartite`` 0 and 1.
-        sbm: Model over the same tokens, or blocks of tokens, and heads: edges then carry ``probability``, and nodes,
-            with a single head, ``block`` (that of the query in the view of tokens).
+            i)``, with networkx's attribute ``bipartite`` 0 and 1.
+        sbm: Model over the same tokens, or blocks of tokens, and heads. Edges then have the attribute ``probability``,
+            and nodes, with a single head, ``community`` (that of the query if nodes are tokens).
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: The sequence, head or view does not exist or is not told, the model is over other tokens, or tokens
-            were asked for where N != M.
+        TypeError: An argument has the wrong type.
+        ValueError: The sequence, head or view does not exist or is ambiguous, the model is over other tokens, or nodes
+            are tokens and N != M.
 
     Example:
         >>> to_networkx(AttentionGraph.from_dense(torch.ones(2, 3)), view="bipartite").edges[("key", 2), ("query", 0)]
@@ -262,14 +255,14 @@ def to_networkx(
         check_model(sbm)
     if view not in ("tokens", "bipartite"):
         raise ValueError(
-            f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). For all heads at once pass head='all'."
+            f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). Pass head='all' for all heads at once."
         )
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
     if sbm is None:
         return result
-    sequence = the_one(sequence, graph.num_sequences, "sequence")
+    sequence = resolve_index(sequence, graph.num_sequences, "sequence")
     every = head == "all"
-    head = None if every else the_one(head, graph.heads, "head")  # type: ignore[arg-type]
+    head = None if every else resolve_index(head, graph.heads, "head")  # type: ignore[arg-type]
     one, query = graph.sequence(sequence), graph.edge_index[1]
     probabilities = graph.spread(sbm.on(graph.blocks).detach())
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
@@ -281,51 +274,48 @@ def to_networkx(
             ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
             result.edges[(*ends, number) if every else ends]["probability"] = p
     if head is not None:
-        queries, keys = (side[head].tolist() for side in graph.over_tokens(*blocks_of(sbm)))
+        queries, keys = (each[head].tolist() for each in graph.over_tokens(*communities_of(sbm)))
         for node in result:
             kind, number = node if view == "bipartite" else ("query", node)
-            result.nodes[node]["block"] = queries[first + number] if kind == "query" else keys[first_key + number]
+            result.nodes[node]["community"] = queries[first + number] if kind == "query" else keys[first_key + number]
     return result
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _labels(graph: AttentionGraph, blocks: Blocks) -> tuple[Array, Array]:
-    """Blocks of the queries ``[H*N]`` and of the keys ``[H*M]``."""
-    if isinstance(blocks, SBM):
-        blocks.check(graph.blocks)
-        pair = graph.over_tokens(*blocks_of(blocks))
+def _labels(graph: AttentionGraph, communities: Communities) -> tuple[Array, Array]:
+    """Communities of the queries ``[H*N]`` and of the keys ``[H*M]``."""
+    if isinstance(communities, SBM):
+        communities.check(graph.blocks)
+        pair = graph.over_tokens(*communities_of(communities))
     else:
-        pair = blocks if isinstance(blocks, tuple) else (blocks, blocks)
+        pair = communities if isinstance(communities, tuple) else (communities, communities)
     if len(pair) != 2 or not all(
-        isinstance(side, Tensor) and not (side.is_floating_point() or side.is_complex()) for side in pair
+        isinstance(each, Tensor) and not (each.is_floating_point() or each.is_complex()) for each in pair
     ):
         raise TypeError(
-            f"Expected 'blocks' to be an SBM, a tensor of integers or a pair of those (got {short(blocks)}). "
-            "They are block numbers."
+            f"Expected 'communities' to be an SBM, a tensor of integers or a pair of those (got {short(communities)}). "
+            "They are numbers of communities."
         )
-    query, key = pair
-    for name, side, size in (("queries", query, graph.num_queries), ("keys", key, graph.num_keys)):
-        if side.shape != (graph.heads, size):
+    for name, each, size in zip(("queries", "keys"), pair, (graph.num_queries, graph.num_keys), strict=True):
+        if each.shape != (graph.heads, size):
             raise ValueError(
-                f"Expected 'blocks' of the {name} to be [{graph.heads}, {size}] (got {list(side.shape)}). "
-                "They number the block of each token in each head."
+                f"Expected 'communities' of the {name} to be [{graph.heads}, {size}] (got {list(each.shape)}). "
+                "They number the community of each token in each head."
             )
-    return query.cpu().flatten().numpy(), key.cpu().flatten().numpy()
+    query, key = (each.cpu().flatten().numpy() for each in pair)
+    return query, key
 
 
-def _groups(ptr: Tensor, heads: int) -> Array:
+def _row_groups(ptr: Tensor, heads: int) -> Array:
     """Number ``b * H + h`` of the sequence and head of each row ``h * N + i``, ``[H*N]``."""
     batch = torch.repeat_interleave(ptr.diff())
     return (batch * heads + torch.arange(heads)[:, None]).flatten().numpy()
 
 
-def _square(graph: AttentionGraph, count: int, shift: int) -> Any:
-    """All heads as one block-diagonal matrix in scipy's compressed rows, ``[count, count]``.
-
-    Keys are numbered from ``shift``.
-    """
+def _block_diagonal(graph: AttentionGraph, count: int, shift: int) -> Any:
+    """All heads as one block-diagonal matrix ``[count, count]`` in scipy's compressed rows; keys start at ``shift``."""
     size = np.int32 if max(count, graph.num_edges) < 2**31 else np.int64
     index: Array = graph.col.numpy().astype(size)
     ends = graph.rowptr[:: graph.num_queries].tolist()
@@ -352,18 +342,15 @@ def _busiest(rows: Any, columns: Any, group: Array, cells: int) -> Array:
 
 
 def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array) -> tuple[Array, Array]:
-    """Bounds of the diameter, each ``[B*H]``.
-
-    The farthest node from a root and the farthest node to it lie far apart; a node halfway between is near to all.
-    """
+    """Bounds of the diameter, each ``[B*H]``, by searches from distant nodes and from a node halfway between them."""
     cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
 
-    def sweep(matrix: Any, roots: Array, share: float = 1.0) -> tuple[Array, Array]:
-        """Largest distance in each group, and a node at that share of it."""
+    def sweep(matrix: Any, roots: Array, fraction: float = 1.0) -> tuple[Array, Array]:
+        """Largest distance in each group, and a node at that fraction of it."""
         breadth_first(matrix.indptr, matrix.indices, roots, depth)
         last, found = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         np.maximum.at(last, group, depth)
-        at = index[depth == np.rint(share * last).astype(np.int64)[group]]
+        at = index[depth == np.rint(fraction * last).astype(np.int64)[group]]
         found[group[at]] = at
         return last, found
 
@@ -377,8 +364,8 @@ def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array
     return np.where(strong, least, math.inf), np.where(strong, most, math.inf)
 
 
-def _gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
-    """Spectral gaps ``[B*H]``."""
+def _spectral_gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
+    """Spectral gaps, ``[B*H]``; ``parts`` counts the components."""
     gaps: list[float] = []
     for sequence in range(graph.num_sequences):
         one = graph.sequence(sequence)
@@ -412,34 +399,31 @@ def _gap(both: Any) -> float:
     depth, start = np.empty(count, np.int64), np.random.default_rng(0).standard_normal(count)
     breadth_first(ptr, index, np.zeros(1, np.int64), depth)
     width = np.bincount(depth)  # nodes at each distance from the first
-    # A factorisation costs the cube of each layer. Iterations need about as many products, with the matrix and with 40
-    # vectors, as there are layers, in each of two tries.
+    # A factorisation costs the cube of each layer's width. Each of two attempts by iterations needs about one product
+    # with the matrix and with 40 vectors per layer.
     if (width**3.0).sum() > 2 * len(width) * (both.nnz + 40 * count):
-        first = np.sqrt(degree / degree.sum())  # the eigenvector of the largest eigenvalue, 1; it is moved to -2
+        first = np.sqrt(degree / degree.sum())  # the eigenvector of the largest eigenvalue, 1, is moved to -2
         operator = LinearOperator(
             (count, count), matvec=lambda x: both @ x - first * (3 * (first @ x)), dtype=np.float64
         )
         options = {"k": 1, "which": "LA", "v0": start, "maxiter": 40, "ncv": 40, "return_eigenvectors": False}
         try:
-            # an eigenvalue is about as exact as the square of its tolerance
+            # the error of an eigenvalue is about the square of the tolerance
             gap = 1 - float(eigsh(operator, tol=1e-4, **options)[0])
             return gap if gap > 0.05 else 1 - float(eigsh(operator, tol=1e-9, **options)[0])
         except ArpackError:
-            pass  # eigenvalues crowd at 1, and a factorisation costs less than to tell them apart by products
-    near = 1 + len(width) ** -2.0  # about as far from 1 as the gap of a path of that length
+            pass  # eigenvalues crowd at 1: a factorisation costs less than separating them by iterations
+    near = 1 + len(width) ** -2.0  # 1 plus about the gap of a path of that length
     return 1 - float(eigsh(both, k=2, sigma=near, which="LM", v0=start, return_eigenvectors=False).min())
 
 
-def _by_chance(
+def _degree_products(
     labels: tuple[Array, Array], groups: tuple[Array, Array], degrees: tuple[Tensor, Tensor], cells: int
 ) -> Array:
-    """Sum over blocks of the degrees of its queries times the degrees of its keys, ``[B*H]``."""
+    """Sum over communities of the degrees of their queries times the degrees of their keys, ``[B*H]``."""
     named = np.stack([np.concatenate(groups), np.concatenate(labels)])
-    blocks, place = np.unique(named, axis=1, return_inverse=True)
-    degree = [side.flatten().numpy() for side in degrees]
-    first, second = np.split(place.ravel(), [len(degree[0])])
-    sums = [
-        np.bincount(numbers, side, minlength=blocks.shape[1])
-        for numbers, side in zip((first, second), degree, strict=True)
-    ]
-    return np.bincount(blocks[0], sums[0] * sums[1], minlength=cells)
+    communities, index = np.unique(named, axis=1, return_inverse=True)
+    degree = [each.flatten().numpy() for each in degrees]
+    halves = np.split(index.ravel(), [len(degree[0])])
+    queries, keys = (np.bincount(*each, minlength=communities.shape[1]) for each in zip(halves, degree, strict=True))
+    return np.bincount(communities[0], queries * keys, minlength=cells)

@@ -1,20 +1,21 @@
-"""Walks over compressed rows on the CPU: distances, components, matchings, cycles, and who hears of whom.
+"""Graph algorithms over compressed rows on the CPU: distances, components, matchings, cycles, information spread.
 
-In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: what the answers mean
-(``hamiltonian``, ``universality``).
+In and out: numpy arrays; row ``i`` of a graph is ``index[ptr[i]:ptr[i + 1]]``. Not here: the conclusions from them
+(``hamiltonian``, ``conditions``).
 """
+
+from typing import Any
 
 import numpy as np
 
 from ..ops.cpu.threads import numba_kernel
 
+Array = np.ndarray[Any, Any]
+
 
 @numba_kernel
 def breadth_first(ptr, index, roots, depth):
-    """Writes the distance of every node from the nearest root to ``depth`` (-1 where there is no way).
-
-    Returns how many were reached.
-    """
+    """Write each node's distance from the nearest root to ``depth``, or -1; return the number of reached nodes."""
     queue = np.empty(len(depth), np.int64)
     depth[:] = -1
     count = 0
@@ -24,7 +25,7 @@ def breadth_first(ptr, index, roots, depth):
             queue[count] = root
             count += 1
     head = 0
-    while head < count and count < len(depth):  # all nodes reached: the other edges lead nowhere new
+    while head < count and count < len(depth):  # stop once all nodes are reached
         node = queue[head]
         head += 1
         for edge in range(ptr[node], ptr[node + 1]):
@@ -37,8 +38,8 @@ def breadth_first(ptr, index, roots, depth):
 
 
 @numba_kernel
-def compare_rows(ptr, index, back_ptr, back_index, row_block, column_block, own, returned, within):
-    """Writes for each row how often it holds itself, holds others that hold it, and holds columns of its own block.
+def compare_rows(ptr, index, back_ptr, back_index, row_community, column_community, own, returned, within):
+    """Count for each row its self-loops, its edges that also run the other way, and those within its community.
 
     Columns ascend. ``back_ptr`` and ``back_index`` are the same edges by column.
     """
@@ -52,14 +53,14 @@ def compare_rows(ptr, index, back_ptr, back_index, row_block, column_block, own,
                 own[row] += 1
             elif back < back_end and back_index[back] == column:
                 returned[row] += 1
-            if row_block[row] == column_block[column]:
+            if row_community[row] == column_community[column]:
                 within[row] += 1
 
 
 @numba_kernel
 def topological_order(ptr, index, labels, members, first, order):
-    """Writes an order of components in which arcs only lead forward."""
-    waiting = np.zeros(len(order), np.int64)  # arcs that enter a component
+    """Write a topological order of the strong components."""
+    waiting = np.zeros(len(order), np.int64)  # arcs into a component from components without a position
     for node in range(len(labels)):
         for edge in range(ptr[node], ptr[node + 1]):
             if labels[index[edge]] != labels[node]:
@@ -73,8 +74,8 @@ def topological_order(ptr, index, labels, members, first, order):
     while head < count:
         component = order[head]
         head += 1
-        for place in range(first[component], first[component + 1]):
-            for edge in range(ptr[members[place]], ptr[members[place] + 1]):
+        for member in range(first[component], first[component + 1]):
+            for edge in range(ptr[members[member]], ptr[members[member] + 1]):
                 other = labels[index[edge]]
                 if other != component:
                     waiting[other] -= 1
@@ -85,7 +86,7 @@ def topological_order(ptr, index, labels, members, first, order):
 
 @numba_kernel
 def parts_without(ptr, index, parts):
-    """Writes into how many parts a connected undirected graph falls without each node (Hopcroft and Tarjan, 1973)."""
+    """Write the number of components of a connected undirected graph without each node (Hopcroft and Tarjan, 1973)."""
     n = len(parts)
     number = np.zeros(n, np.int64)  # order of discovery, from 1
     low = np.zeros(n, np.int64)  # first discovered node that the subtree has an edge to
@@ -114,11 +115,12 @@ def parts_without(ptr, index, parts):
             node = up
     for node in range(n):
         if parent[node] >= 0:
-            parts[node] += 1  # what lies above it
+            parts[node] += 1  # the part that holds its parent
 
 
 @numba_kernel
-def _has(ptr, index, row, column):
+def _has_arc(ptr, index, row, column):
+    """True if a row holds a column, by bisection."""
     low, high = ptr[row], ptr[row + 1]
     while low < high:
         middle = (low + high) // 2
@@ -131,7 +133,7 @@ def _has(ptr, index, row, column):
 
 @numba_kernel
 def match(ptr, index, mate, follower):
-    """Writes a largest matching: the column of each row to ``mate``, the row of each column to ``follower``, or -1.
+    """Write a maximum matching: the column of each row to ``mate``, the row of each column to ``follower``, or -1.
 
     Returns the number of phases, O(sqrt(n)) of O(E) each, for any graph (Hopcroft and Karp, 1973).
     """
@@ -142,7 +144,7 @@ def match(ptr, index, mate, follower):
     phases = 0
     while True:
         phases += 1
-        last = n  # depth at which a first free column is found; the search ends there
+        last = n  # depth of the first free column, where the search ends
         head = count = 0
         for row in range(n):
             edge[row], depth[row] = ptr[row], -1
@@ -152,8 +154,8 @@ def match(ptr, index, mate, follower):
         while head < count and depth[path[head]] <= last:
             row = path[head]
             head += 1
-            for place in range(ptr[row], ptr[row + 1]):
-                other = follower[index[place]]
+            for arc in range(ptr[row], ptr[row + 1]):
+                other = follower[index[arc]]
                 if other < 0:
                     last = depth[row]
                 elif depth[other] < 0:
@@ -161,13 +163,13 @@ def match(ptr, index, mate, follower):
                     count += 1
         if last == n:
             return phases
-        for root in range(n):  # shortest ways to free columns, no two of which share a row; each edge is tried once
+        for root in range(n):  # disjoint shortest paths to free columns; each edge is tried once
             length = 0
             if mate[root] < 0:
                 path[0], length = root, 1
             while length > 0:
                 row = path[length - 1]
-                if edge[row] == ptr[row + 1]:  # no way leads on from here
+                if edge[row] == ptr[row + 1]:  # a dead end
                     length -= 1
                     continue
                 other = follower[index[edge[row]]]
@@ -184,7 +186,8 @@ def match(ptr, index, mate, follower):
 
 
 @numba_kernel
-def _root(parent, node):
+def _find_root(parent, node):
+    """The root of a node in a union-find forest, with path halving."""
     while parent[node] != node:
         parent[node] = parent[parent[node]]
         node = parent[node]
@@ -193,16 +196,13 @@ def _root(parent, node):
 
 @numba_kernel
 def merge_cycles(ptr, index, follow):
-    """Merges cycles of a cover by exchanging two arcs, in place, for as long as that is possible.
-
-    Returns how many cycles are left.
-    """
+    """Merge cycles of a cover in place by exchanging two arcs, as long as possible; return how many are left."""
     nodes = len(follow)
     back = np.empty(nodes, np.int64)
     cycle = np.arange(nodes)
     for node in range(nodes):
         back[follow[node]] = node
-        a, b = _root(cycle, node), _root(cycle, follow[node])
+        a, b = _find_root(cycle, node), _find_root(cycle, follow[node])
         cycle[a] = b
     left = 0
     for node in range(nodes):
@@ -213,8 +213,8 @@ def merge_cycles(ptr, index, follow):
         for node in range(nodes):
             for edge in range(ptr[node], ptr[node + 1]):
                 other = index[edge]
-                a, b = _root(cycle, node), _root(cycle, other)
-                if a != b and _has(ptr, index, back[other], follow[node]):
+                a, b = _find_root(cycle, node), _find_root(cycle, other)
+                if a != b and _has_arc(ptr, index, back[other], follow[node]):
                     before, after = back[other], follow[node]
                     follow[node], back[other] = other, node
                     follow[before], back[after] = after, before
@@ -225,19 +225,20 @@ def merge_cycles(ptr, index, follow):
 
 
 @numba_kernel
-def _next(word):
+def _next_word(word):
+    """Next state of a linear congruential generator."""
     return word * 6364136223846793005 + 1442695040888963407  # modulo 2^64; the upper half is random enough
 
 
 @numba_kernel
 def rotate(ptr, index, in_ptr, inward, follow, word, moves):
-    """Turns the longest cycle of a cover into one cycle through all nodes, by random rotations.
+    """Turn the longest cycle of a cover into one cycle through all nodes, by random rotations.
 
     It opens the cycle at a random arc, and rotates the end of that path until the path has absorbed all cycles and
-    closes. A rotation goes from the end back to ``x`` inside the path, and from the token before ``x`` to a later
-    ``y``. The piece from y to the end and the piece from x to before y change places, and what stood before y is the
-    new end. Among the ends in reach, one with an arc to what is missing is taken at once. Returns True if ``follow`` is
-    now one cycle; otherwise ``follow`` is as it was.
+    closes. A rotation uses an arc from the end to ``x`` inside the path, and one from the node before ``x`` to a later
+    ``y``: the piece from y to the end and the piece from x to before y change places, and the node before y is the new
+    end. An end with an arc to a missing node is taken at once. Returns True if ``follow`` is now one cycle; otherwise
+    ``follow`` does not change.
     """
     nodes = len(follow)
     label = np.full(nodes, -1)
@@ -251,25 +252,25 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
                 other = follow[other]
             if size > size_of_best:
                 best, size_of_best = node, size
-    word = _next(word)
+    word = _next_word(word)
     start = best
     for _ in range((word >> 33 & 0x7FFFFFFF) % size_of_best):
         start = follow[start]
-    path, spare, place = np.empty(nodes, np.int64), np.empty(nodes, np.int64), np.full(nodes, -1)
+    path, spare, position = np.empty(nodes, np.int64), np.empty(nodes, np.int64), np.full(nodes, -1)
     length = 0
     node = start
-    while place[node] < 0:
-        path[length], place[node] = node, length
+    while position[node] < 0:
+        path[length], position[node] = node, length
         length += 1
         node = follow[node]
-    # nodes with an arc to what is missing: a node outside, or in the end the start of the path
+    # nodes with an arc to a missing node: one outside the path, or the start of a path through all nodes
     goal = np.zeros(nodes, np.bool_)
     stale = True
     for _ in range(moves):
         if stale:
             goal[:] = False
             for node in range(nodes):
-                if place[node] < 0 or (length == nodes and node == path[0]):
+                if position[node] < 0 or (length == nodes and node == path[0]):
                     for edge in range(in_ptr[node], in_ptr[node + 1]):
                         goal[inward[edge]] = True
             stale = False
@@ -281,9 +282,9 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
                 return True
             for edge in range(ptr[end], ptr[end + 1]):
                 node = index[edge]
-                if place[node] < 0:
-                    while place[node] < 0:
-                        path[length], place[node] = node, length
+                if position[node] < 0:
+                    while position[node] < 0:
+                        path[length], position[node] = node, length
                         length += 1
                         node = follow[node]
                     break
@@ -292,11 +293,11 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
         cut, turn, seen = -1, -1, 0
         degree = ptr[end + 1] - ptr[end]
         done = False
-        word = _next(word)
+        word = _next_word(word)
         shift = word >> 33 & 0x7FFFFFFF
         for step in range(degree):
-            x = place[index[ptr[end] + (step + shift) % degree]]
-            if x == 0:  # the path is a cycle: it can end anywhere
+            x = position[index[ptr[end] + (step + shift) % degree]]
+            if x == 0:  # the path closes to a cycle, so it can end at any node
                 for spot in range(length - 1):
                     if goal[path[spot]] and length < nodes:
                         cut, turn, done = 0, spot + 1, True
@@ -304,10 +305,10 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
             else:
                 before = path[x - 1]
                 for edge in range(ptr[before], ptr[before + 1]):
-                    y = place[index[edge]]
+                    y = position[index[edge]]
                     if y > x:
                         seen += 1
-                        word = _next(word)
+                        word = _next_word(word)
                         if goal[path[y - 1]]:
                             cut, turn, done = x, y, True
                             break
@@ -322,18 +323,18 @@ def rotate(ptr, index, in_ptr, inward, follow, word, moves):
         spare[tail : length - cut] = path[cut:turn]
         for spot in range(cut, length):
             path[spot] = spare[spot - cut]
-            place[path[spot]] = spot
+            position[path[spot]] = spot
         stale = stale or cut == 0
     return False
 
 
 @numba_kernel
-def spread(first, last, ptr, index, old, new, stamp, next_stamp, since, now, full, target, keeps):
-    """One step of what rows know: row i of ``new`` becomes the union of the rows of ``old`` that it attends to.
+def spread_step(first, last, ptr, index, old, new, stamp, next_stamp, since, now, full, target, keeps):
+    """One step of the spread of information: row i of ``new`` is the union of the rows of ``old`` that i attends to.
 
-    Rows are sets of nodes, 64 to a word. Where ``keeps`` (all nodes attend to themselves in all patterns) sets only
-    grow, so those that are full stay as they are, and only rows that changed after step ``since``, when this pattern
-    was last applied, can bring news. ``stamp`` holds the last step at which each row changed.
+    Rows are sets of nodes, 64 to a word. If ``keeps`` (all nodes attend to themselves in all patterns), sets only grow:
+    full ones stay, and only rows that changed after step ``since``, when this pattern was last applied, are read.
+    ``stamp`` holds the last step at which each row changed.
     """
     for row in range(first, last):
         for word in range(old.shape[1]):

@@ -1,24 +1,23 @@
-r"""Choosers that learn which keys a query needs: small scores of all pairs, sampled or ranked.
+r"""Sources that select keys by small learned scores of all pairs, by sampling or by rank.
 
-In: :class:`~sbm_pyg.Tokens`. Out: a :class:`~sbm_pyg.Choice`, whose graph follows the scores and whose
-probabilities let an estimator train them. Not here: the estimators, and rules without parameters (``selectors``).
+In: :class:`~sbm_pyg.Tokens`. Out: a :class:`~sbm_pyg.Choice` with a graph that follows the scores, and probabilities
+through which an estimator trains them. Not here: the estimators, and rules without parameters (``selectors``).
 
 =====================  ================  ===================================================================
 graph                  estimator         what it is
 =====================  ================  ===================================================================
-``select="coins"``     ``"local"``       each pair is a coin, and the loss of the task trains its probability
-``select="coins"``     ``"distill"``     the same, and the attention over the graph teaches it
+``select="coins"``     ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
+``select="coins"``     ``"distill"``     the same draws; attention over the graph trains the probability
 ``select="top_k"``     ``"imitate"``     the indexer of DeepSeek-V3.2: a divergence from the attention
-``select="top_k"``     ``"none"``        a frozen one
+``select="top_k"``     ``"none"``        the same, without training
 =====================  ================  ===================================================================
 
-Scores look at all pairs, some rows at a time: O(H N M S D) with S small heads of D channels, and no array of N x M.
-What grows with the number of edges alone is the attention.
+All pairs are scored, tile by tile, in O(H N M S D) time with S small heads of D channels. Only attention is linear in
+the number of edges.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,13 +33,14 @@ from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, SharingSource, check_over
-from .pairs import Part, graph_of_rows, largest, parts, share_of, streamed
+from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, select_pairs, share_of
+from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
 
 SELECT = ("coins", "top_k")
 IndexParts = tuple[Tensor, Tensor, Tensor]
-"""What scores pairs: queries ``[H, N, S, D]``, their weights ``[H, N, S]`` and keys ``[H, M, D]``."""
+"""Small queries ``[H, N, S, D]``, their weights ``[H, N, S]``, and small keys ``[H, M, D]``, which score pairs."""
 
 
 def _uniform(parameters: list[nn.Parameter], channels: int) -> None:
@@ -49,12 +49,12 @@ def _uniform(parameters: list[nn.Parameter], channels: int) -> None:
 
 
 class Indexer(nn.Module):
-    r"""Scores pairs of queries and keys by a few small heads, the lightning indexer of DeepSeek-V3.2.
+    r"""Scores pairs of queries and keys with a few small heads: the lightning indexer of DeepSeek-V3.2.
 
     .. math:: I_{ij} = \sum_{s=1}^{S} w_s(q_i) \, \mathrm{ReLU}(\langle A_s q_i, B k_j \rangle)
 
-    with weights linear in the query, and one projection B of the keys for all small heads. Each head of the attention
-    has an indexer of its own.
+    The weights are linear in the query, and all small heads share one projection B of the keys. Each attention head has
+    its own indexer.
 
     Args:
         channels: Channels of a head of the attention C.
@@ -63,13 +63,13 @@ class Indexer(nn.Module):
         index_channels: Channels of a small head D.
 
     Raises:
-        TypeError, ValueError: A size is no int or below 1.
+        TypeError, ValueError: A size is not an int or below 1.
 
     Shapes:
         - queries ``[H, N, C]`` and keys ``[H, M, C]``;
         - output ``[H, N, S, D]``, ``[H, N, S]`` and ``[H, M, D]``, which an :class:`IndexProbability` takes.
 
-    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025. There the indexer reads the tokens, and all heads share it.
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, where all heads share one indexer of the token representations.
     """
 
     def __init__(self, channels: int, heads: int = 1, index_heads: int = 4, index_channels: int = 16) -> None:
@@ -77,8 +77,6 @@ class Indexer(nn.Module):
         given = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
         for name, size in given.items():
             checks.integer(name, size, 1, "It is a size of the indexer.")
-        width = heads * channels * (index_heads * index_channels + index_heads + index_channels)
-        checks.memory("heads", width, 4, torch.get_default_device(), "Build a smaller indexer.", "parameters")
         self.channels, self.heads, self.index_heads, self.index_channels = given.values()
         self.query_weight = nn.Parameter(torch.empty(heads, channels, index_heads * index_channels))
         self.key_weight = nn.Parameter(torch.empty(heads, channels, index_channels))
@@ -87,12 +85,12 @@ class Indexer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as those of :class:`torch.nn.Linear`."""
+        """Reset the parameters as :class:`torch.nn.Linear` does."""
         _uniform([self.query_weight, self.key_weight, self.head_weight, self.head_bias], self.channels)
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
-        """Project both sides."""
-        _check_sides(query, key, self.heads, self.channels)
+        """Project queries and keys."""
+        check_vectors(query, key, self.heads, self.channels)
         size = (self.index_heads, self.index_channels)
         small = (query @ self.query_weight.to(query.dtype)).unflatten(2, size) * size[1] ** -0.5
         weight = query @ self.head_weight.to(query.dtype) + self.head_bias.to(query.dtype)
@@ -106,20 +104,20 @@ class Indexer(nn.Module):
 
 
 class KeyScorer(nn.Module):
-    r"""Scores keys by a perceptron, whoever asks: :math:`I_{ij} = b^\top \mathrm{ReLU}(A k_j + a)`.
+    r"""Scores keys with a perceptron, independently of the query: :math:`I_{ij} = b^\top \mathrm{ReLU}(A k_j + a)`.
 
-    All queries then want the same keys, the best so far in a causal graph.
+    All queries then rank keys equally; in a causal graph each one ranks the keys up to its position.
 
     Args:
         channels: Channels of a head of the attention C.
-        heads: Number of heads H; each has a perceptron of its own.
+        heads: Number of heads H; each has its own perceptron.
         hidden: Width of the perceptron.
 
     Raises:
-        TypeError, ValueError: A size is no int or below 1.
+        TypeError, ValueError: A size is not an int or below 1.
 
     Shapes:
-        - as :class:`Indexer`, with two small heads of one channel, which make a score of any sign.
+        - as :class:`Indexer`, with two small heads of one channel, so that a score can have any sign.
 
     Reference: the key selection of "HAX", NeurIPS 2025, which ranks keys by such a score.
     """
@@ -128,8 +126,6 @@ class KeyScorer(nn.Module):
         super().__init__()
         for name, size in (("channels", channels), ("heads", heads), ("hidden", hidden)):
             checks.integer(name, size, 1, "It is a size of the perceptron.")
-        width = heads * (channels + 2) * hidden
-        checks.memory("heads", width, 4, torch.get_default_device(), "Build a smaller perceptron.", "parameters")
         self.channels, self.heads, self.hidden = channels, heads, hidden
         self.weight = nn.Parameter(torch.empty(heads, channels, hidden))
         self.bias = nn.Parameter(torch.empty(heads, 1, hidden))
@@ -137,13 +133,13 @@ class KeyScorer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as those of :class:`torch.nn.Linear`."""
+        """Reset the parameters as :class:`torch.nn.Linear` does."""
         _uniform([self.weight, self.bias], self.channels)
         _uniform([self.out_weight], self.hidden)
 
     def forward(self, query: Tensor, key: Tensor) -> IndexParts:
         """Score the keys."""
-        _check_sides(query, key, self.heads, self.channels)
+        check_vectors(query, key, self.heads, self.channels)
         hidden = torch.relu(key @ self.weight.to(key.dtype) + self.bias.to(key.dtype))
         sign = query.new_tensor([1.0, -1.0]).expand(*query.shape[:2], 2)  # ReLU(u) - ReLU(-u) = u
         return sign[..., None], sign, hidden @ self.out_weight.to(key.dtype)
@@ -153,30 +149,23 @@ class KeyScorer(nn.Module):
         return f"{self.channels}, heads={self.heads}, hidden={self.hidden}"
 
 
-def _check_sides(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
-    checks.tensors(query=query, key=key)
-    checks.floating(query=query, key=key)
-    for name, x in (("query", query), ("key", key)):
-        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
-
-
 class IndexProbability(EdgeProbability):
-    r"""Probabilities of pairs that follow small scores :math:`I_{ij}`.
+    r"""Edge probabilities from small scores :math:`I_{ij}`.
 
-    Where queries share out degrees :math:`d_i`, their keys compete, and what exceeds 1 is a certain edge:
+    With degrees :math:`d_i`, the keys of a query compete, and pairs with p above 1 are certain edges:
 
     .. math:: p_{ij} = d_i \, \frac{\exp I_{ij}}{\sum_{j'} \exp I_{ij'}} .
 
-    The sum runs over all keys that the query may attend to. Without degrees pairs are apart,
+    The sum runs over all keys that the query may attend to. Without degrees, pairs are independent of each other,
     :math:`p_{ij} = \sigma(I_{ij} + b)`.
 
     Args:
-        tokens: The tokens that the scores are of; only their number, offsets and causality matter here.
+        tokens: The tokens of the scores; only their number, offsets and causality are used.
         query: Small queries, ``[H, N, S, D]``.
         weight: Weights of the small heads, ``[H, N, S]``.
         key: Small keys, ``[H, M, D]``.
-        degree: Keys that each query shares out, ``[N]``, positive. None: pairs are apart.
-        bias: The b of each head, ``[H]``, or None for 0; without effect where there are degrees.
+        degree: Expected number of keys of each query, ``[N]``, positive. None: pairs do not compete.
+        bias: The b of each head, ``[H]``, or None for 0. It has no effect with degrees.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or shape.
@@ -223,12 +212,12 @@ class IndexProbability(EdgeProbability):
         self.degree, self.bias = degree, bias
         packed = torch.cat([self.query.flatten(2), self.weight], 2)
         self.tokens = tokens.with_vectors(packed, self.key)
-        self._known: dict[Rule, Tensor] = {}
-        self._traced: dict[Rule, Tensor] = {}
+        self._known: dict[RowReduction, Tensor] = {}
+        self._traced: dict[RowReduction, Tensor] = {}
 
     def __repr__(self) -> str:
         sizes = f"{self.tokens.heads} heads, {self.tokens.num_queries} queries, {self.tokens.num_keys} keys"
-        return f"{type(self).__name__}({sizes}, {'apart' if self.degree is None else 'competing'})"
+        return f"{type(self).__name__}({sizes}, {'independent' if self.degree is None else 'competing'})"
 
     def score(self, graph: AttentionGraph) -> Tensor:
         """Scores of the edges of a graph, ``[E]``, differentiable. Cost O(E S D).
@@ -249,7 +238,7 @@ class IndexProbability(EdgeProbability):
     def on(self, graph: AttentionGraph) -> Tensor:
         """Probability of each edge of a graph, ``[E]``, differentiable.
 
-        Cost O(E S D), and O(H N M S D) for the sums of degrees, once.
+        Cost O(E S D), plus O(H N M S D) once for the sums if there are degrees.
         """
         score = self.score(graph)
         if self.degree is None:
@@ -260,23 +249,23 @@ class IndexProbability(EdgeProbability):
     @property
     def log_total(self) -> Tensor:
         """Logarithm of the sum of all exponentials of a query, ``[H, N]``, differentiable."""
-        return self._reduce(_LOG_TOTAL)
+        return self._reduce_rows(_LOG_SUM_EXP)
 
     def expected_degree(self) -> Tensor:
-        """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, before any is cut at 1."""
+        """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, without a cut at 1."""
         if self.degree is not None:
             return self.degree.to(self.query.dtype).expand(self.tokens.heads, -1)
-        return self._reduce(_COINS)
+        return self._reduce_rows(_PROBABILITY_SUM)
 
     def expected_density(self) -> Tensor:
-        """Mean probability over the pairs of each sequence and head, ``[B, H]``, before any is cut at 1."""
+        """Mean probability over the pairs of each sequence and head, ``[B, H]``, without a cut at 1."""
         tokens, degree = self.tokens, self.expected_degree()
         edges = degree.new_zeros(tokens.query_ptr.numel() - 1, tokens.heads)
         edges = edges.index_add(0, tokens.query_sequence, degree.T)
         return edges / count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal)[:, None]
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
-        """Refuse a graph that is not over these tokens, heads and sequences.
+        """Check that a graph is over these tokens, heads and sequences.
 
         Raises:
             TypeError, ValueError: It is not.
@@ -287,10 +276,10 @@ class IndexProbability(EdgeProbability):
 
     @torch.no_grad()
     def top_k(self, k: int | Tensor) -> AttentionGraph:
-        """Each query attends to the keys of its largest scores, equal ones by the lower key.
+        """Each query attends to the keys of its k largest scores; the lower key wins a tie.
 
         Args:
-            k: Keys of each query, at least 1; or of each, ``[N]`` int64.
+            k: Keys of each query, at least 1; one number or ``[N]`` int64.
 
         Raises:
             TypeError, ValueError: ``k`` has the wrong type, shape or range, or memory does not hold the edges.
@@ -301,20 +290,20 @@ class IndexProbability(EdgeProbability):
             checks.shape("k", k, (self.tokens.num_queries,), "[N]", "It is the number of keys of each query.")
         else:
             k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
-        return graph_of_rows(self.tokens, *streamed(self.tokens, largest(k), self._scores, most=k))
+        return graph_of_rows(self.tokens, *select_pairs(self.tokens, keep_top_k(k), self._pair_scores, most=k))
 
     @torch.no_grad()
     def sample(
         self, *, exploration: float = 0.0, seed: int | None = None, sequence_ids: Tensor | None = None
     ) -> AttentionGraph:
-        """Each pair is a coin of its own: an edge with its probability.
+        """Make each pair an edge by an independent Bernoulli draw with its probability.
 
-        Which words a pair looks at follows from the seed, the number of its sequence, and head, query and key within
-        it. So a sequence has the same graph in any batch, up to the rounding of torch's products.
+        The random word of a pair depends on the seed, the number of its sequence, and the head, query and key within
+        it. So a sequence has the same graph in any batch, up to rounding in torch's matrix products.
 
         Args:
             exploration: Added to each probability, in [0, 1].
-            seed: 64 bits; from torch's default generator if None.
+            seed: Integer of 64 bits. None: drawn from torch's default generator.
             sequence_ids: As :func:`~sbm_pyg.sample_edges`.
 
         Raises:
@@ -323,43 +312,43 @@ class IndexProbability(EdgeProbability):
         checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
         tokens, seed = self.tokens, draw_seed(seed)
         ids = resolve_sequence_ids(sequence_ids, tokens.query_ptr.numel() - 1, tokens.query_ptr.device)
-        stream = ids[tokens.query_sequence]
-        head = torch.arange(tokens.heads, device=stream.device)[:, None, None]
+        ids = ids[tokens.query_sequence]
+        head = torch.arange(tokens.heads, device=ids.device)[:, None, None]
 
         totals = []
 
-        def toss(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
-            query = part.query
+        def toss(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
+            query = tile.query
             if self.degree is None:
-                p = _coin(scores, self.bias)
+                p = _probability(scores, self.bias)
             else:
                 total = scores.logsumexp(3, keepdim=True)
-                totals.append((part, total[..., 0]))
+                totals.append((tile, total[..., 0]))
                 p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[query][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
             position = tokens.query_position[query]
-            return reference_sampling.bernoulli_draws(threshold.long(), position, stream[query], head, seed)
+            return reference_sampling.bernoulli_draws(threshold.long(), position, ids[query], head, seed)
 
-        graph = graph_of_rows(tokens, *streamed(tokens, toss, self._scores))
+        graph = graph_of_rows(tokens, *select_pairs(tokens, toss, self._pair_scores))
         if totals:
-            self._known[_LOG_TOTAL] = _in_order(totals)
+            self._known[_LOG_SUM_EXP] = _in_order(totals)
         return graph
 
-    def _scores(self, packed: Tensor, key: Tensor) -> Tensor:
-        return _scores(packed, key, self.query.size(2))
+    def _pair_scores(self, packed: Tensor, key: Tensor) -> Tensor:
+        return _pair_scores(packed, key, self.query.size(2))
 
-    def _reduce(self, rule: Rule) -> Tensor:
-        """A number for each query, ``[H, N]``, differentiable, from the scores of its pairs."""
+    def _reduce_rows(self, rule: RowReduction) -> Tensor:
+        """Reduce the scores of each query's pairs to one number, ``[H, N]``, differentiable."""
         if rule not in self._known:
             with torch.no_grad():
                 found = []
-                for part in parts(self.tokens):
-                    scores, _ = _part(self.tokens, part, self.query.size(2))
-                    found.append((part, rule.value(scores, self.bias)))
+                for tile in pair_tiles(self.tokens):
+                    scores, _ = _tile_scores(self.tokens, tile, self.query.size(2))
+                    found.append((tile, rule.value(scores, self.bias)))
                 self._known[rule] = _in_order(found)
         if not torch.is_grad_enabled():
             return self._known[rule]
-        if rule not in self._traced:  # one backward pass over all pairs, however often it is asked for
+        if rule not in self._traced:  # one backward pass over all pairs, for any number of uses
             inputs = (self.tokens.query, self.tokens.key, self.bias)
             self._traced[rule] = _Reduced.apply(*inputs, self._known[rule], self.tokens, self.query.size(2), rule)
         return self._traced[rule]
@@ -371,52 +360,54 @@ def _heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
 
 
-def _scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
+def _pair_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
     """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``."""
-    # Fresh memory for each head would cost more than the products.
-    total, part = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
+    # allocating memory for each head would cost more than the products
+    total, tile = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
     for number, (query, weight) in enumerate(_heads(packed, small)):
-        each = part if number else total
+        each = tile if number else total
         torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
-        total = total.add_(part) if number else total
+        total = total.add_(tile) if number else total
     return total
 
 
-def _part(tokens: Tokens, part: Part, small: int) -> tuple[Tensor, Tensor]:
-    """Scores of the pairs of a part, the least number where there is none, and which pairs there are."""
-    scores = _scores(tokens.query[:, part.query], tokens.key[:, part.key.clamp(min=0)], small)
-    possible = part.possible & ~scores.isnan()
+def _tile_scores(tokens: Tokens, tile: PairTile, small: int) -> tuple[Tensor, Tensor]:
+    """Scores of the pairs of a tile, and the mask of possible pairs; others have the lowest finite score."""
+    scores = _pair_scores(tokens.query[:, tile.query], tokens.key[:, tile.key.clamp(min=0)], small)
+    possible = tile.possible & ~scores.isnan()
     return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
 
-class Rule(NamedTuple):
-    """What becomes of the scores of a row, ``[H, b, r, L]``, and of the bias of a head, and its slope in each score."""
+class RowReduction(NamedTuple):
+    """A reduction of the scores ``[H, b, r, L]`` of each row and the bias of each head, and its slope in each score."""
 
     value: Callable[[Tensor, Tensor | None], Tensor]
     slope: Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
-def _coin(scores: Tensor, bias: Tensor | None) -> Tensor:
+def _probability(scores: Tensor, bias: Tensor | None) -> Tensor:
     return torch.sigmoid(scores if bias is None else scores + bias[:, None, None, None])
 
 
-def _coin_slope(scores: Tensor, bias: Tensor | None, value: Tensor) -> Tensor:
-    p = _coin(scores, bias)
+def _probability_slope(scores: Tensor, bias: Tensor | None, value: Tensor) -> Tensor:
+    p = _probability(scores, bias)
     return p * (1 - p)
 
 
-_LOG_TOTAL = Rule(lambda scores, bias: scores.logsumexp(3), lambda scores, bias, value: (scores - value).exp_())
-_COINS = Rule(lambda scores, bias: _coin(scores, bias).sum(3), _coin_slope)
+_LOG_SUM_EXP = RowReduction(
+    lambda scores, bias: scores.logsumexp(3), lambda scores, bias, value: (scores - value).exp_()
+)
+_PROBABILITY_SUM = RowReduction(lambda scores, bias: _probability(scores, bias).sum(3), _probability_slope)
 
 
-def _in_order(found: list[tuple[Part, Tensor]]) -> Tensor:
-    """Numbers ``[H, N]`` in the order of the queries, from those of parts ``[H, b, r]``."""
-    token = torch.cat([part.query[part.there] for part, _ in found])
-    return torch.cat([value[:, part.there] for part, value in found], 1)[:, token.argsort()]
+def _in_order(found: list[tuple[PairTile, Tensor]]) -> Tensor:
+    """Gather numbers of tiles ``[H, b, r]`` in the order of the queries, ``[H, N]``."""
+    token = torch.cat([tile.query[tile.valid] for tile, _ in found])
+    return torch.cat([value[:, tile.valid] for tile, value in found], 1)[:, token.argsort()]
 
 
 class _Reduced(torch.autograd.Function):
-    """Numbers of rows that are known, with their gradient to all pairs: a part at a time, from scores computed anew."""
+    """Known numbers of rows, with a backward pass to all pairs that recomputes the scores tile by tile."""
 
     @staticmethod
     def forward(
@@ -427,7 +418,7 @@ class _Reduced(torch.autograd.Function):
         value: Tensor,
         tokens: Tokens,
         small: int,
-        rule: Rule,
+        rule: RowReduction,
     ) -> Tensor:
         ctx.save_for_backward(packed, key, bias, value, tokens.query_ptr, tokens.key_ptr)
         ctx.tokens, ctx.small, ctx.rule = tokens, small, rule
@@ -436,44 +427,46 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, key, bias, value, *_ = ctx.saved_tensors  # which tell whether offsets were written into
+        packed, key, bias, value, *_ = ctx.saved_tensors  # saved offsets raise an error if they were modified
         tokens, grad_packed, grad_key = ctx.tokens, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for part in parts(tokens):
-            scores, possible = _part(tokens, part, ctx.small)
-            slope = ctx.rule.slope(scores, bias, value[:, part.query, None]).mul_(grad[:, part.query, None])
+        for tile in pair_tiles(tokens):
+            scores, possible = _tile_scores(tokens, tile, ctx.small)
+            slope = ctx.rule.slope(scores, bias, value[:, tile.query, None]).mul_(grad[:, tile.query, None])
             slope.masked_fill_(~possible, 0)
-            if grad_bias is not None and ctx.rule is _COINS:
+            if grad_bias is not None and ctx.rule is _PROBABILITY_SUM:
                 grad_bias += slope.sum((1, 2, 3))
-            keys = key[:, part.key.clamp(min=0)]
+            keys = key[:, tile.key.clamp(min=0)]
             dot, other = scores, torch.empty_like(scores)
             to_keys, to_queries, to_weights = torch.zeros_like(keys), [], []
-            for query, weight in _heads(packed[:, part.query], ctx.small):
+            for query, weight in _heads(packed[:, tile.query], ctx.small):
                 torch.relu_(torch.matmul(query, keys.mT, out=dot))
                 to_weights.append(torch.mul(slope, dot, out=other).sum(3, keepdim=True))
                 torch.mul(slope, weight, out=other)
                 to_dot = torch.ops.aten.threshold_backward.grad_input(other, dot, 0, grad_input=other)
                 to_queries.append(to_dot @ keys)
                 to_keys += to_dot.mT @ query
-            grad_packed.index_add_(1, part.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
-            grad_key.index_add_(1, part.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
+            grad_packed.index_add_(1, tile.query.flatten(), torch.cat(to_queries + to_weights, 3).flatten(1, 2))
+            grad_key.index_add_(1, tile.key.clamp(min=0).flatten(), to_keys.flatten(1, 2))
         return grad_packed, grad_key, grad_bias, None, None, None, None
 
 
 class IndexerSource(SharingSource):
-    """Chooses by small scores that learn: coins or ranks.
+    """Selects edges by small learned scores: by Bernoulli draws or by rank.
 
     Args:
         scorer: An :class:`Indexer`, a :class:`KeyScorer`, or a module like them.
         select: ``"coins"``: each pair is an edge with its probability, see :class:`IndexProbability`. ``"top_k"``: each
-            query takes its largest scores, and the task's loss does not reach them: train it with ``"imitate"``.
-        k: Keys of each query with ``"top_k"``, at least 1. None: as the share says.
-        share: Density that the keys of each query compete for, in (0, 1], at least one key each. It is what
-            :class:`~sbm_pyg.ShareSchedule` lowers. None, with coins: pairs are apart, and begin at ``density``.
-        density: Where coins that are apart begin, in (0, 1), by a bias of each head that learns.
-        exploration: Added to the probabilities of coins in training only, in [0, 1]. None: the square of the share, or
-            0 without one.
-        detach: No gradient goes on from the scores to queries and keys, as in DeepSeek-V3.2.
+            query attends to the keys of its largest scores, which get no gradients of the task loss; train them with
+            the estimator ``"imitate"``.
+        k: Keys of each query with ``"top_k"``, at least 1. None: the share determines them.
+        share: Density that the keys of each query compete for, in (0, 1], with at least one key each.
+            :class:`~sbm_pyg.ShareSchedule` lowers it. None, with ``"coins"``: pairs do not compete.
+        initial_density: Probability of an edge before training if pairs do not compete, in (0, 1). It sets a learned
+            bias of each head.
+        exploration: Added to each probability with ``"coins"``, in training only, in [0, 1]. None: the square of the
+            share, or 0 without a share.
+        detach: Stop gradients from the scores to queries and keys, as in DeepSeek-V3.2.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
 
     Raises:
@@ -486,8 +479,8 @@ class IndexerSource(SharingSource):
         >>> out.shape, choice.probability
         (torch.Size([20, 16]), IndexProbability(2 heads, 20 queries, 20 keys, competing))
 
-    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the scores and for ``"top_k"`` with ``"imitate"``. Coins that
-    the task's own loss trains are ours.
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the scores and for ``"top_k"`` with ``"imitate"``.
+    Bernoulli draws trained with the task loss are our own.
     """
 
     def __init__(
@@ -497,7 +490,7 @@ class IndexerSource(SharingSource):
         select: str = "coins",
         k: int | None = None,
         share: float | None = None,
-        density: float = 0.5,
+        initial_density: float = 0.5,
         exploration: float | None = None,
         detach: bool = False,
         window: int | None = None,
@@ -513,16 +506,16 @@ class IndexerSource(SharingSource):
         if (select == "top_k") != (k is not None) and not (select == "top_k" and share is not None):
             raise ValueError(
                 f"Expected 'k' with select='top_k' alone, or 'share' (got k={k}, share={share}, select={select!r}). "
-                "Coins have no fixed number of keys."
+                "Bernoulli draws have no fixed number of keys."
             )
-        checks.number("density", density, "(0, 1)", "It is where the probabilities of coins begin.")
+        checks.number("initial_density", initial_density, "(0, 1)", "It is the probability of an edge before training.")
         if exploration is not None:
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
         self.scorer, self.select, self.k, self.share, self.exploration = scorer, select, k, share, exploration
-        self.density, self.detach, self.window = density, detach, patterns.check_window(window)
-        apart = select == "coins" and share is None
-        self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if apart else None
+        self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
+        independent = select == "coins" and share is None
+        self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if independent else None
         self._reset_bias()
 
     @property
@@ -533,15 +526,16 @@ class IndexerSource(SharingSource):
     def _prepare(self) -> None:
         if self.share is not None and not self.can_share:
             raise ValueError(
-                f"Expected no 'share' beside k={self.k} (got {self.share}). Each says how many keys a query takes."
+                f"Expected no 'share' together with k={self.k} (got {self.share}). "
+                "Both fix the number of keys of a query."
             )
 
     def _reset_bias(self) -> None:
         if self.bias is not None:
-            nn.init.constant_(self.bias, math.log(self.density / (1 - self.density)))
+            nn.init.constant_(self.bias, log_odds(self.initial_density))
 
     def reset_parameters(self) -> None:
-        """Draw the parameters of the scorer anew, and take the bias back to its start."""
+        """Reset the parameters of the scorer, and the bias to its initial value."""
         super().reset_parameters()
         self._reset_bias()
 
@@ -561,8 +555,7 @@ class IndexerSource(SharingSource):
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
-            by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-            exploration = by_share if self.training else 0.0
+            exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(graph, probability, exploration=exploration)
         return patterns.with_window(choice, self.window, tokens.bipartite)

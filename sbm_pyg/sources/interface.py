@@ -1,8 +1,7 @@
 """The interface between graph sources and attention, and a source as a PyG transform.
 
-In: :class:`~sbm_pyg.Tokens`. Out: a :class:`Choice`, which is a graph and what its source knows of its pairs. Not here:
-the sources themselves (``patterns``, ``sampling``), attention, and how a loss reaches the probabilities
-(``estimators``).
+In: :class:`~sbm_pyg.Tokens`. Out: a :class:`Choice`: a graph, its edge probabilities and its forced edges. Not here:
+the sources themselves (``patterns``, ``sampling``), attention, and the gradients of the probabilities (``estimators``).
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ __all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceG
 
 
 class EdgeProbability(ABC):
-    """The probability that a source of graphs gives to each pair of a query and a key.
+    """The probability that a graph source assigns to each pair of a query and a key.
 
-    A subclass defines :meth:`on` and :meth:`expected_density`; then every estimator trains it. :class:`sbm_pyg.SBM` is
-    one.
+    A subclass, such as :class:`sbm_pyg.SBM`, defines :meth:`on` and :meth:`expected_density`. Estimators then train it.
     """
 
     @abstractmethod
@@ -39,36 +37,36 @@ class EdgeProbability(ABC):
         """Probability of each edge of a graph, ``[E]``, differentiable.
 
         Args:
-            graph: Any graph over the same tokens and heads, not only one that was chosen.
+            graph: Any graph over the same tokens and heads; it need not be a chosen one.
         """
 
     @abstractmethod
     def expected_density(self) -> Tensor:
-        """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable; none is cut at 1."""
+        """Mean probability over the pairs of each sequence and head, ``[B, H]``, differentiable, without a cut at 1."""
 
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable.
 
-        The estimators ``"distill"`` and ``"imitate"`` alone ask for it.
+        Only the estimators ``"distill"`` and ``"imitate"`` use it.
 
         Raises:
-            NotImplementedError: A subclass does not say.
+            NotImplementedError: The subclass does not define it.
         """
         raise NotImplementedError(
-            f"Expected 'probability' to have an `expected_degree` (got {type(self).__name__}, which has none). "
-            "Write it, or take another estimator."
+            f"Expected 'probability' to have an `expected_degree` (got {type(self).__name__}, which does not define "
+            "it). Define it, or use another estimator."
         )
 
     @property
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        """``(rate [H, N, K], member [H, M, K])`` with ``p_ij = <rate_i, member_j>``, or None where there are none.
+        """``(rate [H, N, K], member [H, M, K])`` with ``p_ij = <rate_i, member_j>``, or None if p has no such form.
 
-        Kernels that know them compute probabilities beside the scores.
+        Kernels use them to compute probabilities together with the scores.
         """
         return None
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
-        """Refuse a graph that is not over the tokens of these probabilities, as far as they know their tokens.
+        """Check that a graph is over the tokens of these probabilities.
 
         Raises:
             TypeError, ValueError: It is not.
@@ -83,17 +81,16 @@ class EdgeProbability(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A graph, and what its source knows of it.
+    """The result of a graph source: a graph, and the probabilities it was drawn with.
 
     Args:
         graph: The graph.
-        probability: Probabilities of its pairs, or None where nothing was drawn.
-        forced: Edges that are there whatever their probability is, ``[E]`` bool, or None for no edge. Of a
-            :class:`~sbm_pyg.BlockGraph`, edges of blocks, as ``graph.blocks`` has them: so are the pairs of
-            ``probability``.
-        exploration: What the source added to each probability before it drew, in [0, 1].
-        independent: Edges were drawn one by one with these probabilities. False: the graph follows them in another way,
-            by rank, say.
+        probability: Probabilities of the pairs, or None if nothing was drawn.
+        forced: True for edges that exist regardless of their probability, ``[E]`` bool; None if no edge is forced. For
+            a :class:`~sbm_pyg.BlockGraph`, this mask and ``probability`` refer to the edges of ``graph.blocks``.
+        exploration: What the source added to each probability before drawing, in [0, 1].
+        independent: Whether each edge was drawn independently with its probability. False: the graph follows from the
+            probabilities in another way, for example by rank.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
@@ -128,7 +125,7 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """False if edges are drawn when their scores are computed, and :attr:`graph` only on request."""
+        """False if the kernel draws edges when it computes their scores, and :attr:`graph` is drawn only on request."""
         return True
 
     def stored(self) -> Choice:
@@ -136,52 +133,52 @@ class Choice:
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
-        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model whose edges are not stored."""
+        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model without stored edges."""
         return self.graph._attend(query, key, value, scale=scale)
 
     def expand(self, heads: int) -> Choice:
-        """The choice for so many heads, as :meth:`AttentionGraph.expand`; all have the forced edges of the one."""
+        """Repeat the choice, with its forced edges, for several heads, as :meth:`AttentionGraph.expand`."""
         graph = self.graph.expand(heads)
         if graph is self.graph:
             return self
         return replace(self, graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
 
     def select(self, kept: Tensor) -> Choice:
-        """The choice among the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`.
+        """Keep the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`.
 
         Raises:
-            ValueError: The graph is one of blocks, whose tokens are not chosen one by one.
+            ValueError: The graph is a :class:`~sbm_pyg.BlockGraph`, whose token edges cannot be selected singly.
         """
         if self.graph.blocks is not self.graph:
             raise ValueError(
-                f"Expected a graph of tokens where edges are left out (got blocks of {self.graph.grain}). "
-                "Choose with grain=1, or expand the graph and attend over that: `graph.expand_tokens()`."
+                f"Expected a graph of tokens to leave edges out of (got blocks of {self.graph.block_size}). "
+                "Choose with block_size=1, or attend over `graph.expand_tokens()`."
             )
         return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
 
     def causal(self) -> Choice:
-        """The choice without edges from later keys, as :meth:`AttentionGraph.causal`."""
+        """Remove edges from later keys, as :meth:`AttentionGraph.causal`."""
         if self.graph.is_causal:
             return self
         forced = None if self.forced is None else self.forced[~self.graph.blocks.later]
         return replace(self, graph=self.graph.causal(), forced=forced)
 
     def force(self, pattern: AttentionGraph) -> Choice:
-        """The choice with the edges of a pattern added, whatever their probabilities are.
+        """Add the edges of a pattern, regardless of their probabilities.
 
         Args:
-            pattern: A graph over the same tokens, with the same heads or one. To blocks, a graph of blocks of the same
-                size, causal as they are.
+            pattern: A graph over the same tokens, with the same heads or one. If the choice is over blocks: a graph of
+                the same blocks, causal if the choice is.
 
         Raises:
-            TypeError, ValueError: It is not.
+            TypeError, ValueError: It is not such a graph.
         """
         check_graph(pattern, "pattern")
         graph, forced = self.graph.union(pattern)
-        if graph.grain != self.graph.grain:
+        if graph.block_size != self.graph.block_size:
             raise ValueError(
-                f"Expected 'pattern' over blocks of {self.graph.grain} tokens, causal as those of the choice "
-                f"(got {pattern} for {self.graph}). Choose with grain=1 to force other edges."
+                f"Expected 'pattern' over blocks of {self.graph.block_size} tokens, as causal as the choice "
+                f"(got {pattern} for {self.graph}). Choose with block_size=1 to force other edges."
             )
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
@@ -189,20 +186,20 @@ class Choice:
 
 
 class TiledChoice(Choice):
-    """A graph that nobody has stored: a layer draws its edges beside its scores, by tiles of pairs.
+    """A graph that is never stored. The attention kernel draws each edge when it computes its score.
 
-    It is known by its model alone. Whoever asks for :attr:`graph` or :attr:`forced` has the edges drawn once more, from
-    the same random words, and stored then. They are the same but where a probability is rounded otherwise, to one word
-    of 2^32, on a device whose kernels compute in float32.
+    The first access of :attr:`graph` or :attr:`forced` draws the edges again from the same random words, and stores
+    them. On a device whose kernels compute in float32, a probability may round differently there, by up to 2^-32, and
+    then an edge may differ.
 
     Args:
         probability: A model with :attr:`~EdgeProbability.factors`.
         ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` each.
         exploration: What is added to each probability, in [0, 1].
-        seed: Seed of the coins.
+        seed: Seed of the Bernoulli draws.
         sequence_ids: Number of each sequence, ``[B]``.
-        window: Pairs at this distance or less are edges, whatever their probability is; None for no pair.
-        draw: Draws the edges: the graph, and which of them are forced.
+        window: Pairs at this distance or less are always edges; None: no window.
+        draw: Draws the graph, and the mask of its forced edges.
     """
 
     ptrs: tuple[Tensor, Tensor]
@@ -226,7 +223,7 @@ class TiledChoice(Choice):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As :attr:`Choice.shape`; nothing is drawn for it."""
+        """As :attr:`Choice.shape`, without drawing edges."""
         return self.ptrs[0].numel() - 1, self.factors[0].size(0)
 
     @cached_property
@@ -236,7 +233,7 @@ class TiledChoice(Choice):
 
     @property
     def graph(self) -> AttentionGraph:
-        """The graph, drawn when it is first asked for."""
+        """The graph, drawn on first access."""
         return self._drawn[0]
 
     @property
@@ -248,7 +245,7 @@ class TiledChoice(Choice):
         return f"{type(self).__name__}({self.probability}, exploration={self.exploration}, window={self.window})"
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """The model was made from the tokens, so nothing is checked."""
+        """Do nothing: the model was made from the tokens."""
 
     @property
     def is_stored(self) -> bool:
@@ -282,12 +279,11 @@ class TiledChoice(Choice):
 
 
 class GraphSource(torch.nn.Module, ABC):
-    """Chooses the graph that a layer of attention runs over. Subclasses write :meth:`forward`.
+    """Chooses the graph that an attention layer runs over. Subclasses define :meth:`forward`.
 
-    A source is a module: it may hold parameters, which learn through the probabilities of its :class:`Choice`.
-
-    Tokens are checked when they are made, and a call checks that the graph it returns is over these tokens. So sources
-    need not look at shapes, offsets and seeds themselves, and kernels trust both.
+    A source is a module: it may have parameters, which are trained through the probabilities of its :class:`Choice`.
+    Tokens are validated when they are made, and each call checks that the returned graph is over them. So a source need
+    not check shapes, offsets and seeds.
 
     Example:
         >>> from sbm_pyg import selectors
@@ -298,11 +294,15 @@ class GraphSource(torch.nn.Module, ABC):
         20
     """
 
+    reads_vectors = True
+    """False if the graph depends on offsets and seed only: then :class:`~sbm_pyg.SourceGraph` needs no features."""
+
     def __call__(self, tokens: Tokens) -> Choice:
-        """Choose, as :meth:`forward` does.
+        """Call :meth:`forward`, and check what it returns.
 
         Raises:
-            TypeError: ``tokens`` are no :class:`~sbm_pyg.Tokens`, or :meth:`forward` returned no :class:`Choice`.
+            TypeError: ``tokens`` is not a :class:`~sbm_pyg.Tokens`, or :meth:`forward` did not return a
+                :class:`Choice`.
             ValueError: The chosen graph is over other tokens.
         """
         check_record(tokens)
@@ -311,9 +311,9 @@ class GraphSource(torch.nn.Module, ABC):
         return choice
 
     def reset_parameters(self) -> None:
-        """Draw the parameters of all parts anew from torch's default generator."""
-        for part in self.children():
-            reset = getattr(part, "reset_parameters", None)
+        """Reset the parameters of all child modules, with random numbers of torch's default generator."""
+        for child in self.children():
+            reset = getattr(child, "reset_parameters", None)
             if reset is not None:
                 reset()
 
@@ -323,17 +323,19 @@ class GraphSource(torch.nn.Module, ABC):
 
 
 class SharingSource(GraphSource):
-    """A source whose pairs can compete for a share of all pairs. :class:`~sbm_pyg.ShareSchedule` sets it.
+    """A source with a target density, its share, that the pairs of each head compete for.
 
-    The share is part of ``state_dict``, since it may have moved on from what the source was made with. Subclasses look
-    at :attr:`share` in :meth:`forward`.
+    :class:`~sbm_pyg.ShareSchedule` changes the share during training, so ``state_dict`` contains it. Subclasses read
+    :attr:`share` in :meth:`forward`.
     """
 
+    exploration: float | None = None
+    """Added to each probability in training. None: the square of the share, or 0 without a share."""
     _share_of_pairs: float | None = None
 
     @property
     def share(self) -> float | None:
-        """Share of the keys that a query may attend to, in (0, 1], or None. It may change between calls."""
+        """Share of the keys that each query attends to, in (0, 1], or None. It may change between calls."""
         return self._share_of_pairs
 
     @share.setter
@@ -345,11 +347,18 @@ class SharingSource(GraphSource):
 
     @property
     def can_share(self) -> bool:
-        """Whether a share may be set; not where something else fixes the number of keys."""
+        """Whether a share may be set; False if another option fixes the number of keys."""
         return True
 
+    @property
+    def _exploration(self) -> float:
+        """What the current call adds to each probability; 0 in evaluation."""
+        if not self.training:
+            return 0.0
+        return (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
+
     def _prepare(self) -> None:
-        """Make ready for the share that has been set."""
+        """React to a share that has just been set."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -367,28 +376,33 @@ class SharingSource(GraphSource):
 
 @functional_transform("source_graph")
 class SourceGraph(BaseTransform):
-    """Gives ``Data`` the edges that a source chooses by the features of its nodes (functional name: ``source_graph``).
+    """Replaces the edges of PyG ``Data`` by those that a source chooses over its nodes, without gradients.
 
-    Nodes are queries and keys at once, by their ``x``. Sequences are those of ``ptr``, else of ``batch``, else all
-    nodes are one sequence. The edges replace the former ones; with several heads, ``edge_type`` says of which head an
-    edge is. Nothing is learned here, and the source is as it is: evaluation mode gives graphs without exploration.
+    Its functional name is ``source_graph``. Each node is a query and a key at once, with the features ``x``. A source
+    that does not read them, such as :class:`~sbm_pyg.sources.patterns.PatternSource`, takes data without ``x``. The
+    sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. With several heads,
+    ``edge_type`` holds the head of each edge. Edges come sequence by sequence, so a ``Batch`` still separates by
+    ``to_data_list()``.
 
     Args:
-        source: Any source, trained or not, such as :class:`~sbm_pyg.sources.selectors.SelectorSource` or
-            :class:`~sbm_pyg.sources.indexer.IndexerSource`.
-        heads: Heads H that features are divided among, ``[N, H*C]``.
+        source: Any source, used in the mode it is in: in evaluation mode it adds no exploration.
+        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for each. Give
+            a source that draws a pattern, such as ``PatternSource(random, ...)``, the same ``heads``, so that each
+            head draws its own.
         is_causal: No node attends to a later one.
-        seed: Integer of 64 bits that fixes what is drawn; None takes torch's default generator at each call.
+        seed: Integer of 64 bits that fixes random choices. None: each call draws one from torch's default generator.
 
     Raises:
-        TypeError: ``source`` is no source, or an argument or the data has the wrong type.
-        ValueError: ``Data`` has no features ``[N, H*C]``, or an argument is out of range.
+        TypeError: ``source`` is not a source, or an argument or the data has the wrong type.
+        ValueError: An argument is out of range, or the data lack nodes, or features ``[N, H*C]`` that the source reads.
 
     Example:
-        >>> from sbm_pyg import selectors
+        >>> from sbm_pyg import patterns, selectors
         >>> source = selectors.SelectorSource(selectors.top_k, k=2)
         >>> SourceGraph(source)(Data(x=torch.randn(5, 3))).edge_index.shape
         torch.Size([2, 10])
+        >>> SourceGraph(patterns.PatternSource(patterns.window, size=1), heads=2)(Data(num_nodes=3))
+        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
     """
 
     def __init__(
@@ -396,8 +410,8 @@ class SourceGraph(BaseTransform):
     ) -> None:
         if not isinstance(source, GraphSource):
             raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). A rule becomes one by "
-                "`selectors.SelectorSource`."
+                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Wrap a rule in "
+                "`selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
             )
         self.heads = checks.integer("heads", heads, 1, "Features are divided among them.")
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
@@ -410,6 +424,13 @@ class SourceGraph(BaseTransform):
             raise TypeError(
                 f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
             )
+        query = self._features(data) if self.source.reads_vectors else self._ones(data)
+        ptr = cast(Tensor, stored_ptr(data, device=query.device))
+        tokens = Tokens(query, query_ptr=ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
+        return self.source(tokens).expand(self.heads).graph.replace_edges(data)
+
+    def _features(self, data: Data) -> Tensor:
+        """The features of each head, ``[H, N, C]``."""
         x = data.x
         if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -417,10 +438,14 @@ class SourceGraph(BaseTransform):
                 f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
                 "The source chooses by them."
             )
-        query, ptr = x.unflatten(1, (self.heads, -1)).transpose(0, 1), stored_ptr(data, device=x.device)
-        tokens = Tokens(query, query_ptr=cast(Tensor, ptr), is_causal=self.is_causal, seed=draw_seed(self.seed))
-        choice = self.source(tokens)
-        return choice.expand(self.heads).graph.replace_edges(data)
+        return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    def _ones(self, data: Data) -> Tensor:
+        """Ones in place of features that are not read, ``[H, N, 1]``."""
+        if data.num_nodes is None or data.num_nodes < 1:
+            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
+        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
+        return torch.ones(1, 1, 1, device=device).expand(self.heads, data.num_nodes, 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source})"
@@ -445,30 +470,30 @@ def check_probability(probability: object) -> None:
 
 
 def check_over(
-    graph: AttentionGraph, name: str, probability: EdgeProbability, sides: tuple[int, int, int],
+    graph: AttentionGraph, name: str, probability: EdgeProbability, sizes: tuple[int, int, int],
     query_ptr: Tensor, key_ptr: Tensor, is_causal: bool,
 ) -> None:  # fmt: skip
-    """Refuse a graph over other tokens, heads or sequences than those of the probabilities."""
+    """Check that a graph has the tokens, heads and sequences of the probabilities."""
     check_graph(graph, name)
     theirs = (graph.heads, graph.num_queries, graph.num_keys)
-    whose = type(probability).__name__
-    if sides != theirs:
+    owner = type(probability).__name__
+    if sizes != theirs:
         raise ValueError(
-            f"Expected '{name}' with (heads, queries, keys) = {sides} (got {theirs}). "
-            f"Build it over the tokens of this {whose}."
+            f"Expected '{name}' with (heads, queries, keys) = {sizes} (got {theirs}). "
+            f"Build it over the tokens of this {owner}."
         )
     if not graph.same_offsets(query_ptr, key_ptr):
         raise ValueError(
-            f"Expected '{name}' over the sequences of this {whose} (got {graph}). Build it with the same 'ptr'."
+            f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with the same 'ptr'."
         )
     if is_causal and not graph.is_causal:
         raise ValueError(
-            f"Expected '{name}' to be causal, as this {whose} is (got {graph}). `graph.causal()` leaves later keys out."
+            f"Expected '{name}' to be causal, as this {owner} is (got {graph}). `graph.causal()` leaves later keys out."
         )
 
 
-def limited(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
-    """A choice, or a graph, without the edges that the layer leaves out."""
+def drop_forbidden_edges(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:
+    """Remove the edges of a choice, or of a graph, that the options of a layer forbid."""
     choice = choice.causal() if is_causal else choice
     if edge_filter is not None:
         choice = choice.select(edge_filter(choice.graph if isinstance(choice, Choice) else choice))

@@ -1,6 +1,6 @@
 """Chunked iteration over pairs of queries and keys, and graphs of the pairs that a rule keeps.
 
-In: :class:`~sbm_pyg.Tokens`. Out: pairs, and the graph of them. Not here: the rules (``selectors``, ``predictors``).
+In: :class:`~sbm_pyg.Tokens`. Out: pairs, and their graph. Not here: the rules (``selectors``, ``predictors``).
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, like_lengths, runs
+from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, group_by_length, runs
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Keep", "Part", "Score", "block_means", "check_centroids", "detached", "graph_of_pairs", "graph_of_ranges",
-    "graph_of_rows", "grouped", "largest", "parts", "product", "ranges", "share_of", "streamed",
+    "PairRule", "PairTile", "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges",
+    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles", "select_pairs",
+    "share_of",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
 
 
 def detached(tokens: Tokens) -> Tokens:
-    """The tokens without gradients, for a rule that looks at their values.
+    """Detach the tokens, for a rule that reads their values.
 
     Raises:
-        TypeError, ValueError: They are no :class:`~sbm_pyg.Tokens`, or hold no values.
+        TypeError, ValueError: They are not :class:`~sbm_pyg.Tokens`, or do not hold values.
     """
     check_record(tokens)
     require_values(tokens.query, "query")
@@ -38,15 +39,15 @@ def detached(tokens: Tokens) -> Tokens:
 
 
 def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """Sorts keys by head, sequence, group and position, and finds what each query meets there.
+    """Sort keys by head, sequence, group and position, and find the range of each query's group among them.
 
     Args:
         query_group, key_group: ``[H, N]`` and ``[H, M]`` in ``0 .. groups-1``; or ``[H, N, m]`` and ``[H, M, m]``
-            where a token is in m groups.
+            if each token is in m groups.
 
     Returns:
-        The keys in this order, ``[H*M*m]``; and for each query ``[H*N*m]`` where its group begins among them, how many
-        come before its position, before the next position, and where its group ends.
+        The sorted keys, ``[H*M*m]``; and four indices into them for each query, ``[H*N*m]``: the start of its group,
+        the first key at its position or later, the first key after its position, and the end of its group.
     """
     span = 1 + int(torch.maximum(tokens.query_ptr.diff().max(), tokens.key_ptr.diff().max()))
     if tokens.heads * tokens.query_ptr.numel() * span * groups >= 2**62:
@@ -68,25 +69,25 @@ def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int)
 
 
 def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph:
-    """The graph of compressed rows, whose keys ascend."""
+    """The graph of compressed rows with ascending keys."""
     sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
     return AttentionGraph._trusted(rowptr, col.to(index_type(tokens.num_keys)), *sizes, tokens.is_causal)
 
 
 def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:
-    """The graph of these pairs, in any order, repeats counted once; row h N + i is query i of head h."""
-    return graph_of_rows(tokens, *_distinct(row, col, tokens.heads * tokens.num_queries, tokens.num_keys))
+    """The graph of pairs in any order; repeated pairs count once. Row ``h * N + i`` is query i of head h."""
+    return graph_of_rows(tokens, *_unique_rows(row, col, tokens.heads * tokens.num_queries, tokens.num_keys))
 
 
 def graph_of_ranges(
     tokens: Tokens, row: Tensor, first: Tensor, end: Tensor, keys: Tensor | None = None
 ) -> AttentionGraph:
-    """The graph of rows with all keys of their ranges, repeats counted once. Some rows are made at a time.
+    """The graph in which each row has all keys of its ranges; repeated keys count once. Works on chunks of rows.
 
     Args:
-        row: ``[r]``, in any order; a row may have several ranges, or none.
-        first, end: Keys ``first .. end-1``, or those that stand there among others, ``[r]``.
-        keys: The others.
+        row: ``[r]``, in any order; a row may have any number of ranges.
+        first, end: The ranges ``first .. end-1`` of keys, or of indices into ``keys``, ``[r]``.
+        keys: Keys that the ranges refer to. None: the ranges are keys.
     """
     order = row.argsort(stable=True)
     row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
@@ -94,7 +95,7 @@ def graph_of_ranges(
     pairs = tokens.heads * int(count_pairs(tokens.query_ptr, tokens.key_ptr, False).sum())
     most, width = min(int(count.sum()), pairs), index_type(tokens.num_keys)
     way_out = "Choose fewer keys, or fewer sequences at once."
-    checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # once more if there are repeats
+    checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # twice if keys repeat
     before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
     range_ptr = offsets(torch.bincount(row, minlength=rows))
     kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
@@ -102,50 +103,30 @@ def graph_of_ranges(
         mine = slice(*range_ptr[[low, high]].tolist())
         at = runs(first[mine], count[mine], stop - begin)
         of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
-        rowptr, col = _distinct(of, at if keys is None else keys[at], high - low, tokens.num_keys)
+        rowptr, col = _unique_rows(of, at if keys is None else keys[at], high - low, tokens.num_keys)
         kept[total : total + col.numel()] = col
         degree.append(rowptr.diff())
         total += col.numel()
     return graph_of_rows(tokens, offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
 
 
-def _distinct(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Compressed rows of pairs in any order, repeats counted once."""
+def _unique_rows(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Compressed rows of pairs in any order; repeated pairs count once."""
     number = torch.unique(row * num_keys + col)
     degree = torch.bincount(torch.div(number, num_keys, rounding_mode="floor"), minlength=rows)
     return offsets(degree), (number % num_keys).to(index_type(num_keys))
 
 
-def ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of each row with all numbers of its range."""
+def expand_ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair each row with all integers of its range."""
     count = (end - first).clamp(min=0)
     total = int(count.sum())
     checks.memory("query", total, 40, row.device, "Choose fewer keys, or fewer sequences at once.")
     return torch.repeat_interleave(row, count, output_size=total), runs(first, count, total)
 
 
-def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the blocks into which each sequence is cut; the last one may be smaller.
-
-    Args:
-        x: ``[H, N, C]``.
-        ptr: ``[B+1]``.
-        size: Tokens of a block.
-
-    Returns:
-        The means ``[H, n, C]``, in float32 at least; offsets of the blocks ``[B+1]``; and the block of each token
-        ``[N]``.
-    """
-    sequence = torch.repeat_interleave(ptr.diff(), output_size=x.size(1))
-    block_ptr = offsets((ptr.diff() + size - 1) // size)
-    block = block_ptr[sequence] + (torch.arange(x.size(1), device=x.device) - ptr[sequence]) // size
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    total = x.new_zeros(x.size(0), int(block_ptr[-1]), x.size(2)).index_add_(1, block, x)
-    return total / torch.bincount(block, minlength=total.size(1))[:, None], block_ptr, block
-
-
 def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: str = "C") -> Tensor:
-    """The centroids of each head, in the type of the tokens, if they are of the same heads and width."""
+    """Check the heads and width of centroids, and return them for each head in the dtype of the tokens."""
     checks.tensors(centroids=centroids)
     checks.shape("centroids", centroids, (None, None, x.size(2)), f"[H, K, {width}]", f"They are as wide as '{name}'.")
     checks.floating(centroids=centroids)
@@ -158,70 +139,80 @@ def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: st
     return centroids.to(x.dtype).expand(x.size(0), -1, -1)
 
 
+def check_vectors(query: Tensor, key: Tensor, heads: int, channels: int) -> None:
+    """Check that queries and keys have the heads and channels of a module."""
+    checks.tensors(query=query, key=key)
+    checks.floating(query=query, key=key)
+    for name, x in (("query", query), ("key", key)):
+        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
+
+
 Score = Callable[[Tensor, Tensor], Tensor]
 """From queries ``[H, b, r, C]`` and keys ``[H, b, L, C']`` to scores ``[H, b, r, L]``."""
 
 
-def product(query: Tensor, key: Tensor) -> Tensor:
-    """The score of a pair that is the product of its vectors."""
+def dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """The dot products of queries and keys."""
     return query @ key.mT
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some queries of sequences of like length, and all keys that stand beside them."""
+class PairTile:
+    """Some queries of b sequences of similar length, with all keys of these sequences."""
 
-    query: Tensor  # [b, r] tokens
-    key: Tensor  # [b, L]; -1 is none
-    there: Tensor  # [b, r], whether there is such a query
-    possible: Tensor  # [b, r, L] pairs
+    query: Tensor  # [b, r] tokens; 0 where invalid
+    key: Tensor  # [b, L] tokens; -1 where the sequence is shorter
+    valid: Tensor  # [b, r], False for padding of the queries
+    possible: Tensor  # [b, r, L], False for pairs that cannot be edges
 
     def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What :func:`.segments.compress` takes.
+        """The arguments of :func:`.segments.compress` for this tile.
 
         Args:
-            kept: Which pairs are edges, ``[H, b, r, L]``.
-            key: The keys of these, ``[e]``.
-            row: Numbers of all rows, ``[H, N]``.
+            kept: Mask of the pairs that are edges, ``[H, b, r, L]``.
+            key: Keys of these edges, ``[e]``.
+            row: Row of each query and head, ``[H, N]``.
         """
-        return row[:, self.query[self.there]].flatten(), kept.sum(-1)[:, self.there].flatten(), key
+        return row[:, self.query[self.valid]].flatten(), kept.sum(-1)[:, self.valid].flatten(), key
 
 
-Keep = Callable[[Tensor, Tensor, Part], Tensor]
-"""From scores ``[H, b, r, L]``, the possible ones among them and where they are to a mask of those to keep."""
+PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
+"""From scores ``[H, b, r, L]``, the mask of possible pairs and their tile to the mask of the pairs to keep."""
 
 
-def parts(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[Part]:
-    """All pairs, in parts that memory holds: some rows of all sequences of like length at a time.
+def pair_tiles(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[PairTile]:
+    """Iterate over all pairs in tiles of bounded size: some rows of all sequences of similar length.
 
     Args:
-        key_ptr: Offsets of what stands for the keys, ``[B+1]``. None: those of the keys.
-        limit: How many of the first keys of its sequence a query may have, ``[N]``. None: all that it may attend to.
+        key_ptr: Offsets of vectors used in place of the keys, ``[B+1]``. None: those of the keys.
+        limit: Number of leading keys of its sequence that a query may attend to, ``[N]``. None:
+            ``tokens.allowed_keys``.
     """
     key_ptr, limit = tokens.key_ptr if key_ptr is None else key_ptr, tokens.allowed_keys if limit is None else limit
-    for queries, keys, _ in like_lengths(tokens.query_ptr, key_ptr):
-        place = torch.arange(keys.size(1), device=keys.device)
-        for part in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
-            there, query = part >= 0, part.clamp(min=0)
-            yield Part(query, keys, there, (place < limit[query][..., None]) & there[..., None])
+    for queries, keys, _ in group_by_length(tokens.query_ptr, key_ptr):
+        position = torch.arange(keys.size(1), device=keys.device)
+        for tile in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
+            valid, query = tile >= 0, tile.clamp(min=0)
+            yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
 
 
-def streamed(
+def select_pairs(
     tokens: Tokens,
-    keep: Keep,
-    score: Score = product,
+    keep: PairRule,
+    score: Score = dot_product,
     most: int | Tensor | None = None,
     among: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pairs that a rule keeps by their scores, a part at a time.
+    """The pairs that a rule keeps by their scores, computed tile by tile.
 
-    Memory is asked for all of them where the rule says how many there are, else for those that are found so far.
+    The check of memory counts ``most`` keys per query if it is given, else the pairs found so far.
 
     Args:
-        keep: The rule; scores that are NaN or not possible are minus infinity.
-        score: Of the pairs.
-        most: Largest number of keys of a query that the rule keeps, or of each, ``[N]``; None if it is unknown.
-        among: What stands for the keys ``[H, M', C]``, its offsets, and the limit of :func:`parts`. None: the keys.
+        keep: The rule. Scores that are NaN or of impossible pairs are minus infinity.
+        score: Computes the scores.
+        most: Largest number of keys that the rule keeps for a query, one number or ``[N]``; None if it is unknown.
+        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the limit of :func:`pair_tiles`. None:
+            the keys.
 
     Returns:
         Compressed rows, ``[H*N+1]`` and ``[E]``: the keys of each query, ascending.
@@ -230,15 +221,15 @@ def streamed(
     width, way_out = index_type(key.size(1)), "Choose fewer keys, or fewer sequences at once."
     if most is not None:
         count = tokens.heads * int(limit.clamp(max=most).sum())
-        checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # in parts, and joined
+        checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # tiles, and their concatenation
     query, edges = tokens.query.to(key.dtype), 0
     row = torch.arange(tokens.heads * tokens.num_queries, device=key.device).view(tokens.heads, -1)
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for part in parts(tokens, key_ptr, limit):
-        scores = score(query[:, part.query], key[:, part.key.clamp(min=0)])
-        possible = part.possible & ~scores.isnan()
-        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, part)
-        found.append(part.rows(kept, part.key.to(width)[:, None].expand_as(kept)[kept], row))
+    for tile in pair_tiles(tokens, key_ptr, limit):
+        scores = score(query[:, tile.query], key[:, tile.key.clamp(min=0)])
+        possible = tile.possible & ~scores.isnan()
+        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, tile)
+        found.append(tile.rows(kept, tile.key.to(width)[:, None].expand_as(kept)[kept], row))
         edges += found[-1][2].numel()
         checks.memory("query", edges, 2 * width.itemsize, key.device, way_out)
     rowptr, col = compress(found, row.numel())
@@ -246,39 +237,39 @@ def streamed(
 
 
 def share_of(share: float, count: Tensor) -> Tensor:
-    """How many of each number of things, at least 1, a share in (0, 1] is, rounded up, int64.
+    """``ceil(share * count)`` for counts of at least 1 and a share in (0, 1], int64.
 
-    What rounding alone puts above a whole number is not rounded up: 0.55 of 100 are 55.
+    The product is corrected for floating-point error first, so that 0.55 of 100 is 55.
     """
     wide = checks.widest(count.device)
     return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
 
 
-def largest(k: int | Tensor, own: Tensor | None = None) -> Keep:
-    """The largest scores of each query, equal ones by the lower key.
+def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:
+    """The rule that keeps the k largest scores of each query; the lower key wins a tie.
 
     Args:
-        k: How many, at least 1; or of each query, ``[N]``.
-        own: Key ``own[i]`` of its sequence is among those of query i, whatever its score is, ``[N]``.
+        k: Keys of each query, at least 1; one number or ``[N]``.
+        own: Query i always keeps key ``own[i]`` of its sequence, ``[N]``. None: no such key.
     """
 
-    def keep(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def keep(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         if own is not None:
-            here = part.possible & (torch.arange(scores.size(-1), device=scores.device) == own[part.query][..., None])
+            here = tile.possible & (torch.arange(scores.size(-1), device=scores.device) == own[tile.query][..., None])
             scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(here, torch.inf)
             possible = possible | here
-        return best_of(scores, possible, k if isinstance(k, int) else k[part.query])
+        return best_of(scores, possible, k if isinstance(k, int) else k[tile.query])
 
     return keep
 
 
 def best_of(scores: Tensor, possible: Tensor, count: int | Tensor) -> Tensor:
-    """Which of the possible scores along the last axis are the largest, equal ones by the lower place.
+    """Mask of the largest possible scores along the last axis; the lower index wins a tie.
 
     Args:
-        scores: ``[..., m]``, none of them NaN.
-        possible: Which can be among them, ``[..., m]``; others score ``-inf``.
-        count: How many, at least 1 or of each row, ``[...]``; all that are possible where these are fewer.
+        scores: ``[..., m]``, without NaN, and ``-inf`` where not possible.
+        possible: Mask of the scores to choose from, ``[..., m]``.
+        count: How many to choose, at least 1; one number or ``[...]``. Rows with fewer possible scores choose all.
     """
     if not scores.size(-1):
         return torch.zeros_like(scores, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
 In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
-length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens; the same as a source
-of a layer, and as transforms that give PyG ``Data`` its edges. Not here: graphs that depend on the tokens
-(``sampling``, ``sparsefinder``).
+length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens, and the same as a
+source. Not here: graphs that depend on the values of the tokens (``sampling``, ``selectors``, ``sparsefinder``), and
+the transform of PyG ``Data`` (:class:`~sbm_pyg.SourceGraph`).
 
 Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query
 attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes
@@ -18,28 +18,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox
 from ..ops.reference.segments import runs
 from ..ops.values import can_read, require_values
-from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr
+from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
 from ..rows import index_type
 from .interface import Choice, GraphSource
 
 __all__ = [
-    "BigBirdGraph", "BlockDiagonalGraph", "FullGraph", "GlobalGraph", "PatternSource", "RandomGraph", "RelayKeysGraph",
-    "RelayQueriesGraph", "SelfLoopsGraph",
-    "WindowGraph", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
+    "PatternSource", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
     "self_loops", "window",
 ]  # fmt: skip
 
@@ -52,18 +47,18 @@ def full(
     """Every token attends to every token of its sequence.
 
     Args:
-        n: Number of tokens N, at least 1. May be None where ``ptr`` is given, else it must be its last entry.
+        n: Number of tokens N, at least 1. With ``ptr`` it may be None; otherwise it must equal the last offset.
         is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
-        heads: Number of heads H; all get the same edges.
-        ptr: Offsets of the sequences, ``[B+1]`` int64. One sequence of n tokens if None.
-        device: Where the graph is made: that of ``ptr`` if None, else the default device.
+        heads: Number of heads H; all have the same edges.
+        ptr: Offsets of the sequences, ``[B+1]`` int64. None: one sequence of n tokens.
+        device: Device of the graph. None: that of ``ptr``, or the default device.
 
     Returns:
         A graph with :math:`H \\sum_b n_b^2` edges, or :math:`H \\sum_b n_b (n_b + 1) / 2` where ``is_causal``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, ``ptr`` does not describe n tokens, or memory
-            does not hold the edges. They are counted before they are made. The same holds for all functions here.
+            does not hold the edges. All functions here count the edges before they make them.
 
     Example:
         >>> full(3)
@@ -88,8 +83,8 @@ def window(
     BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the usual causal mask.
 
     Args:
-        size: Reach to each side, at least 0; ``2 * size + 1`` keys. A sequence of ``size + 1`` tokens or fewer gets its
-            full graph.
+        size: Largest distance, at least 0; a query has up to ``2 * size + 1`` keys. A sequence of at most
+            ``size + 1`` tokens gets its full graph.
         n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
@@ -99,14 +94,14 @@ def window(
         >>> window(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
-    size = checks.integer("size", size, 0, "Its unit is tokens to each side; 0 gives self-loops.")
+    size = checks.integer("size", size, 0, "It is a distance in tokens; 0 gives self-loops.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    token = positions.start + positions.place
-    if size == 0:  # as many edges as tokens, so no device is waited for
+    token = positions.start + positions.position
+    if size == 0:  # one edge per token: no synchronization with the device
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
-    reach = positions.length.clamp(max=size)
+    half_width = positions.length.clamp(max=size)
     return positions.consecutive(
-        torch.maximum(token - reach, positions.start), torch.minimum(token + reach + 1, positions.end)
+        torch.maximum(token - half_width, positions.start), torch.minimum(token + half_width + 1, positions.end)
     )
 
 
@@ -137,7 +132,7 @@ def global_tokens(
     """
     num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    keys = positions.length.where(positions.place < num_global, positions.length.clamp(max=num_global))
+    keys = positions.length.where(positions.position < num_global, positions.length.clamp(max=num_global))
     return positions.consecutive(positions.start, positions.start + keys)
 
 
@@ -155,19 +150,18 @@ def random(
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
 
-    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of a query are equally likely; a query may draw itself.
-    Queries and heads draw independently. Keys are drawn with replacement, and drawn again only where they repeat one
-    that the query has. That treats all keys alike, so the final set is uniform. Where k > n/2 the keys left out are
-    drawn instead, so each draw is new with probability 1/2 at least. Cost O(E log E) time, O(E) memory, expected.
-    Probabilities of a draw are resolved to :math:`2^{-32}`. Random words are those of :func:`~sbm_pyg.sample_edges`:
-    the keys of a sequence do not depend on the other sequences of the batch.
+    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of keys are equally likely, and may contain the query.
+    Queries and heads draw independently. Keys are drawn with replacement; repeated keys of a query are drawn again. If
+    k > n/2, the keys to leave out are drawn instead, so each draw is new with a probability of at least 1/2. Expected
+    cost: O(E log E) time and O(E) memory. Probabilities have a resolution of :math:`2^{-32}`. The random words are
+    those of :func:`~sbm_pyg.sample_edges`: the keys of a sequence do not depend on the other sequences of the batch.
 
     Args:
         num_keys_per_query: Number of keys k of each query, at least 0. A sequence with fewer tokens gets its full
             graph.
         seed: Integer of 64 bits that fixes the keys.
-        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        sequence_ids: Number of the random stream of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+        generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
+        sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
         heads: Number of heads H; each draws its own keys.
         n, ptr, device: As in :func:`full`.
 
@@ -182,13 +176,13 @@ def random(
         "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
     )
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    size = (positions.place + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
+    size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
-    listed = torch.where(2 * degree > size, size, degree)  # as numbers are, of which some are left out
+    listed = torch.where(2 * degree > size, size, degree)  # `_draw_distinct` lists all keys to leave some out
     positions.count(listed, 1, bytes_each=72)
-    place = _distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
-    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=place.numel())
-    return positions.graph(degree, first + place, heads)
+    position = _draw_distinct(degree, size, _Draws(positions, sequence_ids, draw_seed(seed, generator)))
+    first = torch.repeat_interleave(positions.start.repeat(heads), degree, output_size=position.numel())
+    return positions.graph(degree, first + position, heads)
 
 
 def bigbird(
@@ -207,17 +201,17 @@ def bigbird(
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
 
-    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may be one that the window
-    or the global tokens hold already. This is the definition of BigBird's section 2 (internal transformer
-    construction); its code works on blocks of tokens and draws random blocks outside window and global ones. Cost: that
-    of :func:`random`, plus O(E log E).
+    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may also be in the window
+    or global. This is the definition of BigBird's section 2 (internal transformer construction); its code works on
+    blocks of tokens, and draws random blocks outside the window and global ones. Cost: that of :func:`random`, plus O(E
+    log E).
 
     Args:
-        size: Reach of the window to each side, at least 0.
+        size: Largest distance in the window, at least 0.
         num_global: Number of global tokens, the first of each sequence, at least 0.
         num_random: Number of random keys of each query, at least 0.
         seed, generator, sequence_ids: As in :func:`random`.
-        heads: Number of heads H; they share window and global tokens, each draws its own random keys.
+        heads: Number of heads H. They share the window and the global tokens; each draws its own random keys.
         n, ptr, device: As in :func:`full`.
 
     Returns:
@@ -250,14 +244,14 @@ def block_diagonal(
     ptr: Tensor | None = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """Each token attends to the tokens of its block, itself among them: pattern 1 of Lemma 2 (Cho et al.).
+    """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
     An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
     sizes differ by 1 at most. As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from
     1, which makes K + 1 blocks.)
 
     Args:
-        num_blocks: Number of blocks K, at least 1. In a sequence with no more tokens each is a block of its own.
+        num_blocks: Number of blocks K, at least 1. In a sequence of at most K tokens each token is a block.
         n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
@@ -270,9 +264,9 @@ def block_diagonal(
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     length = positions.length
-    # From n blocks on every token is alone; the least such K keeps r * K and the ceilings below within int64.
+    # More than n blocks change nothing; the clamp keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
-    block = positions.place * blocks // length
+    block = positions.position * blocks // length
     first = (block * length + blocks - 1) // blocks  # the least r of the block: ceil(block * n / K)
     end = ((block + 1) * length + blocks - 1) // blocks
     return positions.consecutive(positions.start + first, positions.start + end)
@@ -319,7 +313,7 @@ def relay_queries(
 ) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
-    Other tokens attend to none. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
+    Other tokens have no keys. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
     adds self-loops, this function does not: ``relay_queries(n, num_relays) | self_loops(n)``.
 
     Args:
@@ -335,14 +329,14 @@ def relay_queries(
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    is_relay = positions.length - positions.place <= num_relays
+    is_relay = positions.length - positions.position <= num_relays
     return positions.consecutive(positions.start, torch.where(is_relay, positions.end, positions.start))
 
 
 def self_loops(
     n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
 ) -> AttentionGraph:
-    """Each token attends to itself alone.
+    """Each token attends only to itself.
 
     Args:
         n, is_causal, heads, ptr, device: As in :func:`full`.
@@ -362,14 +356,14 @@ def self_loops(
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where each token lies in its sequence, and whether it attends to earlier ones alone."""
+    """The position of each token, the ends of its sequence, and the options of the pattern."""
 
     is_causal: bool
     heads: int
     ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
     end: Tensor  # [N], one past the last
-    place: Tensor  # [N], the r of the formulas
+    position: Tensor  # [N], r in the formulas
 
     @classmethod
     def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
@@ -393,11 +387,11 @@ class _Positions:
                     "Pass offsets of all sequences."
                 )
         device = None if device is None else checks.device(device)
-        place = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
-        checks.memory("n" if ptr is None else "ptr", n, 80, place, "Take shorter sequences.", "tokens")
-        checks.memory("heads", heads * n, 24, place, "Take fewer heads.", "rows")
+        position = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
+        checks.memory("n" if ptr is None else "ptr", n, 80, position, "Take shorter sequences.", "tokens")
+        checks.memory("heads", heads * n, 24, position, "Take fewer heads.", "rows")
         ptr = resolve_ptr(n, ptr, device=device)
-        start, end = (torch.repeat_interleave(side, ptr.diff(), output_size=n) for side in (ptr[:-1], ptr[1:]))
+        start, end = (torch.repeat_interleave(ends, ptr.diff(), output_size=n) for ends in (ptr[:-1], ptr[1:]))
         return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
 
     @property
@@ -405,7 +399,7 @@ class _Positions:
         return self.end - self.start  # [N]
 
     def count(self, degree: Tensor, copies: int, bytes_each: int) -> int | None:
-        """The sum of the keys of rows, None in compiled code; refuse so many copies where memory does not hold them."""
+        """The sum of the degrees, or None in compiled code. Raises ValueError if memory does not hold the copies."""
         if torch.compiler.is_compiling():
             return None
         require_values(self.ptr, "ptr")
@@ -420,54 +414,51 @@ class _Positions:
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        n = self.place.numel()
+        n = self.position.numel()
         return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
         if self.is_causal:
-            end = torch.minimum(end, self.start + self.place + 1)
+            end = torch.minimum(end, self.start + self.position + 1)
         degree = (end - first).clamp(min=0)
-        each = index_type(self.place.numel()).itemsize
+        each = index_type(self.position.numel()).itemsize
         total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
-        return self.graph(degree, runs(first, degree, total, index_type(self.place.numel())), 1).expand(self.heads)
+        return self.graph(degree, runs(first, degree, total, index_type(self.position.numel())), 1).expand(self.heads)
 
 
 class _Draws:
-    """Random words for rows ``h * N + i``.
-
-    Functions of the seed, the stream of the sequence, the head and the token's place in its sequence.
-    """
+    """Random words for rows ``h * N + i``: functions of seed, sequence number, head and position of the token."""
 
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
-        stream = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
-        stream = stream.repeat_interleave(positions.ptr.diff(), output_size=positions.place.numel())
-        head = torch.arange(positions.heads, device=stream.device).repeat_interleave(stream.numel())
-        self.row = torch.arange(head.numel(), device=stream.device)
-        self.place, self.stream, self.head = (
-            positions.place.repeat(positions.heads),
-            stream.repeat(positions.heads),
+        sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
+        sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
+        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
+        self.row = torch.arange(head.numel(), device=sequence_ids.device)
+        self.position, self.sequence_ids, self.head = (
+            positions.position.repeat(positions.heads),
+            sequence_ids.repeat(positions.heads),
             head | RANDOM_KEY,
         )
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The next ``count[row]`` words of 32 bits for each row, ``[sum(count)]``, with their rows."""
+        """The next ``count[row]`` words of 32 bits of each row, ``[sum(count)]``, with their rows."""
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)
-        words = torch.stack(philox(block, self.place[row], self.stream[row], self.head[row], self.seed), dim=1)
+        words = torch.stack(philox(block, self.position[row], self.sequence_ids[row], self.head[row], self.seed), dim=1)
         wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
         return row[:, None].expand(-1, 4)[wanted], words[wanted]
 
 
-def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
-    """For each i a uniform set of ``count[i]`` numbers in ``0..size[i]-1``, ascending; joined, ``[sum(count)]``."""
+def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
+    """Draw a uniform set of ``count[i]`` integers in ``0..size[i]-1`` for each row i, ascending, ``[sum(count)]``."""
     stride, rows = int(size.max()), draws.row
-    leave = 2 * count > size  # there the numbers left out are drawn
+    leave = 2 * count > size  # rows that draw the numbers to leave out
     wanted = torch.where(leave, size - count, count)
-    # `drawn`: the cells of each round, ascending; a cell is a row and a number: row * stride + number
+    # `drawn` holds the new cells of each round, ascending; the cell of a number is row * stride + number
     missing, drawn = wanted, [wanted[:0]]
     while bool(missing.any()):
         row, word = draws(missing)
@@ -478,7 +469,7 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
             drawn.append(cells)
             missing = missing - torch.bincount(cells // stride, minlength=rows.numel())
     cells = torch.cat(drawn).sort().values
-    if bool(leave.any()):  # add all numbers of those rows; what then appears twice was drawn to be left out
+    if bool(leave.any()):  # add all numbers of these rows, and drop those that then appear twice
         cells, times = torch.cat([cells, runs(rows[leave] * stride, size[leave])]).unique(return_counts=True)
         cells = cells[times == 1]
     return cells % stride
@@ -488,15 +479,15 @@ def _distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
 
 
 class BoundRule:
-    """A function that makes graphs, with the options that every call passes on.
+    """A function that makes graphs, with the options that every call passes to it.
 
     Args:
-        rule: It takes one argument of the call, and the options.
+        rule: The function. A call passes it one argument and the options.
         options: Its other arguments.
-        given: Names of arguments that a call may pass besides; the rule is given those that it takes.
+        given: Names of the arguments that calls pass in addition, if the rule has them.
 
     Raises:
-        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
     """
 
     def __init__(
@@ -509,26 +500,20 @@ class BoundRule:
         unknown = [option for option in options if option not in known and not general]
         if unknown:
             raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*known]}.")
-        self.rule, self.options, self.takes = rule, dict(options), {*known} - {*options}
         for each in [*known.values()][1:]:
             needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
             if needed and each.name not in {*options, *given}:
                 raise TypeError(
                     f"Expected '{each.name}' among the options of 'rule' (got {[*options]}). Give `{each.name}=...`."
                 )
+        self.rule, self.options = rule, dict(options)
+        self.given = [name for name in given if name in known and name not in options]
 
-    def __call__(self, tokens: Tokens | None, **call: Any) -> AttentionGraph:
-        """The graph."""
-        given = {name: value for name, value in call.items() if name in self.takes}
-        graph = self.rule(tokens, **self.options, **given)
+    def __call__(self, tokens: Tokens | None, **more: Any) -> AttentionGraph:
+        """Make the graph."""
+        graph = self.rule(tokens, **self.options, **more)
         check_graph(graph)
         return graph
-
-    def release(self, options: Collection[str]) -> list[str]:
-        """Leave these options to the calls, and name them."""
-        self.options = {name: value for name, value in self.options.items() if name not in options}
-        self.takes |= {*options}
-        return [*options]
 
     def __repr__(self) -> str:
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
@@ -536,21 +521,24 @@ class BoundRule:
 
 
 class PatternSource(GraphSource):
-    """Chooses the same pattern whatever the tokens hold, made anew for the offsets of each batch.
+    """Makes a fixed pattern over the offsets of each batch. It does not read the queries and keys.
 
     Args:
-        rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. It is
-            given ``seed``, ``sequence_ids`` and ``is_causal`` where it has arguments of these names.
+        rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. Each
+            call also passes ``seed``, ``sequence_ids`` and ``is_causal`` of the tokens, if the rule has arguments of
+            these names.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
-        TypeError: ``rule`` cannot be called, does not take an option, or needs another one.
+        TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
 
     Example:
         >>> source = PatternSource(window, size=1)
         >>> source(Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]))).graph
         AttentionGraph(2 sequences, 1 head, 10 queries, 10 keys, 26 edges, density 50.0%)
     """
+
+    reads_vectors = False
 
     def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
@@ -562,8 +550,9 @@ class PatternSource(GraphSource):
             raise ValueError(
                 "Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
             )
-        call = {name: getattr(tokens, name) for name in ("seed", "sequence_ids", "is_causal")}
-        graph = self.rule(None, ptr=tokens.query_ptr, **call)
+        graph = self.rule(
+            None, **{name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
+        )
         return Choice(graph.causal() if tokens.is_causal else graph)
 
     def extra_repr(self) -> str:
@@ -572,12 +561,12 @@ class PatternSource(GraphSource):
 
 
 def check_window(window: int | None) -> int | None:
-    """The reach of a window beside a choice, if it is one."""
+    """Check the size of the window that a source adds to its graphs."""
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
 def check_same_tokens(bipartite: bool) -> None:
-    """Raise ValueError where a window is asked for between different tokens."""
+    """Raise ValueError if queries and keys are different tokens: then a window has no meaning."""
     if bipartite:
         raise ValueError(
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
@@ -586,139 +575,9 @@ def check_same_tokens(bipartite: bool) -> None:
 
 
 def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
-    """The choice with a window beside it in each head, whatever its probabilities are."""
+    """Add a window to the choice in each head, regardless of the probabilities."""
     if window_size is None:
         return choice
     check_same_tokens(bipartite)
-    graph = choice.graph  # the number of its tokens is known where offsets may not be read, as in compiled code
+    graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
-
-
-# ---------------------------------------------------------------------------------------------------------- transforms
-
-
-@dataclass(eq=False, kw_only=True)
-class _PatternTransform(BaseTransform):
-    """Gives ``Data`` the edges of a pattern over its nodes; its fields are the arguments of ``pattern``.
-
-    The sequences are those of ``ptr``, else of ``batch``, else all nodes are one sequence. Sets ``edge_index`` and,
-    with several heads, ``edge_type`` (the head), in place of the former edges with their ``edge_attr``,
-    ``edge_weight``, ``edge_type``, ``adj`` and ``adj_t``. Edges come sequence by sequence, so a ``Batch`` still
-    separates by ``to_data_list()``.
-    """
-
-    pattern: ClassVar[Callable[..., AttentionGraph]]
-    is_causal: bool = False
-    heads: int = 1
-
-    def forward(self, data: Data) -> Data:
-        if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
-        if data.num_nodes is None or data.num_nodes < 1:
-            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
-        device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
-        ptr = stored_ptr(data, device=device)
-        ptr = resolve_ptr(data.num_nodes, device=device) if ptr is None else ptr
-        graph = self.pattern(None, ptr=ptr, **{each.name: getattr(self, each.name) for each in fields(self)})
-        return graph.replace_edges(data)
-
-
-@functional_transform("full_graph")
-@dataclass(eq=False)
-class FullGraph(_PatternTransform):
-    """Edges between all tokens of each sequence, see :func:`full` (functional name: ``full_graph``).
-
-    Example:
-        >>> FullGraph()(Data(num_nodes=3))
-        Data(num_nodes=3, edge_index=[2, 9])
-    """
-
-    pattern = staticmethod(full)
-
-
-@functional_transform("window_graph")
-@dataclass(eq=False)
-class WindowGraph(_PatternTransform):
-    """Edges to near tokens, see :func:`window` (functional name: ``window_graph``).
-
-    Example:
-        >>> WindowGraph(size=1, heads=2)(Data(num_nodes=3))
-        Data(num_nodes=3, edge_index=[2, 14], edge_type=[14])
-    """
-
-    pattern = staticmethod(window)
-    size: int
-
-
-@functional_transform("global_graph")
-@dataclass(eq=False)
-class GlobalGraph(_PatternTransform):
-    """Edges from and to the first tokens, see :func:`global_tokens` (functional name: ``global_graph``)."""
-
-    pattern = staticmethod(global_tokens)
-    num_global: int
-
-
-@dataclass(eq=False, kw_only=True)
-class _RandomTransform(_PatternTransform):
-    """With a seed, every call gives the same graph; with a generator, the next one."""
-
-    seed: int | None = None
-    generator: torch.Generator | None = None
-
-
-@functional_transform("random_graph")
-@dataclass(eq=False)
-class RandomGraph(_RandomTransform):
-    """Edges to random tokens, see :func:`random` (functional name: ``random_graph``)."""
-
-    pattern = staticmethod(random)
-    num_keys_per_query: int
-
-
-@functional_transform("bigbird_graph")
-@dataclass(eq=False)
-class BigBirdGraph(_RandomTransform):
-    """Window, global tokens and random keys, see :func:`bigbird` (functional name: ``bigbird_graph``)."""
-
-    pattern = staticmethod(bigbird)
-    size: int
-    num_global: int
-    num_random: int
-
-
-@functional_transform("block_diagonal_graph")
-@dataclass(eq=False)
-class BlockDiagonalGraph(_PatternTransform):
-    """Edges within blocks, see :func:`block_diagonal` (functional name: ``block_diagonal_graph``)."""
-
-    pattern = staticmethod(block_diagonal)
-    num_blocks: int
-
-
-@functional_transform("relay_keys_graph")
-@dataclass(eq=False)
-class RelayKeysGraph(_PatternTransform):
-    """Edges from the last tokens to all, see :func:`relay_keys` (functional name: ``relay_keys_graph``)."""
-
-    pattern = staticmethod(relay_keys)
-    num_relays: int
-
-
-@functional_transform("relay_queries_graph")
-@dataclass(eq=False)
-class RelayQueriesGraph(_PatternTransform):
-    """Edges from all tokens to the last, see :func:`relay_queries` (functional name: ``relay_queries_graph``)."""
-
-    pattern = staticmethod(relay_queries)
-    num_relays: int
-
-
-@functional_transform("self_loops_graph")
-@dataclass(eq=False)
-class SelfLoopsGraph(_PatternTransform):
-    """An edge from each token to itself, see :func:`self_loops` (functional name: ``self_loops_graph``)."""
-
-    pattern = staticmethod(self_loops)

@@ -1,7 +1,7 @@
-"""From a stochastic block model to a graph: :func:`sample_edges`, and the same as a PyG transform and as a source.
+"""Sampling graphs from stochastic block models: a function, a PyG transform and a source.
 
 In: an :class:`~sbm_pyg.SBM`, PyG data that carry one, or queries and keys. Out: an :class:`~sbm_pyg.AttentionGraph`.
-Not here: the sampling algorithms themselves (``ops``) and gradients (``estimators``).
+Not here: the sampling algorithms (``ops``) and gradients (``estimators``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .. import ops
-from ..blocks import BlockGraph, BlockPool, block_mean, block_tokens
+from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.tiled import sampled_edges
@@ -26,13 +26,13 @@ from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequen
 from . import patterns
 from .following import FollowingSource
 from .interface import Choice, SharingSource, TiledChoice
-from .sbm import FLOOR, SBM, SBMHead, check_model, reach_of_products
+from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
-FAR = 2.0**60
-"""Products below this are safe in float32: what is lost below 2^-126 is nothing next to 2^-32, the resolution of p."""
+SAFE_IN_FLOAT32 = 2.0**60
+"""If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
 
 
 def sample_edges(
@@ -50,36 +50,35 @@ def sample_edges(
 
     With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
 
-    * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the expectation that the model promises;
-    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeats counted once. It
-      never exceeds 0.632 for :math:`p \le 1`, so it cannot reach full attention.
+    * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the probabilities of the model;
+    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeated edges counted
+      once. It never exceeds 0.632 for :math:`p \le 1`, so it cannot produce full attention.
 
-    Each query takes the cheapest of three ways: keys at geometric gaps, as if all its probabilities were their bound,
-    thinned to the exact ones; Poisson proposals by block and key, where that bound is loose; or one coin per key where
-    the row is dense anyway. Cost O((N + M) K + E (K + log M)) for rows of small probabilities; a row whose bound
-    :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E). Probabilities are resolved to
-    :math:`2^{-32}`.
+    Each query uses the cheapest of three methods: keys at geometric gaps, drawn with an upper bound of its
+    probabilities and thinned to the exact ones; Poisson proposals by block and key, if that bound is loose; or one
+    Bernoulli draw per key, if the row is dense anyway. Cost O((N + M) K + E (K + log M)) for rows of small
+    probabilities; a row whose bound :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E).
+    Probabilities are resolved to :math:`2^{-32}`.
 
-    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query: the edges
-    of a sequence do not depend on the number of threads nor on the other sequences of the batch.
+    Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query. So the
+    edges of a sequence depend neither on the number of threads nor on the other sequences of the batch.
 
-    Memberships may have any size, as long as probabilities stay below :math:`2^{60}`: numbers beyond float32's normal
-    range, and those near its ends, are rescaled by powers of two in float64, which leaves :math:`p_{ij}` as it is.
-    Where the expected edges do not fit into the memory that is available, nothing is sampled.
+    Memberships may have any size as long as probabilities stay below :math:`2^{60}`: values outside the safe range of
+    float32 are rescaled by powers of two in float64, which does not change :math:`p_{ij}`. If the expected edges do not
+    fit into the available memory, the function raises an error before sampling.
 
     Args:
         sbm: The model.
         method: ``"bernoulli"`` or ``"fastrg"``.
-        exploration: :math:`\delta` in [0, 1], added to every probability; training aid of the paper (0.01 there), for
-            it puts a floor under the density.
+        exploration: :math:`\delta` in [0, 1], added to every probability. The paper uses 0.01 in training, which keeps
+            the density above it.
         budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no
             limit.
         clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
         seed: Integer of 64 bits that fixes the edges.
-        generator: Where a seed is drawn from if ``seed`` is None; torch's default generator if both are None.
-        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``; its position in the batch if None.
-            Random words depend on it: give each sequence the number it has in its data set, and it keeps its edges
-            wherever it stands.
+        generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
+        sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``. None: its position in the batch. The
+            random words depend on it: with its number in the data set, a sequence has the same edges in any batch.
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.
@@ -87,7 +86,7 @@ def sample_edges(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, a membership is negative or not finite, a probability exceeds 1, or
-            memory does not hold the edges that are to be expected.
+            memory does not hold the expected edges.
 
     Example:
         >>> sbm = SBM(torch.full((1, 1000, 1), 0.1), torch.ones(1, 1000, 1), torch.ones(1, 1, 1))
@@ -108,12 +107,12 @@ def sample_edges(
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
-        reach = reach_of_products(sbm)
-        limited = sbm if reach <= FAR else _widen(sbm, reach)
-        limited = limited if budget is None else limited.limit(budget)
-        _check_memory(limited, method, exploration)
-        rate, key = (limited.rate, limited.key_membership) if reach <= FAR else _rescale(limited)
-        key = _next_place(key, sbm.key_ptr) if sbm.is_strict else key
+        bound = product_bound(sbm)
+        scaled = sbm if bound <= SAFE_IN_FLOAT32 else _widen(sbm, bound)
+        scaled = scaled if budget is None else scaled.limit(budget)
+        _check_memory(scaled, method, exploration)
+        rate, key = (scaled.rate, scaled.key_membership) if bound <= SAFE_IN_FLOAT32 else _rescale(scaled)
+        key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
         rowptr, col = ops.sample_sbm(
             rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
         )
@@ -122,59 +121,59 @@ def sample_edges(
     if not sbm.is_strict:
         return graph
     first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
-    graph = graph.select(~first[graph.col.long()])  # which exploration alone reaches
+    graph = graph.select(~first[graph.col.long()])  # only exploration draws them
     return graph._with(graph.rowptr, graph.col - 1, graph.heads)
 
 
-def _next_place(key: Tensor, ptr: Tensor) -> Tensor:
-    """Each key one place later in its sequence, where those who may attend to it, and not its own query, see it.
+def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
+    """Move each key one position later in its sequence, so that causal sampling excludes the key of the query itself.
 
-    The first place of a sequence holds zeros.
+    The first position of a sequence holds zeros.
     """
     return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
 
 
-def _pooled(tokens: Tokens, grain: int, pool: torch.nn.Module | None = None) -> Tokens:
-    """The blocks of queries and of keys as tokens, with one vector for each."""
-    make = block_mean if pool is None else pool
-    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), grain)
-    query, key = block_tokens(tokens.query, mine, before=tokens.is_causal), block_tokens(tokens.key, theirs)
+def _pooled(tokens: Tokens, block_size: int, pool: torch.nn.Module | None = None) -> Tokens:
+    """Pool blocks of queries and of keys into tokens with one vector each."""
+    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), block_size)
+    query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
     query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
-    return Tokens(make(*query), make(*key), query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
+    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
 
 
 class SBMSource(SharingSource, FollowingSource):
-    """Lets a module predict a block model from queries and keys, and samples the graph of each head from it.
+    """Predicts a stochastic block model from queries and keys, and samples the graph of each head from it.
 
     Args:
         head: Module from tokens to an SBM, such as :class:`~sbm_pyg.SBMHead`.
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
-        exploration: Added to every probability in training only, in [0, 1]. None: the square of the share, or 0
-            without one. While the share is high, this keeps graphs full that do not know yet what to look for.
+        exploration: Added to every probability, in training only, in [0, 1]. None: the square of the share, or 0
+            without a share. So graphs are nearly full at the start of training, while the share is high.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
-        share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by
-            their mean and multiplied by the share. The mean is a running one over batches, so that no row depends on
-            another, and gradients take it for that of their own sequence, whose pairs compete. So parts of a batch
-            have the graphs and gradients of the whole one; see :func:`~sbm_pyg.sync_statistics` for several
-            processes. Until there is a mean, each query is by itself, as in :meth:`SBM.share`. What exceeds 1 is cut,
-            so graphs have fewer edges. None: probabilities are as the head says.
+        share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by their
+            mean and multiplied by the share. The mean is a running mean over batches, so that rows do not depend on
+            each other; its gradient is that of the mean of the row's own sequence. So parts of a batch have the graphs
+            and gradients of the whole batch; see :func:`~sbm_pyg.sync_statistics` for several processes. Before the
+            first update, each query is scaled by itself, as in :meth:`SBM.share`. Probabilities are cut at 1, so graphs
+            may have fewer edges. None: probabilities are those of the head.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1 the head sees one query and one key for each
-            block, and edges of the model join blocks: all tokens of a block attend to the same keys. Probabilities,
-            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window
-            is widened to whole blocks. In a causal model a query block is chosen for by tokens up to its first, and
-            each block always attends to itself.
-        pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean whose weights
-            learn; or a module such as :class:`~sbm_pyg.BlockPool`.
-        detach: No gradient goes on from the model to queries and keys, which then learn from attention alone.
-        tiled: Store no graph: the layer draws edges beside its scores, see :func:`sbm_pyg.ops.sampled_attention`. For
-            ``"bernoulli"`` and ``grain=1``.
+        block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
+            for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
+            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window is
+            widened to whole blocks. In a causal model, the keys of a query block depend only on tokens up to its first
+            one, and each block always attends to itself.
+        pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
+            weights; or a module such as :class:`~sbm_pyg.BlockPool`.
+        detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
+        tiled: Do not store the graph: the attention kernel draws each edge when it computes its score, see
+            :func:`sbm_pyg.ops.sampled_attention`. For ``"bernoulli"`` and ``block_size=1``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
         >>> choice = source(Tokens(torch.randn(2, 10, 8)))
         >>> choice.probability, int(choice.forced.sum())
@@ -193,7 +192,7 @@ class SBMSource(SharingSource, FollowingSource):
         share: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
-        grain: int = 1,
+        block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
         tiled: bool = False,
@@ -212,7 +211,7 @@ class SBMSource(SharingSource, FollowingSource):
             pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise ValueError(f"Expected 'pool' to be 'mean', 'learned' or a module (got {pool!r}). See `BlockPool`.")
-        self.grain = ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
+        self.block_size = ops.checks.integer("block_size", block_size, 1, "It is a number of tokens.")
         ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
@@ -224,29 +223,29 @@ class SBMSource(SharingSource, FollowingSource):
 
     @property
     def tiled(self) -> bool:
-        """Whether the layer draws edges beside its scores, and stores none. It may change between calls."""
+        """Whether the kernel draws edges with their scores and stores none. It may change between calls."""
         return self._stores_nothing
 
     @tiled.setter
     def tiled(self, tiled: bool) -> None:
-        ops.checks.flag("tiled", tiled, "It says whether edges are drawn beside the scores, and never stored.")
-        if tiled and (self.grain > 1 or self.method != "bernoulli"):
+        ops.checks.flag("tiled", tiled, "It says whether edges are drawn with their scores, and never stored.")
+        if tiled and (self.block_size > 1 or self.method != "bernoulli"):
             raise ValueError(
-                "Expected 'tiled' with method='bernoulli' and grain=1 "
-                f"(got {self.method!r} and {self.grain}). Store the graph."
+                "Expected 'tiled' with method='bernoulli' and block_size=1 "
+                f"(got {self.method!r} and {self.block_size}). Store the graph."
             )
         self._stores_nothing = tiled
 
     def _prepare(self) -> None:
-        """Add the buffers of the running mean, once there is a share."""
+        """Add the buffers of the running mean when a share is set for the first time."""
         if self.share is not None and "running_mean" not in self._buffers:
             device = next((parameter.device for parameter in self.parameters()), None)
             heads = getattr(self.head, "heads", 1)
-            self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: none yet
+            self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: no batch yet
             self._follow_by(torch.zeros(2, heads, device=device))  # expected edges, and pairs
 
     def reset_parameters(self) -> None:
-        """Draw the parameters of the head anew, and forget the running mean."""
+        """Reset the parameters of the head and the running mean."""
         super().reset_parameters()
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
@@ -257,47 +256,47 @@ class SBMSource(SharingSource, FollowingSource):
             ops.values.require_unbatched(query=tokens.query, key=tokens.key)
         if self.detach:
             tokens = tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
-        if self.grain == 1:
+        if self.block_size == 1:
             return self._choose(self.head(tokens), tokens)
         same = not tokens.bipartite and tokens.key_ptr.shape == tokens.query_ptr.shape
         if tokens.is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(
-                "Expected the same tokens on both sides, and a head that is not tied, with 'is_causal' and 'grain' "
-                f"above 1 (got grain={self.grain}). A query block is seen by its first token alone; take grain=1."
+                "Expected the same tokens as queries and keys, and a head that is not tied, with 'is_causal' and "
+                f"'block_size' above 1 (got block_size={self.block_size}). A query block is represented by its "
+                "first token; use block_size=1."
             )
-        sbm = self.head(_pooled(tokens, self.grain, self.pool))
+        sbm = self.head(_pooled(tokens, self.block_size, self.pool))
         choice = self._choose(sbm.strict() if tokens.is_causal else sbm, tokens)
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-        return replace(choice, graph=BlockGraph._over(choice.graph, self.grain, *ptrs, *sizes))
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
     def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
-        """Sample the graph of a model, and add what is always there; or leave that to the layer."""
+        """Scale the model to the share, sample its graph, and note its statistics."""
         sbm = sbm.causal() if tokens.is_causal else sbm
-        sbm, saw = (sbm, None) if self.share is None else self._compete(sbm, self.share, tokens.seed)
+        sbm, saw = (sbm, None) if self.share is None else self._scale_to_target_density(sbm, self.share, tokens.seed)
         choice = self._draw(sbm, tokens)
-        if saw is not None and self._counts:  # last, so that a call that fails leaves the running mean as it was
+        if saw is not None and self._counts:  # last, so that a failed call does not change the running mean
             self._note(saw)
         return choice
 
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
-        """As :meth:`_choose`, of the model whose pairs have competed."""
-        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.grain)
-        by_share = (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-        exploration = by_share if self.training else 0.0
+        """Sample the graph of a scaled model and add forced edges, or leave the draws to the kernel."""
+        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
+        exploration = self._exploration
         if self.tiled:
             return self._tiles(sbm, exploration, tokens)
-        # No parameterisation exceeds 1, but shares do; and `clamp` takes what low precision rounds above it.
+        # probabilities exceed 1 only by a share, or by rounding in low precision
         graph = sample_edges(
             sbm, method=self.method, exploration=exploration, clamp=True, seed=tokens.seed,
             sequence_ids=tokens.sequence_ids,
         )  # fmt: skip
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
-        size = size if size is None else -(-size // self.grain)
+        size = size if size is None else -(-size // self.block_size)
         return patterns.with_window(choice, size, tokens.bipartite)
 
     def _tiles(self, sbm: SBM, exploration: float, tokens: Tokens) -> TiledChoice:
-        """What a layer needs to draw the edges beside its scores."""
+        """The choice from which the kernel draws the edges."""
         window = 0 if self.self_loops and self.window is None else self.window
         if window is not None:
             patterns.check_same_tokens(tokens.bipartite)
@@ -313,38 +312,40 @@ class SBMSource(SharingSource, FollowingSource):
 
         return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
 
-    def _compete(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
-        """The model with a mean probability of ``share``, by the running mean of each head.
+    def _scale_to_target_density(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
+        """Scale the model so that, by the running mean of each head, its mean probability is ``share``.
 
-        Also returns expected edges and pairs of each head without it, ``[2, H]``. Sequences that are not finite, which
-        make themselves alone NaN, do not count there.
+        Also returns the expected edges before scaling, and the pairs, of each head, ``[2, H]``, without sequences that
+        are not finite.
         """
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
-                f"(got {self.running_mean.numel()}). Shares have a running mean for each."
+                f"(got {self.running_mean.numel()}). With a share, each has a running mean."
             )
-        reach, degree = sbm._reach(), sbm.expected_degree()
-        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, reach[None]))  # [H, B], [1, B]
-        mean = (edges / pairs.clamp(min=1)).clamp(min=FLOOR)
+        allowed, degree = sbm._allowed_keys(), sbm.expected_degree()
+        edges, pairs = (
+            sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None])
+        )  # [H, B], [1, B]
+        mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
-        pooled = share / running.clamp(min=FLOOR) * (mean.detach() / mean)
+        pooled = share / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
         pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
-        alone = sbm._share_factor(share, degree, reach)
+        alone = sbm._share_factor(share, degree, allowed)
         shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
         known = edges.detach().isfinite()
         return shared, torch.stack([torch.where(known, edges.detach(), 0).sum(1), (known * pairs).sum(1)])
 
     def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
-        """The running mean, one step closer to the mean of a batch."""
+        """The running mean after one step towards the mean of a batch."""
         step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
-        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=FLOOR)
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         return state.lerp(mean.to(state.dtype), step.to(state.dtype))
 
     def extra_repr(self) -> str:
         """Its options."""
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
-        parts |= {"window": self.window} | ({"grain": self.grain} if self.grain > 1 else {})
+        parts |= {"window": self.window} | ({"block_size": self.block_size} if self.block_size > 1 else {})
         parts |= {"detach": True} if self.detach else {}
         parts |= {"tiled": True} if self.tiled else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
@@ -370,6 +371,7 @@ class ShareSchedule:
         TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
 
     Example:
+        >>> from sbm_pyg import SBMHead
         >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
         >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
         >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
@@ -428,9 +430,9 @@ class ShareSchedule:
             source.share = share
 
 
-def _widen(sbm: SBM, reach: float) -> SBM:
+def _widen(sbm: SBM, bound: float) -> SBM:
     """The model in float64."""
-    if reach > 2.0**900:
+    if bound > 2.0**900:
         sizes = {
             name: float(getattr(sbm, name).max()) for name in ("query_membership", "key_membership", "block_matrix")
         }
@@ -439,22 +441,15 @@ def _widen(sbm: SBM, reach: float) -> SBM:
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
             "Scale memberships and block matrix towards 1."
         )
-    return SBM(
-        sbm.query_membership.double(),
-        sbm.key_membership.double(),
-        sbm.block_matrix.double(),
-        sbm.query_ptr,
-        sbm.key_ptr,
-        is_causal=sbm.is_causal,
-        is_strict=sbm.is_strict,
-    )
+    wide = {name: getattr(sbm, name).double() for name in ("query_membership", "key_membership", "block_matrix")}
+    return replace(sbm, **wide)
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """Scale rates and memberships of a float64 model into a range that kernels take; their products stay.
+    """Scale rates and memberships of a float64 model into the range of the kernels, without changing their products.
 
-    For each head, sequence and block the largest membership of a key comes to lie in [1/2, 1), by a power of two that
-    the rate gives back.
+    For each head, sequence and block, memberships are divided by the power of two that brings the largest key
+    membership into [1/2, 1), and rates are multiplied by it.
     """
     keys, queries = (
         torch.repeat_interleave(ptr.diff(), output_size=count)
@@ -465,7 +460,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
     power = torch.where(top > 0, top / top.frexp().mantissa, 1)
     rate = sbm.rate * power[:, queries]
     most = float(rate.max())
-    if most > FAR:
+    if most > SAFE_IN_FLOAT32:
         raise ValueError(
             f"Expected 'sbm' with probabilities below 2**60, even where they are cut at 1 (got up to {most:.4g}). "
             "Scale its block matrix."
@@ -474,12 +469,9 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
 
 
 def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
-    """Refuse a model whose expected edges do not fit into memory.
-
-    Looks at the model only where all pairs of all tokens would not.
-    """
+    """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
-    bytes_each = 9 if device.type == "cpu" else 20  # numbers of 4 bytes, in parts and joined; of 8 bytes in plain torch
+    bytes_each = 9 if device.type == "cpu" else 20  # 4-byte indices in chunks and joined; 8-byte ones in plain torch
     if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
         sbm.query_membership
     ):
@@ -487,7 +479,7 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if ops.checks.fits(pairs, bytes_each, device):
         return
-    keys = sbm._reach().clamp(min=1)
+    keys = sbm._allowed_keys().clamp(min=1)
     degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
@@ -512,26 +504,23 @@ def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor,
 class SBMGraph(BaseTransform):
     """Samples ``edge_index`` from the stochastic block model that a PyG data object carries.
 
-    Its functional name is ``sbm_graph``.
-
-    Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or ``[N, K]``, and the data object
-    ``block_matrix``, ``[H, K, K]`` or ``[K, K]``; or, with ``head``, nodes carry features ``x`` ``[N, H*C]`` that serve
-    as queries and as keys. In ``HeteroData`` the targets of ``edge_type`` are the queries and its sources the keys. On
-    a ``Batch``, each graph is a sequence. Edges are written by :meth:`AttentionGraph.replace_edges`.
+    Its functional name is ``sbm_graph``. Nodes carry ``query_membership`` and ``key_membership``, ``[N, H, K]`` or
+    ``[N, K]``, and the data object carries ``block_matrix``, ``[H, K, K]`` or ``[K, K]``. In ``HeteroData`` the targets
+    of ``edge_type`` are the queries and its sources the keys. :meth:`AttentionGraph.replace_edges` writes the edges. To
+    sample from features, use ``SourceGraph(SBMSource(head))``.
 
     Args:
-        head: Module from tokens to an SBM; None to read memberships.
         edge_type: ``(source, relation, target)`` to fill in ``HeteroData``.
         is_causal: No query attends to a later key.
-        grain: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, features or memberships are averaged over
-            blocks, edges join all tokens of two blocks, and each block of a causal graph attends to itself.
+        block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, memberships are averaged over blocks,
+            edges join all tokens of two blocks, and each block of a causal graph attends to itself.
         method, exploration, budget, clamp, seed: As :func:`sample_edges`. With a seed, equal data get equal edges;
-            without, torch's default generator decides.
+            without one, each call draws a seed from torch's default generator.
 
     Raises:
         TypeError: An argument, or an attribute of the data object, has the wrong type.
-        ValueError: The data object lacks an attribute or a kind of nodes that is needed, or shapes do not fit each
-            other, the nodes or the head.
+        ValueError: The data object is a ``Batch``, or lacks an attribute or a kind of nodes, or shapes do not fit each
+            other or the nodes.
 
     Example:
         >>> ones = torch.ones(5, 1)
@@ -542,7 +531,6 @@ class SBMGraph(BaseTransform):
 
     def __init__(
         self,
-        head: SBMHead | None = None,
         *,
         edge_type: tuple[str, str, str] = ("key", "to", "query"),
         method: str = "bernoulli",
@@ -550,14 +538,9 @@ class SBMGraph(BaseTransform):
         budget: float | None = None,
         clamp: bool = False,
         is_causal: bool = False,
-        grain: int = 1,
+        block_size: int = 1,
         seed: int | None = None,
     ) -> None:
-        if head is not None and not isinstance(head, torch.nn.Module):
-            raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). "
-                "Memberships are read from the data."
-            )
         if (
             not isinstance(edge_type, tuple | list)
             or len(edge_type) != 3
@@ -569,8 +552,11 @@ class SBMGraph(BaseTransform):
             )
         ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
-        self.is_causal, self.grain = is_causal, ops.checks.integer("grain", grain, 1, "It is a number of tokens.")
-        self.head, self.edge_type = head, cast(tuple[str, str, str], tuple(edge_type))
+        self.is_causal, self.block_size = (
+            is_causal,
+            ops.checks.integer("block_size", block_size, 1, "It is a number of tokens."),
+        )
+        self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
@@ -585,75 +571,51 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
                 f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
+        if isinstance(data, Batch):
+            raise ValueError(
+                "Expected 'data' to be single graphs (got a Batch, whose block matrices are stacked). Apply SBMGraph "
+                "before batching, as a `pre_transform` or `transform` of the dataset."
+            )
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
-        if self.head is not None:
-            heads, width = self.head.heads, self.head.heads * self.head.channels
-            features = [self._read(store, "x", "features", (2,), "[N, H*C]") for store in (target, source)]
-            for x in features:
-                if x.size(1) != width:
-                    raise ValueError(
-                        f"Expected 'x' to be [N, H*C] = [N, {width}], as the head has {heads} heads of "
-                        f"{self.head.channels} channels (got {list(x.shape)}). Project the features, or build another "
-                        "head."
-                    )
-            query, key = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in features)
-            block: Tensor | None = None
-        else:
-            if isinstance(data, Batch):
-                raise ValueError(
-                    "Expected 'data' to be single graphs where memberships are read (got a Batch, whose block matrices "
-                    "are stacked). Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
-                )
-            query = self._read(target, "query_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            key = self._read(source, "key_membership", "memberships", (2, 3), "[N, K] or [N, H, K]")
-            block = self._read(data, "block_matrix", "block matrices", (2, 3), "[K, K] or [H, K, K]", rows=False)
-            query, key = (x[None] if x.dim() == 2 else x.transpose(0, 1) for x in (query, key))
-            block = block[None] if block.dim() == 2 else block
-        ptrs = _offsets(target, source, query.size(1), key.size(1))
-        if block is None:
-            tokens = Tokens(query, key, *ptrs, is_causal=self.is_causal)
-            with torch.no_grad():
-                sbm = cast(SBMHead, self.head)(tokens if self.grain == 1 else _pooled(tokens, self.grain))
-        else:
-            sbm = SBM(query, key, block, *ptrs)
-            if self.grain > 1:
-                tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.grain)
-                sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
-        sbm = (sbm.strict() if self.grain > 1 else sbm.causal()) if self.is_causal else sbm
-        budget = None if self.budget is None else self.budget / self.grain
+        query = _read(target, "query_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        key = _read(source, "key_membership", "[N, K] or [N, H, K]").transpose(0, 1)
+        block = _read(data, "block_matrix", "[K, K] or [H, K, K]", rows=False)
+        sbm = SBM(query, key, block, *_offsets(target, source, query.size(1), key.size(1)))
+        ptrs = sbm.query_ptr, sbm.key_ptr
+        if self.block_size > 1:
+            tokens = _pooled(Tokens(query, key, *ptrs, is_causal=self.is_causal), self.block_size)
+            sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
+        sbm = (sbm.strict() if self.block_size > 1 else sbm.causal()) if self.is_causal else sbm
+        budget = None if self.budget is None else self.budget / self.block_size
         graph = sample_edges(
             sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
         )
-        if self.grain > 1:
+        if self.block_size > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
-            graph = BlockGraph._over(graph, self.grain, *ptrs, query.size(1), key.size(1))
+            graph = BlockGraph._trusted_blocks(graph, self.block_size, *ptrs, query.size(1), key.size(1))
         return graph.replace_edges(data, self.edge_type if hetero else None)
-
-    def _read(self, store: Any, name: str, what: str, dims: tuple[int, ...], shape: str, rows: bool = True) -> Tensor:
-        """Read an attribute of a store.
-
-        It must have a row for each node, if the store knows its nodes, unless ``rows`` is False.
-        """
-        value = getattr(store, name, None)
-        if value is None:
-            raise ValueError(
-                f"Expected 'data' to carry '{name}' (got none). "
-                f"Add the {what} of the SBM, or pass 'head' and node features `x`."
-            )
-        ops.checks.tensors(**{name: value})
-        ops.checks.floating(**{name: value})
-        if value.dim() not in dims:
-            raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
-        known = rows and any(
-            each in store for each in ("num_nodes", "x", "pos", "batch")
-        )  # else PyG guesses, from edges
-        if known and value.size(0) != store.num_nodes:
-            raise ValueError(
-                f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
-                "Its edges join nodes by number."
-            )
-        return value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(method={self.method!r}, exploration={self.exploration}, budget={self.budget})"
+
+
+def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
+    """Read an attribute of a store, with a row for each node if ``rows``, and give it a dimension for heads."""
+    value = getattr(store, name, None)
+    if value is None:
+        raise ValueError(
+            f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
+            "`SourceGraph(SBMSource(head))`."
+        )
+    ops.checks.tensors(**{name: value})
+    ops.checks.floating(**{name: value})
+    if value.dim() not in (2, 3):
+        raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+    known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+    if known and value.size(0) != store.num_nodes:
+        raise ValueError(
+            f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
+            "Its edges join nodes by number."
+        )
+    return value.unsqueeze(1 if rows else 0) if value.dim() == 2 else value

@@ -1,7 +1,7 @@
 """The stochastic block model of attention: the record of its parameters, and the module that predicts them.
 
-In: queries and keys, or memberships and block matrices made by hand. Out: edge probabilities and expected numbers of
-edges, all differentiable. Not here: sampling (``sampling``) and what is done with the graph (``attention``).
+In: queries and keys, or given memberships and block matrices. Out: edge probabilities and expected numbers of edges,
+all differentiable. Not here: sampling (``sampling``) and attention over the graph (``attention``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..graph import AttentionGraph, the_one
+from ..graph import AttentionGraph, resolve_index
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
@@ -27,10 +27,10 @@ from .interface import EdgeProbability, check_over
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
-FLOOR = 1e-3  # of the mean probability that a share divides by
+MIN_MEAN_PROBABILITY = 1e-3  # lower clamp of the mean when probabilities are rescaled to a target density
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 GATED = {"paper": (True, True), "overlapping": (False, True)}
-"""Whether memberships of queries and of keys are those of each block apart, by a sigmoid; else by a softmax."""
+"""Whether memberships of queries, and of keys, are a sigmoid for each block; otherwise a softmax over the blocks."""
 PRODUCTS = ("assortative", "overlapping")
 
 
@@ -45,13 +45,13 @@ class SBM(EdgeProbability):
         query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
         key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
         block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
-            None: the identity, which links each block to itself alone, and by which nothing is multiplied.
+            None: the identity, which links each block only to itself and costs no product.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
             one sequence.
-        is_causal: A query attends to no key whose place in its sequence is later: there p is 0, and such pairs count
-            in no density.
-        is_strict: Nor to the key at its own place; with ``is_causal``, and the same places on both sides.
+        is_causal: No query attends to a key at a later position: p is 0 there, and densities do not count such pairs.
+        is_strict: No query attends to the key at its own position either. Needs ``is_causal``, and queries and keys
+            with the same offsets.
 
     Raises:
         TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
@@ -83,16 +83,16 @@ class SBM(EdgeProbability):
 
     ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
     """
-    _most: float | None = field(init=False, default=None)
-    """No membership of a query is larger, by the way they are made, none is negative, and the other parts lie in
-    [0, 1], unless a value is NaN. None: values must be looked at."""
+    _membership_bound: float | None = field(init=False, default=None)
+    """Upper bound of query memberships, known by construction; key memberships and blocks then lie in [0, 1], unless a
+    value is NaN. None: no bound is known, so values are checked."""
 
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
         parts = {"query_membership": query, "key_membership": key}
         parts |= {} if block is None else {"block_matrix": block}
         ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
-        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same place are left out, too.")
+        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same position are left out, too.")
         ops.checks.tensors(**parts)
         ops.checks.floating(**parts)
         for name, tensor in parts.items():
@@ -149,16 +149,16 @@ class SBM(EdgeProbability):
         self._check_strict()
 
     def _check_strict(self) -> None:
-        """Refuse a strict model that is not causal, or whose queries and keys are in other places."""
+        """Check that a strict model is causal, and that its queries and keys have the same offsets."""
         shared = self.key_ptr is self.query_ptr and self.num_queries == self.num_keys
         if self.is_strict and not (self.is_causal and shared):
             raise ValueError(
-                "Expected 'is_strict' with 'is_causal' and the same places on both sides (got "
+                "Expected 'is_strict' with 'is_causal' and the same offsets of queries and keys (got "
                 f"is_causal={self.is_causal}, N = {self.num_queries} and M = {self.num_keys}). Leave it out."
             )
 
     def _with(self, **values: Any) -> SBM:
-        """The same model with other values, which fit by the way they were made."""
+        """Copy with fields replaced; the new values are valid by construction."""
         other = copy(self)
         for name, value in values.items():
             object.__setattr__(other, name, value)
@@ -243,22 +243,23 @@ class SBM(EdgeProbability):
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """``Y S`` and ``Z``, ``[H, N, K]`` and ``[H, M, K]``, whose dot products are the probabilities.
 
-        None where the model is strict: those of pairs at the same place are not.
+        None if the model is strict, since pairs at the same position then have probability 0.
         """
         return None if self.is_strict else (self.rate, self.key_membership)
 
     def edge_prob_dense(self, sequence: int | None = None) -> Tensor:
         """Probabilities of all pairs of one sequence, ``[H, n, m]``, differentiable.
 
-        Cost O(n m K): for looking, not for training.
+        Cost O(n m K): for inspection, not for training.
 
         Args:
-            sequence: Which sequence, counted from 0; may be left out where there is one.
+            sequence: Number of the sequence, from 0. It may be left out if there is only one.
 
         Raises:
-            TypeError, ValueError: There is no such sequence, several and none told, or memory does not hold its pairs.
+            TypeError, ValueError: There is no such sequence, ``sequence`` is missing, or memory does not hold its
+                pairs.
         """
-        queries, keys = self._slices()[the_one(sequence, self.num_sequences, "sequence")]
+        queries, keys = self._slices()[resolve_index(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
         ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
@@ -280,17 +281,17 @@ class SBM(EdgeProbability):
         return (self._sum(self.rate, self.query_ptr) * self._sum(self.key_membership, self.key_ptr)).sum(-1).T
 
     def expected_density(self) -> Tensor:
-        """Mean probability over the pairs of each sequence, ``[B, H]``, differentiable, before any is cut at 1.
+        """Mean probability over the pairs of each sequence, ``[B, H]``, differentiable, without a cut at 1.
 
-        It is the expected density of a graph that is drawn where none exceeds 1, as of :class:`SBMHead`, and more where
-        some do, as with a :meth:`share`: see :meth:`cut_density`. With ``is_causal``, pairs are those that it allows.
+        It is the expected density of a drawn graph if no probability exceeds 1, as with :class:`SBMHead`, and an upper
+        bound otherwise, as with a :meth:`share`: see :meth:`cut_density`. With ``is_causal``, only allowed pairs count.
         """
         return self.expected_edges() / self._pairs()[:, None]
 
     def cut_density(self) -> Tensor:
-        """The same with what exceeds 1 cut, ``[B, H]``, differentiable: the expected density of a graph that is drawn.
+        """Expected density of a drawn graph, ``[B, H]``, differentiable: the mean of probabilities cut at 1.
 
-        Cost O(n m K) for each sequence, whose pairs are all held: for looking, not for training.
+        Cost O(n m K) time, and O(n m) memory, for each sequence: for inspection, not for training.
 
         Raises:
             ValueError: Memory does not hold the pairs of a sequence.
@@ -305,16 +306,16 @@ class SBM(EdgeProbability):
         return torch.stack(edges) / self._pairs()[:, None]
 
     def _pairs(self) -> Tensor:
-        """Pairs of each sequence that may be edges, ``[B]``; 1 where there is none."""
+        """Number of pairs of each sequence that may be edges, ``[B]``, at least 1."""
         pairs = count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
         return (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
 
     def causal(self) -> SBM:
-        """The same model, in which no query attends to a later key."""
+        """The same model in which no query attends to a later key."""
         return self if self.is_causal else self._with(is_causal=True)
 
     def strict(self) -> SBM:
-        """The same model, in which a query attends to earlier keys alone."""
+        """The same model in which a query attends only to earlier keys."""
         if self.is_strict:
             return self
         other = self._with(is_causal=True, is_strict=True)
@@ -333,56 +334,58 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``budget`` is not a positive number.
         """
         ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
-        # degrees are counted in float32 at least
+        # degrees are in float32 or wider
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return self._scale(factor)
 
     def share(self, density: float) -> SBM:
-        r"""The model in which each query shares out a fixed density among its keys.
+        r"""The model in which the keys of each query compete for a fixed density.
 
-        Rates of a query are scaled so that its expected number of keys is this share of the keys that it may attend to,
-        and one key at least:
+        The rates of a query are scaled so that its expected number of keys is this share of the keys that it may attend
+        to, and at least one key:
 
         .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
 
-        Gradients flow through the sum. So keys compete: one gains what others lose, and no graph empties or fills
-        up. Products above 1 are certain edges; sample with ``clamp=True``. There are fewer edges than the share where
-        keys saturate, and where the mean probability of a query is below 0.001, by which no sum is divided. Cost O(NK).
+        Gradients flow through the sum, so keys compete: one gains what others lose, and no graph becomes empty or full.
+        Products above 1 are certain edges; sample with ``clamp=True``. A query has fewer keys than the share if some
+        probabilities exceed 1, or if its mean probability is below 0.001, the smallest divisor. Cost O(NK).
 
         Args:
             density: The share :math:`\rho`, in (0, 1].
 
         Raises:
-            TypeError, ValueError: ``density`` is no number in (0, 1].
+            TypeError, ValueError: ``density`` is not a number in (0, 1].
         """
         ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        return self._scale(self._share_factor(density, self.expected_degree(), self._reach()))
+        return self._scale(self._share_factor(density, self.expected_degree(), self._allowed_keys()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
-        """Refuse a graph that is not over the tokens, heads and sequences of this model.
+        """Check that a graph is over the tokens, heads and sequences of this model.
 
         Raises:
             TypeError, ValueError: It is not.
         """
-        sides = (self.heads, self.num_queries, self.num_keys)
-        check_over(graph, name, self, sides, self.query_ptr, self.key_ptr, self.is_causal)
+        sizes = (self.heads, self.num_queries, self.num_keys)
+        check_over(graph, name, self, sizes, self.query_ptr, self.key_ptr, self.is_causal)
 
-    def _share_factor(self, density: float, degree: Tensor, reach: Tensor) -> Tensor:
-        """What :meth:`share` multiplies the rates of each query with, ``[H, N]``."""
-        least = FLOOR * reach.clamp(min=1)
-        return ((density * reach).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
+    def _share_factor(self, density: float, degree: Tensor, allowed: Tensor) -> Tensor:
+        """The factor by which :meth:`share` scales the rates of each query, ``[H, N]``."""
+        least = MIN_MEAN_PROBABILITY * allowed.clamp(min=1)
+        return ((density * allowed).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
 
     def _scale(self, factor: Tensor) -> SBM:
-        """The model with the rates of each query times a factor, ``[H, N]``."""
+        """The model with the rates of each query scaled by a factor, ``[H, N]``."""
         rate = self.rate * factor[..., None]
         member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
-        most = self._most and self._most / FLOOR  # no factor is larger
-        return self._with(query_membership=member, rate=rate, _most=most)
+        most = (
+            self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY
+        )  # the largest factor is 1 / MIN_MEAN_PROBABILITY
+        return self._with(query_membership=member, rate=rate, _membership_bound=most)
 
-    def _reach(self) -> Tensor:
+    def _allowed_keys(self) -> Tensor:
         """Number of keys that each query may attend to, ``[N]``."""
-        reach = allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
-        return reach - 1 if self.is_strict else reach
+        allowed = allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+        return allowed - 1 if self.is_strict else allowed
 
     def _slices(self) -> list[tuple[slice, slice]]:
         query, key = self.query_ptr.tolist(), self.key_ptr.tolist()
@@ -391,15 +394,13 @@ class SBM(EdgeProbability):
     def _sum(self, x: Tensor, ptr: Tensor) -> Tensor:
         """Sums ``[H, B, K]`` over the tokens of each sequence, in float32 or better."""
         heads, count, blocks = x.shape
-        upcast = x if x.dtype == torch.float64 else x.float()
+        x = upcast(x)
         sequences = ptr.numel() - 1
+        sequence = torch.repeat_interleave(ptr.diff(), output_size=count)
         # one sum for all heads: torch is fast along the first dimension
-        place = _batch(ptr, count) + sequences * torch.arange(heads, device=x.device)[:, None]
-        return (
-            upcast.new_zeros(heads * sequences, blocks)
-            .index_add(0, place.flatten(), upcast.flatten(0, 1))
-            .view(heads, sequences, blocks)
-        )
+        row = sequence + sequences * torch.arange(heads, device=x.device)[:, None]
+        total = x.new_zeros(heads * sequences, blocks).index_add(0, row.flatten(), x.flatten(0, 1))
+        return total.view(heads, sequences, blocks)
 
 
 def check_model(sbm: object) -> None:
@@ -414,13 +415,12 @@ def check_model(sbm: object) -> None:
 def check_sbm(sbm: SBM) -> float:
     """Raise ValueError unless memberships and blocks are finite and non-negative, and rates are finite.
 
-    Where values may not be looked at, nothing is checked.
+    Values that cannot be read, as in compiled code, are not checked.
 
     Returns:
-        A bound on what products of memberships and blocks can reach: :math:`K^2` times the largest membership of a
-        query, the largest entry of a block matrix and the largest membership of a key, each taken as at least 1.
-        Numbers below the least normal number t of a precision are negligible beside sums as large as t times this
-        bound.
+        An upper bound of products of memberships and blocks: :math:`K^2` times the largest membership of a query, the
+        largest entry of a block matrix and the largest membership of a key, each counted as at least 1. If t is the
+        smallest normal number of a precision, smaller numbers are negligible compared to sums of t times this bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
     seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
@@ -445,18 +445,14 @@ def check_sbm(sbm: SBM) -> float:
     return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
 
 
-def reach_of_products(sbm: SBM) -> float:
-    """The bound of :func:`check_sbm`, without waiting for a device where values are bounded by the way they are made.
+def product_bound(sbm: SBM) -> float:
+    """As :func:`check_sbm`, but without synchronizing with the device if a bound is known by construction.
 
-    What draws a graph finds NaN by itself.
+    Samplers detect NaN themselves.
     """
-    if sbm._most is None or ops.values.can_read_without_sync(sbm.rate):
+    if sbm._membership_bound is None or ops.values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
-    return sbm.num_blocks**2 * sbm._most
-
-
-def _batch(ptr: Tensor, total: int) -> Tensor:
-    return torch.repeat_interleave(ptr.diff(), output_size=total)
+    return sbm.num_blocks**2 * sbm._membership_bound
 
 
 class SBMHead(torch.nn.Module):
@@ -473,47 +469,48 @@ class SBMHead(torch.nn.Module):
     * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
       key choose the same block.
     * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
-      keys, and :math:`S = I`. A query chooses one block, a key is in any number of blocks, or in
-      none: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can say no to every
-      query, which no other form but the paper's can.
+      keys, and :math:`S = I`. A query chooses one block, and a key is in any number of
+      blocks: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can opt out of all
+      queries, as in the paper's form but in no other.
 
-    With ``degree_corrected`` a pair also depends on how busy its two tokens are:
+    With ``degree_corrected`` each token has a degree that scales its probabilities:
     :math:`p_{ij} = \theta_i \theta'_j Y_i S Z_j^\top`. Degrees :math:`\theta_i = \sigma(\langle v, q_i \rangle + c)`
-    lie in (0, 1), so that p stays below 1; those of keys have another v and c. In the :class:`SBM` they are factors of
-    the memberships: what samples, counts or prices edges knows nothing of them.
+    lie in (0, 1), so that p stays below 1; those of keys have another v and c. The :class:`SBM` contains
+    them as factors of the memberships.
 
     With ``groups`` G, a head has G models of :math:`k = K^{1/G}` blocks each, and p is the product of their
-    probabilities: a pair is an edge only where every group says so. The :class:`SBM` has one block for each of the
+    probabilities: a pair is an edge only if it is one in every group. The :class:`SBM` has one block for each of the
     :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
 
     Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2),
-    where S is not the identity.
+    unless S is the identity.
 
     Args:
         channels: Channels per head C.
         heads: Number of heads H.
-        num_blocks: Number of blocks K, those of all groups together: a whole number to the power of ``groups``.
-        cluster_init: How :math:`C` starts. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with groups,
-            as the authors' code has it; then S is flat and every probability at the start the same. ``"orthogonal"``:
-            unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
+        num_blocks: Number of blocks K of all groups together: a whole number to the power of ``groups``.
+        cluster_init: Initial value of :math:`C`. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with
+            groups, as the authors' code has it; then S is flat and every probability at the start the same.
+            ``"orthogonal"``: unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
         parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
-        density: Probability of an edge at the start, in (0, 1): 0.25 in the paper. Sets :math:`\beta`, or the free
-            entries of S, or the bias of the keys' memberships where they overlap. ``"assortative"`` starts at 1/K where
-            memberships are equal, and above it the sharper they are.
+        initial_density: Probability of an edge before training, in (0, 1); 0.25 in the paper. It sets :math:`\beta`,
+            the free entries of S, or the bias of overlapping memberships of keys. ``"assortative"`` ignores it: it
+            starts at 1/K if memberships are equal, and higher if they are sharper.
         temperature: :math:`\tau` of softmax memberships, at least 1e-6; sharper as it goes to 0.
-        tied: Keys take their memberships from queries too, so that like tokens start in like blocks; needs the same
-            tokens on both sides.
-        degree_corrected: Each query and each key has a degree, too. All start equal, at the fourth root of ``density``.
+        tied: Keys also take their memberships from the queries, so that similar tokens start in the same blocks. Needs
+            the same tokens as queries and keys.
+        degree_corrected: Each query and each key also has a degree. All start equal, at the fourth root of
+            ``initial_density``.
         groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Each starts at
-            the G-th root of the density.
+            the G-th root of ``initial_density``.
 
     Raises:
-        TypeError, ValueError: An option is unknown or out of range, or its parameters would not fit into memory.
+        TypeError, ValueError: An option is unknown or out of range.
 
     Shapes:
         - :class:`~sbm_pyg.Tokens` of N queries and M keys; returns an :class:`SBM` with K blocks.
 
-    We differ from the authors' code in the roles: their Y comes from keys and Z from queries.
+    The authors' code swaps the roles: its Y comes from keys and its Z from queries.
 
     Reference: Cho et al., NeurIPS 2022; for degrees, Karrer and Newman, "Stochastic blockmodels and community structure
     in networks", 2011.
@@ -527,7 +524,7 @@ class SBMHead(torch.nn.Module):
         cluster_init: str = "kaiming",
         *,
         parameterization: str = "paper",
-        density: float = 0.25,
+        initial_density: float = 0.25,
         temperature: float = 1.0,
         tied: bool = False,
         degree_corrected: bool = False,
@@ -548,7 +545,9 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
                 "See the docstring of SBMHead."
             )
-        ops.checks.number("density", density, "(0, 1)", "It is the probability of an edge at the start.")
+        ops.checks.number(
+            "initial_density", initial_density, "(0, 1)", "It is the probability of an edge at the start."
+        )
         ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
@@ -558,20 +557,16 @@ class SBMHead(torch.nn.Module):
         if groups > 1 and parameterization not in PRODUCTS:
             raise ValueError(
                 f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
-                f"(got {parameterization!r}). Others are no products; leave out 'groups'."
+                f"(got {parameterization!r}). Others are not products; leave out 'groups'."
             )
-        clusters = groups * _root(num_blocks, groups)
-        width = torch.get_default_dtype().itemsize
-        device = torch.get_default_device()
-        ops.checks.memory("channels", 2 * channels**2, width, device, "They are channels of one head.", "parameters")
-        each = clusters * (channels + (num_blocks if parameterization == "mixed" else 0))
-        ops.checks.memory("num_blocks", each, width, device, "Take fewer blocks.", "parameters")
-        ops.checks.memory("heads", heads * each, width, device, "Take fewer heads or blocks.", "parameters")
+        clusters = groups * _blocks_per_group(num_blocks, groups)
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
-        self.parameterization, self.density, self.temperature, self.tied = parameterization, density, temperature, tied
-        self.degree_corrected, self.groups = degree_corrected, groups
-        self.start = density**0.5 if degree_corrected else density  # of Y S Z; two degrees make the rest
-        self.shift = _logit(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
+        self.parameterization, self.initial_density = parameterization, initial_density
+        self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
+        self.start = (
+            initial_density**0.5 if degree_corrected else initial_density
+        )  # of Y S Z; two degrees make the rest
+        self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
         )
@@ -584,7 +579,7 @@ class SBMHead(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew from torch's default generator."""
+        """Reset all parameters, with random numbers of torch's default generator."""
         for layer in self.mlp:
             if isinstance(layer, torch.nn.Linear):
                 layer.reset_parameters()
@@ -602,10 +597,10 @@ class SBMHead(torch.nn.Module):
                 least = self.start / (2 * blocks)
                 inside = min(max(0.82, (1 + self.start) / 2), blocks * self.start - (blocks - 1) * least)
                 outside = max((blocks * self.start - inside) / max(blocks - 1, 1), least)
-                self.block.fill_(_logit(outside)).diagonal(dim1=1, dim2=2).fill_(_logit(inside))
+                self.block.fill_(log_odds(outside)).diagonal(dim1=1, dim2=2).fill_(log_odds(inside))
             if self.degree_corrected:
                 self.degree_weight.zero_()
-                self.degree_bias.fill_(_logit(self.density**0.25))
+                self.degree_bias.fill_(log_odds(self.initial_density**0.25))
 
     def forward(self, tokens: Tokens) -> SBM:
         """Predict the model of the tokens; see the class.
@@ -624,10 +619,10 @@ class SBMHead(torch.nn.Module):
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
-        mapped = self._mapped(query_gated)
+        mapped = self._fold_second_layer(query_gated)
         query_side = self._memberships(query, query_gated, mapped)
         if key_gated != query_gated:
-            mapped = self._mapped(key_gated)
+            mapped = self._fold_second_layer(key_gated)
         alike = key is query and key_gated == query_gated
         key_side = query_side if alike else self._memberships(key, key_gated, mapped)
         if self.parameterization == "paper":
@@ -646,7 +641,7 @@ class SBMHead(torch.nn.Module):
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
         sbm = SBM(query_side, key_side, cast(Tensor, block), tokens.query_ptr, tokens.key_ptr)
-        return sbm._with(_most=1.0)
+        return sbm._with(_membership_bound=1.0)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
@@ -668,10 +663,10 @@ class SBMHead(torch.nn.Module):
         query_degree, key_degree = (each.sigmoid() for each in both)
         return query_degree, key_degree
 
-    def _mapped(self, gated: bool) -> tuple[Tensor, Tensor] | None:
-        """The second layer, the product with the clusters and the shift as one map, ``[H, G k, C]``, ``[H, 1, G k]``.
+    def _fold_second_layer(self, gated: bool) -> tuple[Tensor, Tensor] | None:
+        """Fold second layer, clusters and shift into one linear map, ``[H, G k, C]`` and ``[H, 1, G k]``.
 
-        Few clusters make it cheaply. None where someone watches or has replaced a layer, which must then be called.
+        It is cheap because there are few clusters. None if a layer has hooks or was replaced, and must be called.
         """
         if not _two_plain_layers(self.mlp):
             return None
@@ -683,21 +678,23 @@ class SBMHead(torch.nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """What affinities are divided by; the paper has no temperature."""
+        """The divisor of affinities: the temperature, which the paper does not have."""
         return 1.0 if self.parameterization == "paper" else self.temperature
 
     def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Memberships ``[H, N, K]``: each block of a group apart, by a sigmoid, or one among them, by a softmax."""
+        """Memberships ``[H, N, K]``: per group, a sigmoid per community if ``gated``, else a softmax."""
         if mapped is None:
             affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
         else:
             weight, bias = mapped
-            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place on what is no view
+            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(
+                x
+            )  # in place: the linear layer returns a new tensor
             affinity = torch.baddbmm(bias, hidden, weight.mT)
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1)
         groups = affinity.unflatten(-1, (self.groups, -1))
-        return reduce(_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
+        return reduce(_outer_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
 
     def extra_repr(self) -> str:
         return (
@@ -709,9 +706,9 @@ class SBMHead(torch.nn.Module):
 
 
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
-    """Whether a perceptron is torch's own, without hooks, so that its parameters may be used in its stead.
+    """Whether a perceptron has torch's own layers without hooks, so that its parameters can be used directly.
 
-    Hooks of all modules, as torch's counter of FLOPs sets them, do not count: they see what is computed without them.
+    Global hooks, as those of torch's FLOP counter, do not count.
     """
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
         torch.nn.Linear,
@@ -726,13 +723,13 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     return not (watched or replaced or mlp[2].bias is None)
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Products of each entry with each, row by row (Khatri and Rao): ``[..., A]``, ``[..., B]`` to ``[..., A B]``."""
+def _outer_products(left: Tensor, right: Tensor) -> Tensor:
+    """Row-wise Khatri-Rao product: ``[..., A]`` and ``[..., B]`` to ``[..., A B]``."""
     return (left[..., None] * right[..., None, :]).flatten(-2)
 
 
-def _root(num_blocks: int, groups: int) -> int:
-    """Blocks of each group."""
+def _blocks_per_group(num_blocks: int, groups: int) -> int:
+    """Blocks of each group, ``num_blocks ** (1 / groups)``."""
     if groups == 1:
         return num_blocks
     root = round(num_blocks ** (1 / groups))
@@ -745,5 +742,5 @@ def _root(num_blocks: int, groups: int) -> int:
     return root
 
 
-def _logit(p: float) -> float:
+def log_odds(p: float) -> float:
     return math.log(p / (1 - p))

@@ -1,7 +1,7 @@
-"""What the entmax heads of a model use, and how well a graph foretells it.
+"""Ground-truth graphs of alpha-entmax heads, and recall and precision of predicted graphs.
 
-In: a model that is trained, or its queries and keys. Out: the edges that have a weight, and numbers that compare. Not
-here: graphs that foretell (``predictors``), and projections for them (``sparsefinder``).
+In: a trained model, or its queries and keys. Out: the edges with a non-zero weight, and measures of predicted graphs.
+Not here: rules that predict graphs (``predictors``), and their projections (``projection``).
 """
 
 from __future__ import annotations
@@ -22,71 +22,71 @@ from ..normalizers import normalize
 from ..ops import checks, segment_entmax
 from ..ops.values import require_values
 from ..ragged import Tokens
-from ..sources.pairs import Part, detached, graph_of_rows, product, streamed
+from ..sources.pairs import PairTile, detached, dot_product, graph_of_rows, select_pairs
 from .projection import Sample
 
-__all__ = ["Match", "compare", "gold_graph", "group_entropy", "record"]
+__all__ = ["Match", "compare", "ground_truth_graph", "group_entropy", "record"]
 
 
 @torch.no_grad()
-def gold_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None) -> AttentionGraph:
-    r"""The edges that alpha-entmax attention has: pairs whose weight is not zero. Rows a part at a time.
+def ground_truth_graph(tokens: Tokens, *, alpha: float = 1.5, scale: float | None = None) -> AttentionGraph:
+    r"""The edges of alpha-entmax attention: the pairs whose weight is not zero. Computed tile by tile.
 
     Args:
         tokens: Queries and keys.
-        alpha: Of the entmax, greater than 1, at most 4.
-        scale: Factor of the scores; :math:`C^{-1/2}` if None.
+        alpha: The alpha of entmax, greater than 1, at most 4.
+        scale: Factor of the scores. None: :math:`C^{-1/2}`.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
 
     Example:
         >>> x = torch.tensor([[[3.0], [0.0], [-3.0]]])
-        >>> gold_graph(Tokens(x)).to_dense()[0].int().tolist()
+        >>> ground_truth_graph(Tokens(x)).to_dense()[0].int().tolist()
         [[1, 0, 0], [1, 1, 1], [0, 0, 1]]
     """
     tokens = detached(tokens)
-    checks.number("alpha", alpha, "(1, 4]", "Softmax has all edges.")
+    checks.number("alpha", alpha, "(1, 4]", "Softmax gives all edges a weight.")
     if scale is not None:
         checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores.")
     factor = tokens.query.size(2) ** -0.5 if scale is None else scale
 
-    def used(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def used(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         width = scores.size(-1)
         ends = width * torch.arange(scores.numel() // width + 1, device=scores.device)
         return segment_entmax(scores.flatten(), ptr=ends, alpha=alpha).view_as(scores) > 0
 
-    def score(query: Tensor, key: Tensor) -> Tensor:  # before others are minus infinity, whatever the sign is
-        return factor * product(query, key)
+    def score(query: Tensor, key: Tensor) -> Tensor:  # scaled before masked scores are minus infinity
+        return factor * dot_product(query, key)
 
-    return graph_of_rows(tokens, *streamed(tokens, used, score))
+    return graph_of_rows(tokens, *select_pairs(tokens, used, score))
 
 
 @contextmanager
 def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[dict[str, list[Sample]]]:
-    """Keeps what the entmax layers of a model attend to while it runs: samples for a projection.
+    """Record the queries, keys and ground-truth graphs of a running model: samples to fit a projection to.
 
-    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of the graph it attended
-    over whose weight is not zero, with the offsets of the sequences and ``is_causal``. So the graph is the gold one of
-    all pairs where the layer attends over all of them, as with ``PatternSource(patterns.full)``; among others see
-    :func:`gold_graph`. Biases of the scores and edges that a call leaves out count as in the layer. Nothing carries a
-    gradient. Cost O(E C) for E edges that the layer attends over; only those with a weight are kept.
+    Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of non-zero weight of
+    the graph that it attended over, with the offsets of the sequences and ``is_causal``. If the layer attends over all
+    pairs, as with ``PatternSource(patterns.full)``, this is the ground truth of all pairs; over another graph, use
+    :func:`ground_truth_graph`. Score biases and edges that a call leaves out count as in the layer. Samples carry no
+    gradients. Cost O(E C) for the E edges that the layer attends over; only edges with a weight are kept.
 
-    A layer is listened to through its ``score_bias``, which it asks for every graph, so it is found wherever it stands:
-    in :class:`~sbm_pyg.SequenceEncoder`, in :class:`~sbm_pyg.SBMMultiheadAttention`, or in a model of yours. On leaving
-    the context, the layers are as they were.
+    The context replaces the ``score_bias`` of each layer, so it works in any model: in
+    :class:`~sbm_pyg.SequenceEncoder`, in :class:`~sbm_pyg.SBMMultiheadAttention`, or in your own. It restores the
+    layers on exit.
 
     Args:
-        model: Has :class:`~sbm_pyg.AttentionConv` layers, and is in evaluation.
-        layers: Names of those to listen to, as ``model.named_modules()`` has them. None: all.
+        model: A module with :class:`~sbm_pyg.AttentionConv` layers, in evaluation mode.
+        layers: Names of the layers to record, as in ``model.named_modules()``. None: all.
 
     Returns:
-        A context that gives a dictionary from each name to its samples, one for each call, in their order. Each is what
-        :func:`~sbm_pyg.sparsefinder.fit_projection` takes.
+        A context manager that returns a dictionary from each name to its samples, one for each call, in order. Each is
+        a sample for :func:`~sbm_pyg.sparsefinder.fit_projection`.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: A layer is in training, or its normaliser gives all edges a weight; or there is no such layer.
+        TypeError: ``model`` is not a module.
+        ValueError: A layer is in training mode, or its normalizer gives all edges a weight; or there is no such layer.
 
     Example:
         >>> from sbm_pyg import patterns
@@ -126,7 +126,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
     try:
         for name, conv in chosen.items():
             listener = _Listener(conv, found[name])
-            # a module stands where a module was, so that parameters keep their order
+            # a module replaces a module, so that parameters keep their order
             conv.score_bias = listener if isinstance(conv.score_bias, nn.Module) else listener.forward
         yield found
     finally:
@@ -135,7 +135,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
 
 
 class _Listener(nn.Module):
-    """Stands in for the score bias of a layer, and notes what the layer attends to."""
+    """Replaces the score bias of a layer, and records the edges of non-zero weight."""
 
     def __init__(self, conv: AttentionConv, found: list[Sample]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Listener(nn.Module):
         self.scale, self.normalizer = conv.scale, conv.normalizer
 
     def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Any:
-        """What the layer would add, after a note."""
+        """Record a sample, and return the original score bias."""
         bias = None if self.inner is None else self.inner(query, key, graph)
         with torch.no_grad():
             scores = edge_logits(query, key, graph, bias, self.scale)
@@ -154,48 +154,58 @@ class _Listener(nn.Module):
 
 @dataclass(frozen=True)
 class Match:
-    """How well a graph foretells another, for each head ``[H]``."""
+    """How well a graph predicts the ground truth, for each head ``[H]``."""
 
     recall: Tensor
-    """Share of the gold edges that are in the graph; 1 where there are none."""
+    """Share of the ground-truth edges that are in the graph; 1 if there are none."""
     precision: Tensor
-    """Share of the graph's edges that are gold; 1 where there are none."""
+    """Share of the graph's edges that are in the ground truth; 1 if the graph has none."""
     sparsity: Tensor
     """Share of the pairs that are not in the graph."""
     exact: Tensor
-    """Share of the queries all of whose gold edges are in the graph, so that their output is the same."""
+    """Share of the queries with all their ground-truth edges in the graph, so that their output is the same."""
 
 
-def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
-    """Compare a graph with the one that attention uses. Cost O(E log E).
+def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
+    """Compare a predicted graph with the ground truth. Cost O(E log E).
 
     Args:
-        gold: What attention uses, as :func:`gold_graph` finds it.
-        graph: What was foretold, over the same tokens and heads.
+        ground_truth: The edges that attention uses, from :func:`ground_truth_graph`.
+        graph: The predicted graph, over the same tokens and heads.
 
     Raises:
-        TypeError, ValueError: An argument is no graph, or they are over other tokens.
+        TypeError, ValueError: An argument is not a graph, or the graphs are over different tokens.
 
     Example:
         >>> from sbm_pyg import patterns
-        >>> gold = patterns.self_loops(4)
-        >>> match = compare(gold, patterns.window(4, 1))
+        >>> ground_truth = patterns.self_loops(4)
+        >>> match = compare(ground_truth, patterns.window(4, 1))
         >>> [round(float(x), 3) for x in (match.recall, match.precision, match.sparsity, match.exact)]
         [1.0, 0.4, 0.375, 1.0]
     """
-    check_graph(gold, "gold")
+    check_graph(ground_truth, "ground_truth")
     check_graph(graph)
-    same = (gold.heads, gold.num_queries, gold.num_keys) == (graph.heads, graph.num_queries, graph.num_keys)
-    if not (same and gold.same_offsets(graph.query_ptr, graph.key_ptr)):
-        raise ValueError(f"Expected 'graph' over the tokens and heads of 'gold' (got {graph} for {gold}).")
-    require_values(gold.col, "gold")
-    checks.same_device("gold", gold.col, graph=graph.col)
-    hit, wide = graph.contains(gold.edge_index, gold.edge_head), checks.widest(gold.device)
-    edges, found, hits = (
-        torch.bincount(head, minlength=gold.heads).to(wide)
-        for head in (gold.edge_head, graph.edge_head, gold.edge_head[hit])
+    same = (ground_truth.heads, ground_truth.num_queries, ground_truth.num_keys) == (
+        graph.heads,
+        graph.num_queries,
+        graph.num_keys,
     )
-    missed = torch.zeros_like(gold.degree.flatten()).index_add_(0, gold.edge_row, (~hit).long()).view(gold.heads, -1)
+    if not (same and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
+        raise ValueError(
+            f"Expected 'graph' over the tokens and heads of 'ground_truth' (got {graph} for {ground_truth})."
+        )
+    require_values(ground_truth.col, "ground_truth")
+    checks.same_device("ground_truth", ground_truth.col, graph=graph.col)
+    hit, wide = graph.contains(ground_truth.edge_index, ground_truth.edge_head), checks.widest(ground_truth.device)
+    edges, found, hits = (
+        torch.bincount(head, minlength=ground_truth.heads).to(wide)
+        for head in (ground_truth.edge_head, graph.edge_head, ground_truth.edge_head[hit])
+    )
+    missed = (
+        torch.zeros_like(ground_truth.degree.flatten())
+        .index_add_(0, ground_truth.edge_row, (~hit).long())
+        .view(ground_truth.heads, -1)
+    )
     pairs = float(graph.pairs_per_sequence.sum())
     exact = (missed == 0).to(wide).mean(1)
     recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
@@ -204,20 +214,20 @@ def compare(gold: AttentionGraph, graph: AttentionGraph) -> Match:
 
 @torch.no_grad()
 def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None = None) -> Tensor:
-    r"""How evenly tokens, or the keys of a query, are spread over buckets or clusters: 0 in one group, 1 in all alike.
+    r"""Entropy of tokens, or of the keys of a query, over buckets or clusters: 0 for one group, 1 for equal groups.
 
-    With shares :math:`s_g` of K groups it is :math:`-\sum_g s_g \log s_g / \log K`, and 0 where K is 1. Without a graph
+    With shares :math:`s_g` of K groups it is :math:`-\sum_g s_g \log s_g / \log K`, and 0 if K is 1. Without a graph
     the shares are those of all tokens: near 1, groups are balanced, so that the graph of :func:`clustering
-    <sbm_pyg.sparsefinder.predictors.clustering>` has few edges. With a graph they are those of the keys of each query,
-    and the mean over queries with edges is taken: near 0, what a query uses is in one group, so that one is enough to
-    find it. Cost O(E log E), or O(H M).
+    <sbm_pyg.sparsefinder.predictors.clustering>` has few edges. With a graph the result is the mean over queries with
+    edges of the entropy of their keys: near 0, the keys of a query are in one group, so that one group is enough to
+    find them. Cost O(E log E), or O(H M).
 
     Args:
-        group: The group of each key, ``[H, M]`` int64 in ``0 .. K-1``; or ``[H, M, m]``, each column by itself, as
-            :func:`~sbm_pyg.sparsefinder.predictors.buckets` and :func:`~sbm_pyg.sparsefinder.predictors.clusters` have
-            it.
+        group: The group of each key, ``[H, M]`` int64 in ``0 .. K-1``; or ``[H, M, m]``, with one result per
+            column, as :func:`~sbm_pyg.sparsefinder.predictors.buckets` and
+            :func:`~sbm_pyg.sparsefinder.predictors.clusters` return it.
         num_groups: Groups K, at least 1.
-        graph: Edges whose keys are looked at, such as those of :func:`gold_graph`, in H heads.
+        graph: A graph with H heads, such as that of :func:`ground_truth_graph`. None: all tokens count.
 
     Returns:
         ``[H]``, or ``[H, m]``, float64 in [0, 1]; 0 for a head without edges.

@@ -1,8 +1,8 @@
 """Sparsefinder's predicted graphs: distance, bucketing, clustering, blocks.
 
-In: :class:`~sbm_pyg.Tokens` whose queries and keys are projected to few dimensions r. Out: an
-:class:`~sbm_pyg.graph.AttentionGraph`. Not here: the projections and the source of a layer (``projection``), and the
-edges that a head really uses (``ground_truth``).
+In: :class:`~sbm_pyg.Tokens` with queries and keys projected to few dimensions r. Out: an
+:class:`~sbm_pyg.graph.AttentionGraph`. Not here: the projections and the source (``projection``), and the edges that a
+head really uses (``ground_truth``).
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
 """
@@ -12,25 +12,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ragged import Tokens, resolve_ptr
 from ..sources import patterns
 from ..sources.pairs import (
-    Part,
-    block_means,
+    PairTile,
     check_centroids,
     detached,
+    expand_ranges,
     graph_of_pairs,
     graph_of_ranges,
     graph_of_rows,
     grouped,
-    largest,
-    ranges,
-    streamed,
+    keep_top_k,
+    select_pairs,
 )
 
-__all__ = ["blocks", "bucketing", "buckets", "clustering", "clusters", "distance"]
+__all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "distance"]
 
 EXACT = "donot_use_mm_for_euclid_dist"
 
@@ -39,12 +39,12 @@ EXACT = "donot_use_mm_for_euclid_dist"
 def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> AttentionGraph:
     r"""Each query attends to the keys at a distance of at most a threshold.
 
-    An edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, rows a part at a time.
+    There is an edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, tile by tile.
 
     Args:
         tokens: Projected queries and keys.
         threshold: The t above, at least 0.
-        cap: Most keys of a query, the nearest, equal ones by the lower key. None: no limit.
+        cap: Largest number of keys of a query: the nearest ones, with ties to the lower key. None: no limit.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
@@ -59,15 +59,15 @@ def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> Attent
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
 
-    def near(scores: Tensor, possible: Tensor, part: Part) -> Tensor:
+    def near(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         inside = possible & (scores >= -threshold)
-        return inside if cap is None else largest(cap)(scores.masked_fill_(~inside, -torch.inf), inside, part)
+        return inside if cap is None else keep_top_k(cap)(scores.masked_fill_(~inside, -torch.inf), inside, tile)
 
-    return graph_of_rows(tokens, *streamed(tokens, near, lambda query, key: -_distance(query, key), cap))
+    return graph_of_rows(tokens, *select_pairs(tokens, near, lambda query, key: -_distance(query, key), cap))
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
-    """Distances of all pairs, in float32 at least: torch has none in half precision."""
+    """Distances of all pairs, in float32 or wider, since torch does not compute them in half precision."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.cdist(x.to(wide), y.to(wide), compute_mode=EXACT)
 
@@ -76,8 +76,8 @@ def _distance(x: Tensor, y: Tensor) -> Tensor:
 def buckets(x: Tensor, num_buckets: int, *, ptr: Tensor | None = None) -> Tensor:
     r"""The bucket of each token in each dimension, by its rank in its sequence.
 
-    Rank :math:`\rho` of n is in bucket :math:`\lfloor \rho \beta / n \rfloor`, equal numbers ranked by the lower
-    token. Cost O(H r N log N).
+    Rank :math:`\rho` of n is in bucket :math:`\lfloor \rho \beta / n \rfloor`; of equal numbers, the lower token has
+    the lower rank. Cost O(H r N log N).
 
     Args:
         x: Projected queries or keys, ``[H, N, r]``.
@@ -103,7 +103,7 @@ def buckets(x: Tensor, num_buckets: int, *, ptr: Tensor | None = None) -> Tensor
 
 @torch.no_grad()
 def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
-    """The clusters of each token: its nearest centroids, the nearest first, equal ones by the lower centroid.
+    """The clusters of each token: its nearest centroids, the nearest first; the lower centroid wins a tie.
 
     Cost O(H N K (r + log K)).
 
@@ -124,7 +124,7 @@ def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
     """
     _check_points(x)
     centroids = check_centroids(centroids, x, "x", "r")
-    return _nearest(x, centroids, _check_top(top, centroids.size(1)))[0]
+    return _nearest_clusters(x, centroids, _check_top(top, centroids.size(1)))[0]
 
 
 def _check_points(x: Tensor) -> None:
@@ -143,8 +143,8 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
 
     In each dimension the queries of a sequence are ranked, and so are its keys; rank :math:`\rho` of n is in bucket
     :math:`\lfloor \rho \beta / n \rfloor`. Buckets have equal sizes, so there are at most :math:`r \lceil n/\beta
-    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, whatever the tokens hold. Cost O(H r (N + M) log
-    (N + M) + E), E before repeats are taken out.
+    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, for any tokens. Cost O(H r (N + M) log
+    (N + M) + E), where E counts an edge once for each shared bucket.
 
     Args:
         tokens: Projected queries and keys, not causal: ranks depend on later tokens.
@@ -171,7 +171,7 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
         mine = _bucket(tokens.query[..., dim], tokens.query_ptr, tokens.query_sequence, count)
         theirs = _bucket(tokens.key[..., dim], tokens.key_ptr, tokens.key_sequence, count)
         order, low, _, _, high = grouped(tokens, mine, theirs, count)
-        shift = dim * order.numel()  # to where keys of this dimension stand among those of all
+        shift = dim * order.numel()  # to the keys of this dimension in the concatenation
         found.append((every, low + shift, high + shift, order))
     return graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
 
@@ -182,22 +182,22 @@ def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
     order = order.gather(1, sequence[order].argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.size(1), device=x.device).expand_as(order))
     rank, length = rank - ptr[sequence], ptr.diff()[sequence]
-    return rank * (buckets // length) + rank * (buckets % length) // length  # of rank * buckets, which may overflow
+    return rank * (buckets // length) + rank * (buckets % length) // length  # rank * buckets may overflow
 
 
 @torch.no_grad()
 def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None = None) -> AttentionGraph:
     """Each query attends to the keys that share a cluster with it.
 
-    A token is in the m clusters of its nearest centroids. Cost O(H (N + M)(K r + m log (N + M)) + E), E before repeats
-    are taken out; without a cap nothing bounds it.
+    A token is in the m clusters of its nearest centroids. Cost O(H (N + M)(K r + m log (N + M)) + E), where E counts an
+    edge once for each shared cluster. Without a cap, E has no bound below that of full attention.
 
     Args:
         tokens: Projected queries and keys.
         centroids: Of :func:`~sbm_pyg.sparsefinder.fit_centroids`, ``[H, K, r]``, or ``[1, K, r]`` for all heads.
         top: Clusters m of a token, at most K.
-        cap: Most keys of a sequence in a cluster, the nearest to its centroid, equal ones by the lower key. None: no
-            limit. A causal graph has none, for these ranks depend on later tokens.
+        cap: Largest number of keys of a sequence in a cluster: those nearest to its centroid, with ties to the lower
+            key. None: no limit, as needed for causal graphs, since these ranks depend on later tokens.
 
     Raises:
         TypeError, ValueError: As :func:`distance`; or the tokens are causal and there is a cap.
@@ -210,7 +210,7 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), tokens.num_keys)
         if tokens.is_causal:
             raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
-    mine, theirs = (_nearest(x, centroids, top) for x in (tokens.query, tokens.key))
+    mine, theirs = (_nearest_clusters(x, centroids, top) for x in (tokens.query, tokens.key))
     group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
     order, low, _, after, high = grouped(tokens, mine[0], group, count + 1)
     every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
@@ -224,20 +224,20 @@ def _check_top(top: int, count: int) -> int:
     return top
 
 
-def _nearest(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _nearest_clusters(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """The clusters of each token, ``[H, N, m]``, and its distances to their centroids."""
     far, cluster = _distance(x, centroids).sort(dim=2, stable=True)
     return cluster[..., :top], far[..., :top]
 
 
 def _capped(cluster: Tensor, far: Tensor, tokens: Tokens, clusters: int, cap: int) -> Tensor:
-    """The clusters of each key, ``[H, M, m]``; ``clusters``, which no query is in, beyond the nearest ``cap``."""
+    """The clusters of each key, ``[H, M, m]``; keys beyond the nearest ``cap`` get ``clusters``, which has no query."""
     _, order, rank = _ranked(tokens, cluster, far, clusters, tokens.key_sequence)
     return torch.where(torch.empty_like(rank).scatter_(0, order, rank).view_as(cluster) < cap, cluster, clusters)
 
 
 @torch.no_grad()
-def blocks(
+def block_bigbird(
     tokens: Tokens,
     centroids: Tensor,
     k: int,
@@ -247,20 +247,20 @@ def blocks(
     block_window: int | None = None,
     global_blocks: int = 0,
 ) -> AttentionGraph:
-    r"""Block-sparse BigBird whose random blocks are replaced by predicted ones, which a centroid brings together.
+    r"""Block-sparse BigBird with blocks predicted by clustering in place of the random blocks.
 
-    Both sides of a sequence are cut into blocks of :math:`\ell` tokens, and a block stands where the mean of its
-    projections is. All queries of a block attend to all keys of the blocks that are chosen for it:
+    The queries and the keys of a sequence are cut into blocks of :math:`\ell` tokens, each represented by the mean of
+    its projections. All queries of a block attend to all keys of the blocks that are chosen for it:
 
     * ``by="nearest"``: each centroid takes the k blocks of queries and the k blocks of keys that are nearest to it,
-      and each of the former attends to each of the latter. A block may have several centroids, or none.
-    * ``by="shared"``: each block goes to its nearest centroid, and attends to k blocks of keys of its own centroid,
-      those nearest to the centroid.
+      and each of these query blocks attends to each of these key blocks. A block may have any number of centroids.
+    * ``by="shared"``: each block is assigned to its nearest centroid. A query block attends to the k key blocks of its
+      centroid that are nearest to it.
 
-    Equal distances go by the lower block, or centroid. The window and global blocks are there besides. Global blocks
-    are never chosen, and with ``"shared"`` neither are blocks that the window has, so that k more are found. Both
-    readings are of the authors' slides, which have a line on each. Cost O(H (N + M) r + H n (K r + log n) + E) for n
-    blocks and K centroids.
+    Ties go to the lower block or centroid. The window and global blocks are added. Global blocks are never chosen; with
+    ``"shared"``, neither are blocks in the window, so that each block gets k more. The two rules are two readings of
+    the authors' slides, which describe each in one line. Cost O(H (N + M) r + H n (K r + log n) + E) for n blocks and K
+    centroids.
 
     Args:
         tokens: Projected queries and keys, not causal: means of blocks hold later tokens.
@@ -269,9 +269,9 @@ def blocks(
         k: Blocks that a centroid takes, or that a block attends to, at least 1.
         block_size: Tokens of a block, at least 1; the last block of a sequence may have fewer.
         by: ``"nearest"`` or ``"shared"``, the slides' v1 and v2.
-        block_window: Each block also attends to blocks at this distance or less, and so to itself; 1 is the slides'
+        block_window: Each block also attends to blocks at this distance or less, including itself; 1 is the slides'
             window of three blocks. None: no window.
-        global_blocks: The first blocks of a sequence also attend to all of it, and all of it to them.
+        global_blocks: Number of first blocks of a sequence that attend to all blocks and that all blocks attend to.
 
     Raises:
         TypeError, ValueError: As :func:`distance`; or the tokens are causal; or queries and keys are different tokens,
@@ -279,7 +279,8 @@ def blocks(
 
     Example:
         >>> x = torch.tensor([[[0.0], [0.2], [5.0], [5.0], [0.1], [0.1]]])
-        >>> blocks(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2).to_dense()[0, ::2].int().tolist()
+        >>> graph = block_bigbird(Tokens(x), torch.tensor([[[0.0], [5.0]]]), k=2, block_size=2)
+        >>> graph.to_dense()[0, ::2].int().tolist()
         [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
     """
     tokens = detached(tokens)
@@ -303,24 +304,26 @@ def blocks(
     query_mean, query_ptr, query_block = block_means(tokens.query, tokens.query_ptr, size)
     key_mean, key_ptr, _ = block_means(tokens.key, tokens.key_ptr, size)
     over = Tokens(query_mean, key_mean, query_ptr, key_ptr)
-    reach = -1 if block_window is None else block_window
+    half_width = -1 if block_window is None else block_window
     choose = _by_nearest if by == "nearest" else _by_shared
-    chosen = graph_of_pairs(over, *choose(over, centroids.to(query_mean.dtype), k, count, reach))
+    chosen = graph_of_pairs(over, *choose(over, centroids.to(query_mean.dtype), k, count, half_width))
     if block_window is not None:
         chosen = chosen | patterns.window(None, block_window, ptr=query_ptr)
     if count:
         chosen = chosen | patterns.global_tokens(None, count, ptr=query_ptr)
     head = chosen.num_queries * torch.arange(tokens.heads, device=tokens.query.device)
     of = (head[:, None] + query_block).flatten()  # [H*N], the row of blocks of each query
-    row, edge = ranges(torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1])
+    row, edge = expand_ranges(
+        torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1]
+    )
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
     first = tokens.key_ptr[sequence] + over.key_position[block] * size
     return graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
 
 
-def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
-    """Each centroid brings together k blocks of each side."""
+def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:
+    """Pair the k query blocks and the k key blocks that are nearest to each centroid."""
     clusters, taken = centroids.size(1), []
     for x, sequence, position in (
         (tokens.query, tokens.query_sequence, tokens.query_position),
@@ -331,21 +334,23 @@ def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reac
         group, item, rank = _ranked(tokens, every, far, clusters, sequence, position >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))
     (mine, query), (theirs, key) = taken
-    row, at = ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
+    row, at = expand_ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
     return row, key[at] % tokens.num_keys
 
 
-def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, reach: int) -> tuple[Tensor, Tensor]:
-    """Each block of queries takes k blocks of keys of its own centroid, none of which the window has."""
-    mine, theirs = (_nearest(x, centroids, 1) for x in (tokens.query, tokens.key))
+def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:
+    """Pair each query block with k key blocks of its own centroid, none of them in the window."""
+    mine, theirs = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
     group, key, _ = _ranked(tokens, *theirs, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global)
     key = key % tokens.num_keys
     wanted = _group(tokens, mine[0], tokens.query_sequence, centroids.size(1))
     (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
     low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
-    row, at = ranges(query, low, torch.minimum(high, low + k + 2 * reach + 1 if reach >= 0 else low + k))
+    row, at = expand_ranges(
+        query, low, torch.minimum(high, low + k + 2 * half_width + 1 if half_width >= 0 else low + k)
+    )
     col = key[at]
-    other = (tokens.query_position[row % tokens.num_queries] - tokens.key_position[col]).abs() > reach
+    other = (tokens.query_position[row % tokens.num_queries] - tokens.key_position[col]).abs() > half_width
     row, col = row[other], col[other]
     rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     return row[rank < k], col[rank < k]
@@ -358,17 +363,17 @@ def _group(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> 
 
 
 def _ranked(
-    tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, there: Tensor | None = None
+    tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Members of clusters ``[H, n, m]``, or those of tokens that are there ``[n]``, the nearest of each group first.
+    """Sort members of clusters ``[H, n, m]``, or those of valid tokens ``[n]``, by group and distance.
 
     Returns:
-        The group of each, ascending; which member it is; and its rank in its group.
+        The group of each member, ascending; its flat index; and its rank in its group.
     """
     group = _group(tokens, cluster, sequence, clusters).flatten()
     order = far.flatten().argsort(stable=True)
-    if there is not None:
-        order = order[there[:, None].expand_as(far).flatten()[order]]
+    if valid is not None:
+        order = order[valid[:, None].expand_as(far).flatten()[order]]
     order = order[group[order].argsort(stable=True)]
     of = group[order]
     return of, order, torch.arange(of.numel(), device=of.device) - torch.searchsorted(of, of)

@@ -1,8 +1,8 @@
-"""Sparsefinder: projections in which the keys that an alpha-entmax head uses are near, and a source that goes by them.
+"""Sparsefinder's projections, which bring queries close to the keys that an alpha-entmax head uses, and its source.
 
-In: queries, keys and gold graphs of a model that is trained (``gold``). Out: a projection to few dimensions, centroids,
-and a :class:`SparsefinderSource`. Not here: the graphs of what is near (``predictors``), rules that need no training
-(``selectors``), and attention.
+In: queries, keys and ground-truth graphs of a trained model (``ground_truth``). Out: a projection to few dimensions,
+centroids, and a :class:`SparsefinderSource`. Not here: the rules that predict graphs (``predictors``), rules that need
+no training (``selectors``), and attention.
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
 """
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from ..blocks import block_means
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.reference.segments import allowed_keys
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource
-from ..sources.pairs import block_means
+from ..sources.pairs import check_vectors
 from ..sources.selectors import SelectorSource
 
 __all__ = ["Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "projection_loss"]
@@ -33,17 +34,17 @@ Sample = tuple[Tensor, Tensor, AttentionGraph]
 
 
 class Projection(nn.Module):
-    """Takes queries and keys of each head to few dimensions.
+    """Projects the queries and keys of each head to few dimensions.
 
     Args:
         channels: Channels of a head C.
         heads: Number of heads H.
         dim: Dimensions r.
-        hidden: Width of a hidden layer with a ReLU; None: the projection is linear.
+        hidden: Width of a hidden layer with a ReLU. None: the projection is linear.
         shared: Queries and keys have the same projection.
 
     Raises:
-        TypeError, ValueError: A size is no int or below 1.
+        TypeError, ValueError: A size is not an int or below 1.
 
     Shapes:
         - queries ``[H, N, C]`` and keys ``[H, M, C]``; output ``[H, N, r]`` and ``[H, M, r]``.
@@ -57,31 +58,24 @@ class Projection(nn.Module):
             if not (name == "hidden" and size is None):
                 checks.integer(name, size, 1, "It is a size of the projection.")
         checks.flag("shared", shared, "It says whether queries and keys have the same projection.")
-        width = channels + dim if hidden is None else hidden
-        count = 2 * heads * max(channels, dim) * width
-        checks.memory("heads", count, 4, torch.get_default_device(), "Build a smaller projection.", "parameters")
         widths = [channels, dim] if hidden is None else [channels, hidden, dim]
         self.heads, self.shared = heads, shared
-        sides = 1 if shared else 2
-        shapes = [(sides, heads, *pair) for pair in itertools.pairwise(widths)]
+        sets = 1 if shared else 2
+        shapes = [(sets, heads, *pair) for pair in itertools.pairwise(widths)]
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
         self.biases = nn.ParameterList(nn.Parameter(torch.empty(*shape[:2], 1, shape[3])) for shape in shapes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as those of :class:`torch.nn.Linear`."""
+        """Reset the parameters as :class:`torch.nn.Linear` does."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             bound = weight.size(2) ** -0.5
             nn.init.uniform_(weight, -bound, bound)
             nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Project both sides."""
-        checks.tensors(query=query, key=key)
-        checks.floating(query=query, key=key)
-        wanted = (self.heads, None, self.weights[0].size(2))
-        for name, x in (("query", query), ("key", key)):
-            checks.shape(name, x, wanted, "[H, N, C]", "They are those of the heads that it was made for.")
+        """Project queries and keys."""
+        check_vectors(query, key, self.heads, self.weights[0].size(2))
         return self._side(query, 0), self._side(key, 0 if self.shared else 1)
 
     def _side(self, x: Tensor, side: int) -> Tensor:
@@ -104,12 +98,12 @@ def projection_loss(
     per: str = "query",
     seed: int | None = None,
 ) -> Tensor:
-    r"""How far keys that are used are, next to keys drawn at random: a hinge, a scalar.
+    r"""Hinge loss that brings the keys of a query closer than random keys, a scalar.
 
-    For each query with edges as many keys of its sequence are drawn as it has edges, uniformly and with repeats. With
-    squared distances :math:`d^+` to the former and :math:`d^-` to the latter, ``per="query"`` has the mean over queries
-    of :math:`[m + \sum d^+ - \sum d^-]_+`, and ``per="pair"`` the mean over edges of :math:`[m + d^+ - d^-]_+`, each
-    edge beside one of the keys that were drawn. Both readings are of the paper; the first is its formula.
+    For each edge of a query, one key of its sequence is drawn uniformly, with replacement. With squared distances
+    :math:`d^+` of edges and :math:`d^-` of drawn keys, ``per="query"`` is the mean over queries with edges of
+    :math:`[m + \sum d^+ - \sum d^-]_+`, the formula of the paper. ``per="pair"`` is the mean over edges of
+    :math:`[m + d^+ - d^-]_+`, another reading of the paper.
 
     Args:
         query: Projected queries, ``[H, N, r]``.
@@ -117,7 +111,7 @@ def projection_loss(
         graph: The edges that attention uses, in H heads or in one.
         margin: The m above.
         per: ``"query"`` or ``"pair"``.
-        seed: Of what is drawn; from torch's default generator if None.
+        seed: Seed of the drawn keys. None: torch's default generator.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range, or the graph is over other tokens.
@@ -162,15 +156,15 @@ def fit_projection(
     seed: int = 0,
     progress: bool = True,
 ) -> list[float]:
-    """Fit a projection to samples of a model that is trained: Adam, a step per sample, gradients clipped at 1.
+    """Fit a projection to samples of a trained model, with Adam, one step per sample, and gradients clipped at 1.
 
     Args:
-        projection: What is fitted.
-        samples: A sequence of triples: queries, keys and gold graph of each batch of sequences.
-        epochs: Passes over the samples, in an order drawn anew.
-        learning_rate: Of Adam.
-        margin, per: As :func:`projection_loss`.
-        seed: Of the order and of the keys that are drawn.
+        projection: The projection to fit, in place.
+        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences.
+        epochs: Passes over the samples, each in a new random order.
+        learning_rate: Learning rate of Adam.
+        margin, per: As in :func:`projection_loss`.
+        seed: Seed of the order and of the drawn keys.
         progress: Show a progress bar.
 
     Returns:
@@ -179,7 +173,7 @@ def fit_projection(
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or there are no samples.
     """
-    from ..progress import tqdm
+    from ..info import tqdm
 
     if not isinstance(projection, Projection):
         raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")
@@ -209,7 +203,8 @@ def fit_projection(
                 if not isinstance(sample, tuple | list) or len(sample) != 3:
                     got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
                     raise TypeError(
-                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `gold_graph` makes one."
+                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes "
+                        "the graph."
                     )
                 query, key, graph = sample
                 drawn = seed + (epoch * len(samples) + at)
@@ -235,15 +230,15 @@ def fit_centroids(
     block_size: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Centroids of the projected queries and keys of each head, by k-means of scikit-learn.
+    """Fit centroids to the projected queries and keys of each head, with k-means of scikit-learn.
 
     Args:
-        projection: A projection that is fitted.
-        samples: As :func:`fit_projection`; graphs are not needed, unless blocks are.
+        projection: A fitted projection.
+        samples: As in :func:`fit_projection`; graphs are needed only with ``block_size``.
         num_clusters: Centroids K.
-        block_size: Centroids of the means of so many tokens, for :func:`~sbm_pyg.sparsefinder.predictors.blocks`. None:
-            of tokens.
-        seed: Of k-means, which starts once from k-means++.
+        block_size: Fit centroids to the means of blocks of this many tokens, as
+            :func:`~sbm_pyg.sparsefinder.predictors.block_bigbird` needs them. None: fit them to tokens.
+        seed: Seed of k-means, which starts once from k-means++.
 
     Returns:
         Centroids, ``[H, K, r]``.
@@ -276,28 +271,28 @@ def fit_centroids(
 def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | None) -> list[Tensor]:
     """Projected queries and keys, or the means of their blocks."""
     query, key, *rest = sample
-    sides = projection(query, key)
+    points = projection(query, key)
     if block_size is None:
-        return [*sides]
+        return [*points]
     if not rest:
         raise ValueError(
             "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
         )
     ptrs = (rest[0].query_ptr, rest[0].key_ptr)
-    return [block_means(x, ptr, block_size)[0] for x, ptr in zip(sides, ptrs, strict=True)]
+    return [block_means(x, ptr, block_size)[0] for x, ptr in zip(points, ptrs, strict=True)]
 
 
 class SparsefinderSource(GraphSource):
-    """Predicts edges with a projection and a rule, with a window and global tokens beside it.
+    """Predicts edges with a projection and a rule, and adds a window and global tokens.
 
-    Neither learns from the loss of the task: fit the projection first (:func:`fit_projection`).
+    The task loss does not train the projection: fit it first with :func:`fit_projection`.
 
     Args:
-        projection: Of the heads of the layer.
+        projection: A projection with the heads of the layer.
         rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or one like them.
         window: Each token also attends to tokens at this distance or less. None: no window.
-        num_global: The first tokens of a sequence also attend to all of it, and all of it to them.
-        **options: Of the rule, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
+        num_global: Number of first tokens of a sequence that attend to all tokens and that all tokens attend to.
+        **options: Options of the rule, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or the rule does not take an option.

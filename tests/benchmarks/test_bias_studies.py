@@ -1,7 +1,5 @@
 """The two studies of biases and noise: their gates, and that they measure what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -10,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmarks import biases, spread
-from examples.benchmarks.tables import read
+from examples.benchmarks import biases
 from examples.common.runs import write_checkpoint
-from examples.recall import tasks, train
+from examples.common.tables import read
+from examples.recall import spread, tasks, train
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 
@@ -23,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Checkpoints of a dense and of a sampled model, untrained."""
     small = dataclasses.replace(tasks.TASKS["mqar-small"], train={(20, 3): 60}, test={(20, 3): 4})
     monkeypatch.setitem(tasks.TASKS, "mqar-small", small)
-    for method in ("dcmm:num_blocks=3", "sbm:num_blocks=4"):
+    for method in ("dcmm:num_blocks=3", "sbm:num_blocks=4,estimator=local"):
         run = train.Run("mqar-small", method, 0.2, 0, 10, 4, 1e-3, channels=8)
         model, schedule = train.make_model(run)
         state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
@@ -43,6 +41,23 @@ def test_only_sampled_graphs_make_noise(folder: Path, capsys: pytest.CaptureFixt
     assert "| dcmm:num_blocks=3 | start | rest | 1 | 0.0 % |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         spread.main([str(folder / "nothing")])
+
+
+def test_models_have_less_noise_with_more_probes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(folder), "--probes", "--draws", "16", "--csv", str(folder / "trained.csv")]
+    spread.main(words)
+    rows = read(folder / "trained.csv")
+    assert [(row["when"], row["probes"]) for row in rows] == [(w, n) for w in ("start", "end") for n in (1, 4, 16, 64)]
+    for row in rows:
+        assert 0 < row["graphs"] < 2 * row["total"]
+    for first in (0, 4):  # a query has 20 keys at most
+        assert rows[first]["graphs"] > 1.5 * rows[first + 3]["graphs"]
+    assert "| sbm:num_blocks=4,estimator=local 20 % | start | 1 |" in capsys.readouterr().out
+    spread.main(words)
+    assert read(folder / "trained.csv") == rows
+    with pytest.raises(SystemExit):
+        spread.main([str(folder / "nothing"), "--probes", "--csv", str(folder / "other.csv")])
+    assert "Expected 'folders' with checkpoints" in capsys.readouterr().err
 
 
 def test_edges_and_dense_arrays_agree_or_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

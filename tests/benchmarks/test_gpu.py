@@ -1,7 +1,5 @@
 """The slices of a GPU's benchmark, tried on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -14,7 +12,7 @@ from examples.benchmarks import gpu
 from examples.common.runs import write_record
 
 WORDS = ["--device", "cpu", "--dtype", "float32", "--tokens", "64", "--densities", "12.5", "50", "--degrees", "16"]
-WORDS += ["--grain", "8", "--seconds", "0.02", "--peers", "sdpa", "edges", "blocks", "sparse", "dense", "sampling"]
+WORDS += ["--block-size", "8", "--seconds", "0.02", "--peers", "sdpa", "edges", "blocks", "sparse", "dense", "sampling"]
 
 
 def measured(folder: Path, *more: str) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """The repeated-token task, the study of what learns, and the numbers of docs/learning.md in its tidy tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -16,7 +14,7 @@ import torch
 from examples import repeated_tokens as task
 from examples.benchmarks import learning as study
 from examples.benchmarks.gradients import gradient_errors
-from examples.benchmarks.tables import read
+from examples.common.tables import read
 
 TINY = task.Settings(tokens=12, batch_size=4, steps=6, num_blocks=4, evaluate_every=3)
 DOCS = Path(study.__file__).parents[2] / "docs"
@@ -38,12 +36,12 @@ def test_labels_say_which_numbers_occur_again() -> None:
 @pytest.mark.parametrize("estimator", ["local", "mask", "paper", "relaxed", "concrete", "score-function", "none"])
 def test_every_estimator_trains_and_moves_the_model_unless_it_is_none(estimator: str, tmp_path: Path) -> None:
     settings = replace(TINY, estimator=estimator)
-    before = task.make_model(settings).state_dict()["encoder.blocks.0.attention.source.head.clusters"].clone()
+    before = task.make_model(settings).state_dict()["encoder.layers.0.attention.source.head.clusters"].clone()
     rows = task.train(tmp_path / "sbm.ckpt", settings)
     assert [row["step"] for row in rows] == [3, 6]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"][
-        "encoder.blocks.0.attention.source.head.clusters"
+        "encoder.layers.0.attention.source.head.clusters"
     ]
     assert torch.equal(before, after) == (estimator == "none")
 
@@ -98,7 +96,7 @@ def given(folder: Path, *words: str) -> argparse.Namespace:
     places = ["--folder", str(folder / "tables"), "--work", str(folder / "work")]
     for name in ("tables", "work"):
         (folder / name).mkdir(exist_ok=True)
-    return study.parse([*words, *places])
+    return study.command.read([*words, *places])
 
 
 def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +125,7 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_run_that_the_study_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        study.parse(["--only", "nothing"])
+        study.command.read(["--only", "nothing"])
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 

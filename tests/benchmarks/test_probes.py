@@ -1,8 +1,5 @@
 """The study of probes and block means: its estimator by enumeration of graphs and probes, and its table on the page."""
 
-from __future__ import annotations
-
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,8 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks import probes as study
-from examples.benchmarks.tables import read
-from examples.common.runs import write_checkpoint
-from examples.recall import tasks, train
+from examples.common.tables import read
+from examples.recall import spread
 from sbm_pyg.ops.reference.effects import effect_weight
 
 KEYS = 4
@@ -36,13 +32,13 @@ def law_of(chance: Tensor) -> Tensor:
 def query() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Probabilities, weights and values of one query, and a direction."""
     random = study.Random(3)
-    return random.uniform((KEYS,)), random.normal((KEYS,)).exp(), random.normal((KEYS, 3)), random.normal((3,))
+    return random.uniform(KEYS), random.normal(KEYS).exp(), random.normal(KEYS, 3), random.normal(3)
 
 
 @pytest.mark.parametrize("probes", [0.5, 2, 3.5, 6])
 @pytest.mark.parametrize("power", study.POWERS.values())
 def test_chances_sum_to_the_number_of_probes(probes: float, power: float) -> None:
-    share = study.Random(0).uniform((5, 6)) ** (4 * power)
+    share = study.Random(0).uniform(5, 6) ** (4 * power)
     chance = study.chances(share, probes)
     torch.testing.assert_close(chance.sum(-1), torch.full((5,), float(probes), dtype=torch.float64), **EXACT)
     assert float(chance.min()) >= study.FLOOR * probes / 6 - 1e-12
@@ -118,7 +114,7 @@ def test_any_chances_are_unbiased_where_the_loss_is_linear(
 def test_block_means_are_the_same_to_all_that_blocks_share() -> None:
     """The gradient of the block matrix is left as it is; that which tells tokens of a block apart is lost."""
     member = torch.nn.functional.one_hot(torch.arange(12) % 3, 3).double()
-    grad = study.Random(0).normal((12, 12))
+    grad = study.Random(0).normal(12, 12)
     means = study.block_means(grad, member)
     torch.testing.assert_close(member.T @ means @ member, member.T @ grad @ member, **EXACT)
     assert float((means[0] - means[3]).abs().max()) < 1e-12
@@ -140,38 +136,11 @@ def test_the_program_measures_once_and_shows(tmp_path: Path, capsys: pytest.Capt
     assert "Expected 'graphs' to be at least 64 (got 10)" in capsys.readouterr().err
 
 
-def test_models_have_less_noise_with_more_probes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = dataclasses.replace(tasks.TASKS["mqar-small"], train={(20, 3): 60}, test={(20, 3): 4})
-    monkeypatch.setitem(tasks.TASKS, "mqar-small", small)
-    run = train.Run("mqar-small", "sbm:num_blocks=4,estimator=local", 0.2, 0, 10, 4, 1e-3, channels=8)
-    model, schedule = train.make_model(run)
-    assert schedule is not None
-    state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
-    state["schedule"] = {**schedule.state_dict(), "share": 0.2}
-    write_checkpoint(tmp_path / run.file, state)
-    words = ["--models", str(tmp_path), "--csv", str(tmp_path / "trained.csv")]
-    study.main(words)
-    rows = read(tmp_path / "trained.csv")
-    assert [(row["when"], row["probes"]) for row in rows] == [(w, n) for w in ("start", "end") for n in (1, 4, 16, 64)]
-    for row in rows:
-        assert 0 < row["graphs"] < 2 * row["total"]
-    for first in (0, 4):  # a query has 20 keys at most
-        assert rows[first]["graphs"] > 1.5 * rows[first + 3]["graphs"]
-    assert "| sbm:num_blocks=4,estimator=local 20 % | start | 1 |" in capsys.readouterr().out
-    study.main(words)
-    assert read(tmp_path / "trained.csv") == rows
-    with pytest.raises(SystemExit):
-        study.main(["--models", str(tmp_path / "nothing"), "--csv", str(tmp_path / "other.csv")])
-    assert "Expected 'models' with checkpoints" in capsys.readouterr().err
-
-
 def test_the_page_has_the_tables() -> None:
     """Lines for 64 tokens stand on the page, as the tidy tables have them."""
     page = (DOCS / "learning.md").read_text().splitlines()
     lines = study.report(read(DOCS / "learning" / "probes.csv")).splitlines()
     shown = [line for line in lines if not line.startswith("| 8 |")]
-    shown += study.report_trained(read(DOCS / "learning" / "probes_trained.csv")).splitlines()
+    shown += spread.report_probes(read(DOCS / "learning" / "probes_trained.csv")).splitlines()
     assert len(shown) > 20
     assert [line for line in shown if line not in page] == []

@@ -1,7 +1,5 @@
 """The examples are users of the package: they import its public names and no others."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

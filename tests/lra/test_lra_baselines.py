@@ -1,7 +1,5 @@
 """The baselines of the Long Range Arena: that a batch changes nothing, and that each is what its paper says."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Command lines of the examples: read at once, and refused in one line that names the option, before any work."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

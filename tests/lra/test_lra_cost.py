@@ -1,7 +1,5 @@
 """What methods cost before training, steps that fit into a time, and steps of several runs timed side by side."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmarks.kernels import Rejected
+from examples.common.gate import Rejected
 from examples.lra import cost
 from examples.lra.__main__ import main
 from examples.lra.baselines import LinearAttention
@@ -175,7 +173,7 @@ def test_the_gate_rejects_attention_that_mixes_sequences_or_is_off_by_a_thousand
 ) -> None:
     module = Classifier(TASKS["listops"], cost.settings_of("listops", method, "laptop"))
     cost.gate(module)
-    attention: Any = module.model.encoder.blocks[0].attention
+    attention: Any = module.model.encoder.layers[0].attention
     forward = attention.forward
 
     def mixed(x: torch.Tensor, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """Readers of the releases, the Pathfinder generator, and prepared data with its faults."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

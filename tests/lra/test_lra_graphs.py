@@ -1,7 +1,5 @@
 """The report on a trained model's graphs, from the folder of a run."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -74,7 +72,7 @@ def test_report_has_figures_and_tables(run: Path, capsys: pytest.CaptureFixture[
 def test_the_report_on_graphs_of_blocks_counts_tokens(
     run: Path, tmp_path: Path, untrained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = untrained(tmp_path / "blocks", Path(str(Plan.read(run / "settings.json").data)), seed=3, grain=4)
+    folder = untrained(tmp_path / "blocks", Path(str(Plan.read(run / "settings.json").data)), seed=3, block_size=4)
     seen: list[int] = []
     universality = analysis.universality
 
@@ -127,7 +125,7 @@ def test_generated_data_are_those_of_the_directory_where_the_run_was_started(
     settings = dataclasses.replace(plan.settings, batch_size=8)
     dataclasses.replace(plan, data=None, directory=str(began), settings=settings).write(moved / "settings.json")
     state = read_checkpoint(moved / "best.ckpt")
-    state["run"]["settings"] = dataclasses.asdict(settings)
+    state["run"] = dataclasses.asdict(settings)
     write_checkpoint(moved / "best.ckpt", state)
     asked: list[Path] = []
 
@@ -175,7 +173,7 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
         monkeypatch.setattr(plots, name, watched)
 
     monkeypatch.setattr(graphs, "picture", lambda figure: "")
-    for name in ("plot_mask", "plot_blocks"):
+    for name in ("plot_mask", "plot_communities"):
         monkeypatch.setattr(plots, name, lambda *arguments, **options: None)
     for name in ("plot_pixel_attention", "plot_inputs"):
         watch(name, getattr(plots, name))

@@ -1,7 +1,5 @@
 """The model of a task: where positions start, and what edges cost."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

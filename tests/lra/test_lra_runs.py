@@ -1,7 +1,5 @@
 """The trainer: what a run leaves, what survives stops, kills and damage, what decides its numbers, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -31,7 +29,7 @@ from examples.lra.__main__ import main
 from examples.lra.data.prepare import load
 from examples.lra.data.tasks import TASKS
 from examples.lra.model import Classifier
-from examples.lra.settings import CHOOSERS, PRESETS, SETTINGS, Settings
+from examples.lra.settings import PRESETS, SETTINGS, SOURCES, Settings
 from examples.lra.train import Data
 from sbm_pyg import SequenceClassifier
 from sbm_pyg.analysis import plots
@@ -88,7 +86,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curve(folder: Path, phase: str) -> list[dict[str, float]]:
     """The rows of a curve, without what depends on the machine."""
-    rows = runs.read_checkpoint(folder / "last.ckpt")["run"]["rows"][phase]
+    rows = runs.read_checkpoint(folder / "last.ckpt")["curves"]["rows"][phase]
     lines = (folder / f"{phase}.csv").read_text().splitlines()
     assert lines == [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
     return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
@@ -279,17 +277,17 @@ def test_a_crash_between_training_and_test_costs_the_test(
 def test_a_crash_between_the_last_checkpoint_and_its_curves_costs_no_row(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = report.write_csv
+    original = checkpoints.write_csv
 
     def doomed(path: Path, rows: Any) -> None:
         if rows and rows[-1]["step"] == 9:
             raise Crash
         original(path, rows)
 
-    monkeypatch.setattr(report, "write_csv", doomed)
+    monkeypatch.setattr(checkpoints, "write_csv", doomed)
     with pytest.raises(Crash):
         train(data, tmp_path / "run")
-    monkeypatch.setattr(report, "write_csv", original)
+    monkeypatch.setattr(checkpoints, "write_csv", original)
     resume(tmp_path / "run")
     assert_same_end(tmp_path / "run", whole)
 
@@ -556,7 +554,7 @@ def test_regulariser_lowers_the_density(data: Path, tmp_path: Path) -> None:
     assert (last < first - 0.02).all()
 
 
-@pytest.mark.parametrize("attention", ["full", "dcmm", "sbm --grain 4", *CHOOSERS[:-1]])
+@pytest.mark.parametrize("attention", ["full", "dcmm", "sbm --block-size 4", *SOURCES[:-1]])
 def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> None:
     options = f"--attention {attention} --window 3 --steps 2 --precision bf16-mixed --test-graphs 2"
     density = train(data, tmp_path / "run", *options.split())["density"]
@@ -570,7 +568,7 @@ def test_settings_reach_the_model() -> None:
     laptop = PRESETS["listops"]["laptop"].settings
 
     def attention(**chosen: Any) -> Any:
-        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.blocks[0].attention
+        return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.layers[0].attention
 
     assert attention(degree_corrected=1).sbm.degree_corrected
     assert not attention().sbm.degree_corrected
@@ -714,7 +712,7 @@ def test_subnormal_numbers_are_zero_during_a_run_and_not_after(
     ("options", "message"),
     [
         ("--temperature 0 --parameterization mixed", "temperature"),
-        ("--initial-density 0", "density"),
+        ("--initial-density 0", "initial_density"),
         ("--warmup 9", "Expected 'warmup' to be below 'steps' = 9 (got 9)"),
         ("--accumulate 3", "Expected 'accumulate' to be a divisor of 'batch-size' = 8 (got 3)"),
         ("--attention full --density-weight 1", "Expected 'density-weight' to be 0 for 'full' attention (got 1.0)"),

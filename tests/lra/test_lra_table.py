@@ -1,7 +1,5 @@
 """Many runs of the trainer: that nothing runs twice, that stopped runs go on, and what the tables say."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import doctest
@@ -17,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from examples.common import command, hybrid, pictures, releases
 from examples.lra import cost, settings, table
 from examples.lra.__main__ import main
-from examples.lra.data import files, listops, readers
+from examples.lra.data import listops, readers
 from examples.lra.settings import Plan, parse, resolve
 
 TINY = [
@@ -59,7 +58,7 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
 
 
 def test_doctests() -> None:
-    for module in (cost, files, listops, readers, settings):
+    for module in (command, cost, hybrid, listops, pictures, readers, releases, settings):
         found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert found.failed == 0
         assert found.attempted > 0

@@ -1,7 +1,5 @@
 """The table of tasks: ListOps generated and read, ragged storage, length buckets."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import dataclasses

@@ -1,9 +1,4 @@
-"""Examples in ragged arrays, batches of them, and the order in which they come.
-
-In: rows of token numbers, or arrays that are mapped from files. Out: batches (tokens, ptr, labels, examples) without a single
-padded token, in an order that is a function of (lengths, seed, epoch). Not here: formats and files (``prepare.py``). torch is
-imported where tensors are made, so that command lines, which need the tasks, are read without it.
-"""
+"""Examples in ragged arrays, batches of them without padding, and their order: a function of (lengths, seed, epoch). Torch is imported last."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences, both sides of pairs together."""
+        """Tokens of all sequences, of both sides of pairs."""
         sides = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
         return sum(side.numel() for side in sides)
 
@@ -113,12 +108,7 @@ class Split:
 
 
 def by_length(lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
-    """Cuts examples into batches for evaluation, shortest first: every example comes exactly once.
-
-    Args:
-        lengths: Tokens per example, [n].
-        token_budget: A batch has as many examples as have at most so many tokens together, but at least one.
-    """
+    """Cuts examples into batches for evaluation, shortest first, of at most so many tokens together, but at least one example."""
     order = np.argsort(lengths, kind="stable")
     cuts, tokens = [], 0
     for place, length in enumerate(lengths[order].tolist()):
@@ -133,24 +123,13 @@ class LengthBuckets:
     """Batches of examples of similar length for training, a pure function of (lengths, seed, number of the epoch).
 
     An epoch shuffles the examples, cuts them into pools, sorts each pool by length, cuts it into batches and shuffles the batches:
-    neighbours in a batch are similar, and yet every epoch mixes anew. Random examples that would not fill a batch wait for another epoch.
-
-    Args:
-        lengths: Tokens per example, [n].
-        batch_size: Examples per batch.
-        seed: Of the order.
-        pool: Examples per pool.
-
-    Raises:
-        ValueError: If there are fewer examples than a batch needs.
+    neighbors in a batch are similar, and yet every epoch mixes anew. Random examples that would not fill a batch wait for another epoch.
     """
 
     def __init__(self, lengths: np.ndarray, *, batch_size: int, seed: int, pool: int = 4096) -> None:
         if len(lengths) < batch_size:
-            raise ValueError(
-                f"Expected 'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size}). Take smaller "
-                "batches or more data."
-            )
+            words = f"'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size})"
+            raise ValueError(f"Expected {words}. Take smaller batches or more data.")
         self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
         self.pool = pool - pool % batch_size if pool > batch_size else batch_size
 

@@ -1,12 +1,8 @@
-"""ListOps generated: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labelled with their value.
-
-In: parameters and a seed. Out: a folder in the layout of the Long Range Arena (LRA). Not here: how the folder is read (``readers.py``).
+"""ListOps generated: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labelled with their value, in the layout of LRA.
 
 A tree is written as LRA writes it, a binary tree in which every application has its brackets: ``[MAX 4 [SM 7 8 ] ]``
 becomes ``( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )``.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -31,19 +27,8 @@ class Parameters:
 
     The root has depth 1. Above ``max_depth`` a node is an operator with probability ``operator_probability`` (``VALUE_P``
     in LRA's script, which is not the probability of a value), else a digit; at ``max_depth`` it is a digit. An operator is
-    uniform over the four and has 2 to ``max_args`` arguments, uniformly. A tree is kept if it is new and has more than
-    ``min_length`` and fewer than ``max_length`` tokens, round brackets not counted.
-
-    Args:
-        train, val, test: Numbers of trees; all of them are distinct, within and across the splits.
-        max_depth: At least 2.
-        max_args: At least 2.
-        min_length: Exclusive, at least 1, so that every tree has an operator.
-        max_length: Exclusive.
-        operator_probability: In (0, 1].
-
-    Raises:
-        ValueError: If a parameter is out of its range.
+    uniform over the four and has 2 to ``max_args`` arguments, uniformly. A tree is kept if it is new, within and across the splits, and has
+    more than ``min_length`` and fewer than ``max_length`` tokens, round brackets not counted.
     """
 
     train: int = 96_000
@@ -60,26 +45,18 @@ class Parameters:
         least["max_length"] = max(self.min_length + 2, 5)  # the smallest tree has 4 tokens
         for name, bound in least.items():
             if getattr(self, name) < bound:
-                raise ValueError(
-                    f"Expected '{name}' to be at least {bound} (got {getattr(self, name)}). Give a larger number."
-                )
+                got = f"got {getattr(self, name)}"
+                raise ValueError(f"Expected '{name}' to be at least {bound} ({got}). Give a larger number.")
         if not 0.0 < self.operator_probability <= 1.0:
-            raise ValueError(
-                f"Expected 'operator_probability' to be in (0, 1] (got {self.operator_probability}). LRA uses 0.25."
-            )
+            got = f"got {self.operator_probability}"
+            raise ValueError(f"Expected 'operator_probability' to be in (0, 1] ({got}). LRA uses 0.25.")
 
 
 def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> Iterator[tuple[str, int]]:
     """Draws trees, and yields source and value of those whose length is allowed, in the order in which they were drawn.
 
-    Breadth first: all nodes of one depth, over all trees, are one array, in which siblings are neighbours. It is drawn which nodes are
-    operators and how many arguments they have; a tree that is already too long is dropped, so no tree ever grows without bound. The law
-    is that of the recursive generator.
-
-    Args:
-        parameters: The law of the trees.
-        draws: Number of trees to draw, before any is discarded.
-        rng: The source of randomness.
+    Breadth first: all nodes of one depth, over all trees, are one array, in which siblings are neighbors. A tree that is already too long is
+    dropped, so no tree ever grows without bound. The law is that of the recursive generator.
     """
     levels: list[tuple[list[int], list[int], list[int]]] = []  # arguments, symbol and first argument of each node
     tree = np.arange(draws)
@@ -119,13 +96,12 @@ def _write(levels: list[tuple[list[int], list[int], list[int]]], depth: int, nod
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
     """Writes a ListOps data set in LRA's layout, whole or not at all; see :func:`examples.lra.data.files.make_folder`.
 
-    The same seed and parameters give the same files (with the same version of numpy). Returns False if the data set is there. A
-    ValueError says if there are too few distinct trees of that law.
+    The same seed and parameters give the same files (with the same version of numpy). Returns False if the data set is there.
     """
     wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
-        from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
+        from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
 
         rows = _distinct_rows(parameters, np.random.default_rng(seed))
         for split in SPLITS:

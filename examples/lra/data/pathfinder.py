@@ -1,10 +1,4 @@
-"""Pathfinder32 generated: images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line.
-
-In: parameters and a seed. Out: a folder in the layout of the Long Range Arena (LRA). Not here: how images are drawn (``snakes.py``), and
-how the folder is read (``readers.py``).
-"""
-
-from __future__ import annotations
+"""Pathfinder32 generated: images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line, in the layout of LRA."""
 
 import dataclasses
 from pathlib import Path
@@ -21,16 +15,7 @@ LEVELS = {"curv_baseline": 6, "curv_contour_length_9": 9, "curv_contour_length_1
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Which images, and how many of them; the defaults are those of LRA.
-
-    Args:
-        level: One of ``LEVELS``.
-        images: For all splits together, at least 10; half of them have label 1 (give or take one half).
-        per_folder: Images in one folder.
-
-    Raises:
-        ValueError: If a parameter is out of its range.
-    """
+    """Which images, and how many of them, at least 10 and half of them with label 1; the defaults are those of LRA."""
 
     level: str = "curv_contour_length_14"
     images: int = 200_000
@@ -52,7 +37,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     def write(draft: Path) -> dict[str, Any]:
         from examples.lra.data import snakes  # with numba, which reading need not wait for
-        from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
+        from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
 
         contour, level = LEVELS[parameters.level], draft / parameters.level
         facts = f"1.0 {contour} {contour // 3} {snakes.LENGTH} {snakes.THICKNESS} {snakes.MARGIN} 1"

@@ -1,11 +1,8 @@
 """Prepared data: a task's files parsed once into arrays that are mapped from then on.
 
-In: the rows of a task, as its reader finds them. Out: a folder of arrays with a manifest, and splits that map them. Not here: the
-formats (``readers.py``), batches (``batches.py``).
-
 For each split there are the token numbers of all sequences (``<split>_tokens.bin``, in the smallest type that holds them), where each
 sequence begins (``<split>_ptr.npy``) and the labels (``<split>_labels.npy``). Sequences are whole, whatever length a run cuts them to.
-The manifest says what they were made from and with which options, and has the sha256 of each file.
+The manifest has the sources and options that they were made from, and the sha256 of each file.
 """
 
 from __future__ import annotations
@@ -32,22 +29,16 @@ SPLITS = ("train", "val", "test")
 def prepare(
     task: Task, root: Path, *, options: Mapping[str, str] | None = None, prepared: Path | None = None
 ) -> tuple[Path, bool]:
-    """Parses a task's files into arrays, unless that was done before.
+    """Parses a task's files into arrays, unless that was done before; returns their folder, and whether anything was written.
 
     Several processes may call this at the same time: one works, the others wait. Files count as changed when their sizes or times
     of modification do; then they are parsed again.
 
     Args:
         task: What to read.
-        root: Where it lies; see the task's release.
+        root: Folder of its release.
         options: Of the reader, such as {"split": "held-out"}; the task's defaults for those not given.
         prepared: Where folders of prepared data are made; by default "prepared" in ``root``.
-
-    Returns:
-        The folder of the arrays, and whether anything was written.
-
-    Raises:
-        ValueError: If files are missing or malformed, if an option is not known, or if there is no place to write.
     """
     options = task.complete(options or {})
     folder = (prepared or root / "prepared") / "-".join([task.name, *options.values()])
@@ -55,9 +46,8 @@ def prepare(
         rows = task.open(root, **options)
         wanted = {"format": FORMAT, "tokeniser": task.tokeniser, "options": options, "source": _fingerprint(root, rows)}
     except OSError as error:
-        raise ValueError(
-            f"Expected '{root}' to be readable (got: {error}). Copy it again, or change its rights."
-        ) from error
+        words = f"Expected '{root}' to be readable (got: {error}). Copy it again, or change its rights."
+        raise ValueError(words) from error
 
     def write(draft: Path) -> dict[str, Any]:
         return {"splits": {name: _write_split(draft, name, rows[name], task) for name in SPLITS}}
@@ -80,7 +70,7 @@ def _token_type(task: Task) -> np.dtype:
 
 def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, Any]:
     """Parses one split; returns its entry in the manifest."""
-    from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
+    from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
 
     ptr, labels, skipped = [0], [], 0
     with (folder / f"{name}_tokens.bin").open("wb") as file:
@@ -101,18 +91,12 @@ def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, A
 
 
 def load(
-    task: Task,
-    root: Path,
-    *,
-    max_length: int,
-    options: Mapping[str, str] | None = None,
-    prepared: Path | None = None,
+    task: Task, root: Path, *, max_length: int, options: Mapping[str, str] | None = None, prepared: Path | None = None,
     masked: int | None = None,
-) -> dict[str, Split]:
+) -> dict[str, Split]:  # fmt: skip
     """Maps the splits "train", "val" and "test" of a task, prepared now if they were not before, after a check of every byte.
 
-    ``max_length`` and ``masked`` are those of :class:`Split`, all else is as for :func:`prepare`. A ``ValueError`` names files that are
-    missing, malformed or damaged.
+    ``max_length`` and ``masked`` are those of :class:`Split`, all else is as for :func:`prepare`.
     """
     folder, _ = prepare(task, root, options=options, prepared=prepared)
     splits = {}

@@ -1,7 +1,6 @@
 """Readers of the five data sets as they were released, or as ``listops.py`` and ``pathfinder.py`` generate them.
 
-In: folders as released. Out: rows of token numbers. Not here: generators, batches and the table of tasks (``tasks.py``). A token is a
-byte or a grey value plus one; 0 is never used, so black is not padding.
+A token is a byte or a grey value plus one; 0 is never used, so black is not padding.
 
 * **ListOps** is trees and their values between a tab. The round brackets carry nothing and are dropped.
 * **Text** is movie reviews (IMDb, Maas et al., 2011), labelled 1 if they are favourable. Nothing is removed, not even ``<br />``, as in
@@ -9,31 +8,27 @@ byte or a grey value plus one; 0 is never used, so black is not padding.
 * **Retrieval** is pairs of papers (ACL Anthology Network), labelled 1 if one cites the other. A line is ``label, id, id, text, text``
   between tabs, without header and quoting. LRA wrote the texts as Python literals, ``b'...'``, and reads them as they stand. So do we.
 * **Image** is CIFAR-10 as rows of 1,024 grey pixels. Grey is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what
-  ``tf.image.rgb_to_grayscale`` computes, by which LRA and those after it made their data. The files are pickles, which can run any
-  program when they are read. Ours can not: the reader knows the three names that arrays are made of, and refuses all others.
+  ``tf.image.rgb_to_grayscale`` computes, by which LRA and those after it made their data.
 * **Pathfinder** is images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line. The files ``metadata/<b>.npy`` are plain
   text in spite of their name, one line an image: folder, file, number, label, and seven numbers on how it was drawn.
 """
 
-from __future__ import annotations
-
-import pickle
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from examples.common.releases import IMAGE, Release, malformed, read_batch
 from examples.lra.data.batches import Row, Rows
-from examples.lra.data.files import Release, malformed
 from examples.lra.data.listops import HEADER, VOCABULARY
 from examples.lra.data.pathfinder import SIDE
 
 LRA = "part of lra_release.gz (8 GB), see https://github.com/google-research/long-range-arena; 'tar -xzf' unpacks it."
 GENERATE = (
-    "Generate it with 'python -m examples.lra prepare --task {} --generate --data FOLDER'; the original is " + LRA
+    f"Generate it with 'python -m examples.lra prepare --task {{}} --generate --data FOLDER'; the original is {LRA}"
 )
 
 
@@ -42,15 +37,7 @@ def _table(
 ) -> Iterator[tuple[int, list[bytes], int]]:
     """Yields number, columns and label of each line of a table; CRLF and LF both end a line, nothing else does.
 
-    Args:
-        path: The file, with columns between tabs, or between spaces where there is no tab.
-        columns: Their number.
-        label: Which of them is the label, ``int(float(...))`` of what is written.
-        classes: Number of labels.
-        header: The first line, which is not yielded.
-
-    Raises:
-        ValueError: If a line is malformed; the message names file and line.
+    Columns are between tabs, or between spaces where there is no tab; the label is ``int(float(...))`` of one of them; a ``header`` is not yielded.
     """
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
@@ -67,9 +54,8 @@ def _table(
             except (ValueError, OverflowError):
                 value = -1
             if not 0 <= value < classes:
-                raise malformed(
-                    path, number, f"have a label from 0 to {classes - 1} in column {label + 1}", fields[label][:80]
-                )
+                wanted = f"have a label from 0 to {classes - 1} in column {label + 1}"
+                raise malformed(path, number, wanted, fields[label][:80])
             yield number, fields, value
 
 
@@ -83,8 +69,6 @@ def open_files(release: Release, read: Callable[[Path], Iterator[Row]], root: Pa
     return {name: Rows([path], partial(read, path)) for name, path in zip(("train", "val", "test"), paths, strict=True)}
 
 
-# ------------------------------------------------------------------ ListOps
-
 LISTOPS = Release(
     name="ListOps",
     folders=("listops-1000", "listops"),
@@ -96,15 +80,12 @@ TOKEN_NUMBER = {word.encode(): number for number, word in enumerate(VOCABULARY, 
 
 
 def read_trees(path: Path) -> Iterator[Row]:
-    """Reads trees, line by line."""
     for line, (tree, _), label in _table(path, columns=2, label=1, classes=10, header=HEADER.encode()):
         words = tree.translate(None, b"()").split()
         if not words or not TOKEN_NUMBER.keys() >= set(words):
             raise malformed(path, line, f"hold a tree of {' '.join(VOCABULARY)}", tree[:80])
         yield np.array([TOKEN_NUMBER[word] for word in words], dtype=np.uint8), label
 
-
-# ------------------------------------------------------------------ Text
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 TEXT_SPLITS = {
@@ -124,8 +105,7 @@ TEXT = Release(
 def open_text(root: Path, *, split: str) -> dict[str, Rows]:
     """Finds the reviews of each split, files named NUMBER_STARS.txt.
 
-    Neighbouring numbers may be reviews of one film. So the reviews that are held out are a block of numbers, not a random
-    tenth, which would share most of its films with the rest.
+    Reviews of one film have neighboring numbers, so a block of numbers is held out, not a random tenth.
     """
     folder = TEXT.find(root)
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
@@ -147,8 +127,6 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
     return {name: Rows([path for path, _ in files], partial(read, files)) for name, files in parts.items()}
 
 
-# ------------------------------------------------------------------ Retrieval
-
 RETRIEVAL_SPLITS = {"release": "as released (147,086/18,090/17,437 of the whole release)"}
 RETRIEVAL = Release(
     name="the pairs of Retrieval",
@@ -159,35 +137,15 @@ RETRIEVAL = Release(
 
 
 def read_pairs(path: Path) -> Iterator[Row]:
-    """Reads pairs of papers, line by line."""
     for line, fields, label in _table(path, columns=5, label=0, classes=2):
         if not (fields[3] and fields[4]):
             raise malformed(path, line, "hold two texts", "an empty one")
         yield (_tokens(fields[3]), _tokens(fields[4])), label
 
 
-# ------------------------------------------------------------------ Image
-
 IMAGE_SPLITS = {
     "held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000 of the whole release)"
 }
-IMAGE = Release(
-    name="CIFAR-10",
-    folders=("cifar-10-batches-py", "cifar10"),
-    parts=(*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
-    source="It is cifar-10-python.tar.gz (163 MB) of https://www.cs.toronto.edu/~kriz/cifar.html, unpacked with 'tar -xzf'.",
-)
-#: All that a pickle of a dictionary of arrays needs; numpy 2 renamed its core.
-ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
-
-
-class ArraysOnly(pickle.Unpickler):
-    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else is refused before it does anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
 
 
 def open_image(root: Path, *, split: str) -> dict[str, Rows]:
@@ -212,20 +170,6 @@ def open_image(root: Path, *, split: str) -> dict[str, Rows]:
     }
 
 
-def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads one file: colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9."""
-    try:
-        with path.open("rb") as file:
-            content = ArraysOnly(file, encoding="bytes").load()
-        images, labels = content[b"data"].reshape(-1, 3072), np.array(content[b"labels"], dtype=np.int64)
-        if images.dtype != np.uint8 or len(images) != len(labels) or not 0 <= labels.min() <= labels.max() < 10:
-            raise ValueError(f"{images.dtype} {list(images.shape)}, and {len(labels)} labels")
-    except Exception as error:  # a damaged pickle can fail in any way
-        expected = 'be a pickle of arrays and nothing else, b"data" [n, 3072] uint8 and b"labels" [n] below 10'
-        raise malformed(path, None, expected, str(error) or type(error).__name__) from None
-    return images, labels
-
-
 def grey(images: np.ndarray) -> np.ndarray:
     """Turns colours into grey values.
 
@@ -236,8 +180,6 @@ def grey(images: np.ndarray) -> np.ndarray:
     shares = np.array([0.2989, 0.5870, 0.1140], dtype=np.float32)
     return np.minimum(np.einsum("ncp,c->np", colours, shares) * np.float32(255.5), 255).astype(np.uint8)
 
-
-# ------------------------------------------------------------------ Pathfinder
 
 PATHFINDER = Release(
     name="Pathfinder32",
@@ -254,11 +196,8 @@ def open_pathfinder(root: Path, *, split: str, level: str) -> dict[str, Rows]:
     """Finds the images of each split; ``split`` is only "80-10-10", and ``level`` one of ``LEVELS``."""
     folder = PATHFINDER.find(root, level)
     metadata = sorted((folder / "metadata").glob("[0-9]*.npy"), key=lambda path: int(path.stem))
-    images = [
-        (folder / fields[0].decode() / fields[1].decode(), label)
-        for path in metadata
-        for _, fields, label in _table(path, columns=11, label=3, classes=2)
-    ]
+    lines = itertools.chain(*(_table(path, columns=11, label=3, classes=2) for path in metadata))
+    images = [(folder / fields[0].decode() / fields[1].decode(), label) for _, fields, label in lines]
     # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
     sources = [*metadata, *sorted({path.parent for path, _ in images})]
 

@@ -1,8 +1,5 @@
 """Images of the Pathfinder task, drawn: two long dashed snakes, short ones to distract, and two discs at ends of snakes.
 
-In: the length of the snakes, a seed and the number of an image. Out: that image and its label, 1 if both discs are at the
-ends of one snake. Not here: files (``pathfinder.py``).
-
 The law is that of the published generator (Linsley et al., 2018; its two-snake form, with the parameters of the Long Range
 Arena); the code is new. A snake is a chain of paddles, short strokes. Paddles keep a margin from all that is already there,
 except from the paddle before them. A next paddle starts one margin beyond the last one and points to one of the pixels on a
@@ -11,13 +8,10 @@ short snake that gets stuck is left out.
 
 Three things were taken from images of that generator rather than from its description, and are measured in
 ``tests/lra/test_lra_data.py``: the contrasts; a first paddle that only needs 2 x 2 free pixels; and that first paddles, save that of the
-second long snake, all point to the upper left, more or less, so that most short snakes, whose direction is drawn once, are left out.
+second long snake, point more or less to the upper left, so that most short snakes, whose direction is drawn once, are left out.
 
-Strokes have few directions, so all of them are drawn once, as stamps of 9 x 9 pixels; what remains are lookups, compiled with
-numba. Random words are splitmix64 of (seed, image): an image depends on nothing else.
+Strokes are drawn once, as stamps of 9 x 9 pixels; what remains are lookups, compiled with numba. Random words are splitmix64 of (seed, image).
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -275,24 +269,17 @@ def _draw(contour, paddles, distractors, connected, state, stamps):
 
 
 def draw(contour: int, *, seed: int, number: int) -> tuple[np.ndarray, int]:
-    """Draws one image.
+    """Draws the image of a number: [32, 32] uint8, white on black, and its label, 1 if both discs are at the ends of one snake.
 
-    Of the images 2 n and 2 n + 1, one has label 1, so any even number of them is balanced.
-
-    Args:
-        contour: Paddles of the long snakes, at least 6; the short ones have a third of it, and together 20 at most.
-        seed: Of the data set.
-        number: Of the image in it.
-
-    Returns:
-        The image, [32, 32] uint8, white on black, and the label.
+    ``contour`` is the number of paddles of the long snakes, at least 6; the short ones have a third of it, and together 20 at most. Of the
+    images 2 n and 2 n + 1, one has label 1, so any even number of them is balanced.
     """
-    coin = np.array([seed, 2 * (number // 2) + 1], dtype=np.uint64)
+    draws = np.array([seed, 2 * (number // 2) + 1], dtype=np.uint64)
     state = np.array([seed, 2 * number], dtype=np.uint64)
-    for words in (coin, state):  # both numbers go through the mixer, so that neighbours share nothing
+    for words in (draws, state):  # both numbers go through the mixer, so that neighbours share nothing
         words[0] = _word(words) ^ words[1]
         words[0] = _word(words)
-    label = int(_word(coin) >> np.uint64(63)) ^ (number & 1)
+    label = int(_word(draws) >> np.uint64(63)) ^ (number & 1)
     paddles = contour // 3
     ink = _draw(contour, paddles, 20 // paddles, bool(label), state, stamps())
     return np.rint(ink * 255 / ink.max()).astype(np.uint8), label

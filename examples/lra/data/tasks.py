@@ -1,10 +1,4 @@
-"""The table of tasks of the Long Range Arena (LRA): how each is read, and the data of a run.
-
-In: the name of a task, the plan of a run. Out: ``TASKS``, and splits. Not here: settings and presets (``examples/lra/settings.py``), formats
-(``readers.py``), prepared arrays (``prepare.py``), batches (``batches.py``).
-"""
-
-from __future__ import annotations
+"""The table of tasks of the Long Range Arena (LRA): how each is read; and the data of a run."""
 
 import argparse
 import dataclasses
@@ -15,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from examples.common.releases import Release
 from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
-from examples.lra.data.files import Release, read_manifest
+from examples.lra.data.files import read_manifest
 from examples.lra.data.prepare import KIND, load, prepare, splits_digest
 from examples.lra.settings import PRESETS, Plan, Settings
 
@@ -40,35 +35,23 @@ class Task:
     side: int = 0  # of the square images whose pixels are the tokens, value plus one, row by row; 0: no pixels
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """Returns options of the reader with defaults for those that are not given.
-
-        Raises:
-            ValueError: If an option is unknown to the task or has no such choice.
-        """
+        """Returns options of the reader with defaults for those that are not given."""
         for name, value in options.items():
             choices = self.options.get(name, {"none": ""})
             if value not in choices:
-                raise ValueError(
-                    f"Expected '{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r}). Choose one of them."
-                )
+                words = f"'{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r})"
+                raise ValueError(f"Expected {words}. Choose one of them.")
         return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
 
     def options_of(self, settings: Settings) -> dict[str, str]:
-        """Returns the options of the reader that settings name.
-
-        Raises:
-            ValueError: As :meth:`complete`, if settings are about pixels, and the task has none, or if its images have more than a sequence may.
-        """
+        """Returns the options of the reader that settings name."""
         for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
             if not self.side and getattr(settings, name) != absent:
-                raise ValueError(
-                    f"Expected '{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)}). Its tokens are no pixels."
-                )
+                words = f"'{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)})"
+                raise ValueError(f"Expected {words}. Its tokens are no pixels.")
         if settings.max_length < self.side**2:
-            raise ValueError(
-                f"Expected 'max-length' to be at least the {self.side**2:,} pixels of an image of {self.name} (got {settings.max_length}). "
-                "Raise --max-length."
-            )
+            words = f"the {self.side**2:,} pixels of an image of {self.name} (got {settings.max_length})"
+            raise ValueError(f"Expected 'max-length' to be at least {words}. Raise --max-length.")
         return self.complete({"split": settings.split, "level": settings.level})
 
     def masked(self, settings: Settings) -> int | None:
@@ -77,7 +60,7 @@ class Task:
         return None if not self.side or darkest < 0 else darkest + 1
 
     def pipeline(self, settings: Settings, splits: Mapping[str, Split] | None = None) -> dict[str, str]:
-        """Says in words what a result depends on beside the model: tokeniser, length and split, and how many examples were there."""
+        """The data of a result in words: tokenizer, length and split, and the numbers of examples."""
         masked = self.masked(settings)
         cut = "whole" if self.side else f"cut to {settings.max_length:,} tokens"
         words = {"tokeniser": self.tokeniser, "length": f"sequences {cut}, never padded"}
@@ -94,89 +77,54 @@ class Task:
 BYTES = "bytes, numbered from 1; nothing is removed"
 COMPAT = "black pixels left out, as if they were padding; sums over tokens divided by the maximum length"
 PIXELS = "numbered from 1 by value, rows of the image one after the other; black is a token like any other"
+TREES = "words; round brackets dropped; 10 digits, 4 operators and the closing bracket, numbered from 1"
+GREYS = f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}"
+PATHFINDER_LEVELS = {
+    "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
+    "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
+    "curv_baseline": "long snakes of 6 paddles, the easy level",
+}
 TASKS = {
     "listops": Task(
-        name="listops",
-        tokeniser="words; round brackets dropped; 10 digits, 4 operators and the closing bracket, numbered from 1",
-        num_tokens=len(listops.VOCABULARY) + 1,
-        num_classes=10,
-        options={"split": readers.LISTOPS_SPLITS},
-        open=partial(readers.open_files, readers.LISTOPS, readers.read_trees),
-        release=readers.LISTOPS,
-        generate=listops.generate,
-        words=("padding", *listops.VOCABULARY),
+        name="listops", tokeniser=TREES, num_tokens=len(listops.VOCABULARY) + 1, num_classes=10,
+        options={"split": readers.LISTOPS_SPLITS}, open=partial(readers.open_files, readers.LISTOPS, readers.read_trees),
+        release=readers.LISTOPS, generate=listops.generate, words=("padding", *listops.VOCABULARY),
     ),
     "text": Task(
-        name="text",
-        tokeniser=BYTES,
-        options={"split": readers.TEXT_SPLITS},
-        open=readers.open_text,
-        release=readers.TEXT,
+        name="text", tokeniser=BYTES, options={"split": readers.TEXT_SPLITS}, open=readers.open_text, release=readers.TEXT,
     ),
     "retrieval": Task(
-        name="retrieval",
-        tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand",
-        arity=2,
-        options={"split": readers.RETRIEVAL_SPLITS},
-        open=partial(readers.open_files, readers.RETRIEVAL, readers.read_pairs),
+        name="retrieval", tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand", arity=2,
+        options={"split": readers.RETRIEVAL_SPLITS}, open=partial(readers.open_files, readers.RETRIEVAL, readers.read_pairs),
         release=readers.RETRIEVAL,
     ),
     "image": Task(
-        name="image",
-        tokeniser=f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}",
-        num_classes=10,
-        options={"split": readers.IMAGE_SPLITS},
-        open=readers.open_image,
-        release=readers.IMAGE,
-        side=32,
+        name="image", tokeniser=GREYS, num_classes=10, options={"split": readers.IMAGE_SPLITS}, open=readers.open_image,
+        release=readers.IMAGE, side=32,
     ),
     "pathfinder": Task(
-        name="pathfinder",
-        tokeniser=f"1,024 grey pixels, {PIXELS}",
-        options={
-            "split": readers.PATHFINDER_SPLITS,
-            "level": {
-                "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
-                "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
-                "curv_baseline": "long snakes of 6 paddles, the easy level",
-            },
-        },
-        open=readers.open_pathfinder,
-        release=readers.PATHFINDER,
-        generate=pathfinder.generate,
-        side=32,
+        name="pathfinder", tokeniser=f"1,024 grey pixels, {PIXELS}",
+        options={"split": readers.PATHFINDER_SPLITS, "level": PATHFINDER_LEVELS}, open=readers.open_pathfinder,
+        release=readers.PATHFINDER, generate=pathfinder.generate, side=32,
     ),
-}
+}  # fmt: skip
 
 
 def data_folder(plan: Plan) -> Path:
-    """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone).
-
-    Raises:
-        ValueError: If none was given, and nobody can generate the task.
-    """
+    """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone)."""
     task, given = TASKS[plan.task], plan.place("data")
     if given is not None:
         return given
     if task.generate is None:
-        raise ValueError(
-            f"Expected 'data' to be a folder of {task.name}, which nobody can generate (got none). Give --data DIR. {task.release.source} "
-            f"{task.release.tree}"
-        )
+        words = f"Expected 'data' to be a folder of {task.name}, which has no generator (got none). Give --data DIR."
+        raise ValueError(f"{words} {task.release.source} {task.release.tree}")
     own = getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
     return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
 
 
 def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
-    """Finds the data of a run, generates them if none were given, and maps them, prepared now if they were not before.
-
-    Returns:
-        The splits "train", "val" and "test", and their fingerprint.
-
-    Raises:
-        ValueError: If data are missing, malformed or damaged, or if they are not those that the run was started with.
-    """
+    """Finds or generates the data of a run, and maps the splits "train", "val" and "test"; returns them, and their fingerprint."""
     task, settings, root = TASKS[plan.task], plan.settings, data_folder(plan)
     options = task.options_of(settings)
     if plan.data is None and task.generate is not None:
@@ -187,9 +135,8 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
     splits = load(task, root, max_length=settings.max_length, **known)
     fingerprint = splits_digest(splits)
     if plan.fingerprint and plan.fingerprint != fingerprint:
-        raise ValueError(
-            f"Expected 'data' to be what the run was started with (got other examples in {root}). Give its folder with --data."
-        )
+        words = f"'data' to be what the run was started with (got other examples in {root})"
+        raise ValueError(f"Expected {words}. Give its folder with --data.")
     return splits, fingerprint
 
 
@@ -204,23 +151,23 @@ def run(given: argparse.Namespace) -> None:
 def _describe(given: argparse.Namespace) -> None:
     task, words = TASKS[given.task], vars(given)
     preset = PRESETS[given.task][given.preset]
-    told = {True: "written", False: "already there, nothing to do"}
+    status = {True: "written", False: "already there, nothing to do"}
     law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and given.generate else []
     known = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
     if unknown := [name for name in words if name not in known]:
-        raise ValueError(
-            f"Expected '{unknown[0].replace('_', '-')}' to be left out (got {words[unknown[0]]}). It belongs to another task, or to --generate."
-        )
+        name = unknown[0]
+        got = f"'{name.replace('_', '-')}' to be left out (got {words[name]})"
+        raise ValueError(f"Expected {got}. It belongs to another task, or to --generate.")
     if given.generate:
         if task.generate is None or preset.data is None:
             raise ValueError(f"Expected no 'generate' for {task.name} (got it). {task.release.source}")
         parameters = dataclasses.replace(preset.data, **{name: words[name] for name in law if name in words})
-        print(f"{given.data}: {told[task.generate(given.data, parameters, seed=given.seed)]}")
+        print(f"{given.data}: {status[task.generate(given.data, parameters, seed=given.seed)]}")
     options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
     chosen: Any = options
     settings = dataclasses.replace(preset.settings, **chosen)
     folder, written = prepare(task, given.data, options=options, prepared=given.prepared)
-    print(f"{folder}: {told[written]}")
+    print(f"{folder}: {status[written]}")
     splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {sentence}")

@@ -99,7 +99,7 @@ def compress(parts: list[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, ...]:
     return rowptr, *out
 
 
-def like_lengths(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def group_by_length(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
     size = torch.maximum(query_ptr.diff(), key_ptr.diff()).float().log2().ceil()
     for like in size.unique():

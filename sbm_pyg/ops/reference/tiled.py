@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checks import widest
 from .random_words import WORD_MASK
 from .sampling import MAX_PROB, Law, bernoulli_draws
-from .segments import allowed_keys, compress, like_lengths, upcast
+from .segments import allowed_keys, compress, group_by_length, upcast
 
 MIN_TILE_KEYS = 256
 """Keys of a query that a tile counts at least: their random words come together."""
@@ -82,7 +82,7 @@ def _tiles(graph: _Graph) -> Iterator[tuple[_PaddedTokens, Iterator[_Tile]]]:
     heads = max(graph.rate.size(0), 1)
     room = MAX_PAIR_BYTES.get(graph.rate.device.type, MAX_PAIR_BYTES_ELSEWHERE) // (8 * heads)
     allowed = allowed_keys(graph.query_ptr, graph.key_ptr, graph.rate.size(1), graph.is_causal)
-    for group in like_lengths(graph.query_ptr, graph.key_ptr):
+    for group in group_by_length(graph.query_ptr, graph.key_ptr):
         width = max(group[1].size(1), MIN_TILE_KEYS)
         for queries, keys, sequences in zip(*(x.split(max(room // width, 1)) for x in group), strict=True):
             if queries.numel() and keys.numel() and graph.rate.size(0):

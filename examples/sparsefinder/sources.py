@@ -1,10 +1,4 @@
-"""Who chooses the graphs of a trained model: fixed patterns, rules that look at tokens, and what is learnt from its attention.
-
-In: samples of each layer, as ``sbm_pyg.sparsefinder.record`` has them. Out: sources of graphs, one for each layer, over the grids of
-Sparsefinder's slides. Not here: how good they are (``sweep.py``).
-"""
-
-from __future__ import annotations
+"""Sources of graphs for the layers of a trained model: fixed patterns, rules that look at tokens, and those that learn from its attention."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,40 +10,31 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, Tokens, patterns, selectors
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources.patterns import PatternSource
 from sbm_pyg.sources.selectors import SelectorSource
 from sbm_pyg.sparsefinder import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection
-from sbm_pyg.sparsefinder.predictors import blocks, bucketing, clustering, distance
+from sbm_pyg.sparsefinder.predictors import block_bigbird, bucketing, clustering, distance
 
 BLOCK, CENTROIDS = 4, 4  # tokens of a block, and centroids that bring blocks together
 SBM_BLOCKS = 16
 COUNTS = tuple(range(2, 21, 2))
 WINDOWS = (1, *range(3, 28, 2))
-GRIDS: dict[str, tuple[float, ...]] = {  # chooser: its knob, as the slides have it
+GRIDS: dict[str, tuple[float, ...]] = {  # source: its knob, as the slides of Sparsefinder have it
     "window": WINDOWS,
     "distance": tuple(number / 2 for number in range(1, 11)),
-    "buckets": COUNTS,
-    "clusters": COUNTS,
-    "blocks-v1": COUNTS[:5],
-    "blocks-v2": COUNTS[:5],
-    "random-blocks": COUNTS[:5],
-    "bigbird": COUNTS,
-    "longformer": COUNTS,
-    "stride": COUNTS,
-    "lsh": COUNTS,
-    "routing": COUNTS,
-    "sbm": COUNTS,
-    "top-k": COUNTS,
+    **dict.fromkeys(("buckets", "clusters"), COUNTS),
+    **dict.fromkeys(("blocks-v1", "blocks-v2", "random-blocks"), COUNTS[:5]),
+    **dict.fromkeys(("bigbird", "longformer", "stride", "lsh", "routing", "sbm", "top-k"), COUNTS),
 }
-LEARNT = ("distance", "buckets", "clusters", "blocks-v1", "blocks-v2", "routing", "sbm")
+LEARNED = ("distance", "buckets", "clusters", "blocks-v1", "blocks-v2", "routing", "sbm")
 ORACLES = ("top-k",)  # they look at every score, and so save nothing
 ALONE = ("window", "blocks-v1", "blocks-v2", "random-blocks")  # their window is a knob, or one of blocks
 
 
 @dataclasses.dataclass
-class Learnt:
-    """What was learnt of the attention of a layer."""
+class Learned:
+    """What was learned of the attention of a layer."""
 
     projection: Projection
     centroids: dict[int, Tensor]  # by how many, of tokens
@@ -58,22 +43,20 @@ class Learnt:
     sbm: SBMHead
 
     def state(self) -> dict[str, Any]:
-        """Tensors, to be saved."""
         parts = {"projection": self.projection.state_dict(), "sbm": self.sbm.state_dict()}
         return parts | {name: getattr(self, name) for name in ("centroids", "block_centroids", "route_centroids")}
 
 
-def make_learnt(channels: int, heads: int, dim: int) -> tuple[Projection, SBMHead]:
-    """The modules of a layer before they are fitted."""
+def make_learned(channels: int, heads: int, dim: int) -> tuple[Projection, SBMHead]:
     options: dict[str, Any] = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
     return Projection(channels, heads, dim), SBMHead(channels, heads, SBM_BLOCKS, **options)
 
 
-def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str) -> Learnt:
-    """Fits all choosers that learn to samples of a layer."""
+def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str) -> Learned:
+    """Fits all sources that learn to samples of a layer."""
     torch.manual_seed(seed)
     heads, _, channels = samples[0][0].shape
-    projection, sbm = make_learnt(channels, heads, dim)
+    projection, sbm = make_learned(channels, heads, dim)
     fit_projection(projection, samples, epochs=epochs, learning_rate=5e-3, seed=seed)
     fit_sbm(sbm, samples, epochs, seed)
     centroids, routes = {}, {}
@@ -83,11 +66,11 @@ def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str
         found = [KMeans(count, n_init=1, random_state=seed).fit(head.numpy()).cluster_centers_ for head in both]
         routes[count] = torch.stack([torch.from_numpy(each) for each in found]).to(both)
     of_blocks = fit_centroids(projection, samples, CENTROIDS, block_size=BLOCK, seed=seed)
-    return Learnt(projection, centroids, of_blocks, routes, sbm)
+    return Learned(projection, centroids, of_blocks, routes, sbm)
 
 
 def fit_sbm(head: SBMHead, samples: Sequence[Sample], epochs: int, seed: int) -> None:
-    """Fits a block model to gold graphs by the likelihood of their edges, as if their numbers followed Poisson's law: linear time."""
+    """Fits a block model to true graphs by the likelihood of their edges, as if their numbers followed Poisson's law: linear time."""
     optimizer = torch.optim.Adam(head.parameters(), 5e-3)
     random = torch.Generator().manual_seed(seed)
     for _ in tqdm(range(epochs), desc="block model", unit="epoch"):
@@ -102,14 +85,13 @@ def fit_sbm(head: SBMHead, samples: Sequence[Sample], epochs: int, seed: int) ->
 
 
 class Union(GraphSource):
-    """What a source chooses, and a window beside it."""
+    """The graph of a source, and a window."""
 
     def __init__(self, source: GraphSource, size: int) -> None:
         super().__init__()
         self.source, self.size = source, size
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As any source."""
         return Choice(self.source(tokens).graph | patterns.window(None, self.size, ptr=tokens.query_ptr))
 
 
@@ -121,11 +103,10 @@ class RandomBlocks(GraphSource):
         self.k = k
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As any source."""
         random = torch.Generator().manual_seed(tokens.seed)
         heads, count = tokens.heads, tokens.num_queries
         near, far, centroids = (torch.randn(heads, each, 4, generator=random) for each in (count, count, CENTROIDS))
-        return Choice(blocks(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
+        return Choice(block_bigbird(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
 
 
 def strided(n: None, stride: int, *, ptr: Tensor) -> AttentionGraph:
@@ -139,23 +120,15 @@ def reach(window: int) -> int | None:
     return (window - 1) // 2 if window else None
 
 
-def make(name: str, knob: float, window: int, layer: Learnt) -> GraphSource:
-    """The source of a layer.
-
-    Args:
-        name: One of ``GRIDS``.
-        knob: Its number there.
-        window: Tokens of the window beside it, an odd number; 0: none.
-        layer: What was learnt of the layer.
-    """
+def make(name: str, knob: float, window: int, layer: Learned) -> GraphSource:
+    """The source of a layer: one of ``GRIDS`` with its knob, and a window of an odd number of tokens, or none if 0."""
     count, size, heads = int(knob), reach(window), layer.projection.heads
+    centroids = layer.centroids.get(count)
     makers: dict[str, Callable[[], GraphSource]] = {
         "window": lambda: PatternSource(patterns.window, size=reach(count)),
         "distance": lambda: SparsefinderSource(layer.projection, distance, window=size, threshold=knob),
         "buckets": lambda: SparsefinderSource(layer.projection, bucketing, window=size, num_buckets=count),
-        "clusters": lambda: SparsefinderSource(
-            layer.projection, clustering, window=size, centroids=layer.centroids[count]
-        ),
+        "clusters": lambda: SparsefinderSource(layer.projection, clustering, window=size, centroids=centroids),
         "random-blocks": lambda: RandomBlocks(count),
         "bigbird": lambda: PatternSource(patterns.bigbird, size=size or 0, num_global=2, num_random=count, heads=heads),
         "longformer": lambda: PatternSource(patterns.global_tokens, num_global=count),
@@ -166,13 +139,9 @@ def make(name: str, knob: float, window: int, layer: Learnt) -> GraphSource:
         "top-k": lambda: SelectorSource(selectors.top_k, window=size, k=count),
     }
     if name.startswith("blocks"):
-        options: dict[str, Any] = {
-            "k": count,
-            "block_size": BLOCK,
-            "block_window": 1,
-            "centroids": layer.block_centroids,
-        }
+        options: dict[str, Any] = {"k": count, "block_size": BLOCK, "block_window": 1}
+        options["centroids"] = layer.block_centroids
         by = {"blocks-v1": "nearest", "blocks-v2": "shared"}[name]
-        return SparsefinderSource(layer.projection, blocks, by=by, **options)
+        return SparsefinderSource(layer.projection, block_bigbird, by=by, **options)
     source = makers[name]().eval()
     return Union(source, size) if name in ("longformer", "stride") and size is not None else source

@@ -1,12 +1,8 @@
-"""Causal models of sequences that differ in nothing but whom their tokens attend to.
-
-In: tokens, in sequences of one length. Out: logits, and the choice of each layer. Not here: tasks and training.
+"""Causal models of sequences that differ in nothing but their attention, and the methods of attention by name.
 
 Each layer is a gated short convolution, which binds neighbours, and then attention, as in the hybrids of "Zoology" (Arora et al.,
 2023). Every method has the convolution, and every graph the self-loops; densities are those of the pairs beyond.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from examples.common.command import read_method
 from sbm_pyg import (
     SBM,
     AttentionConv,
@@ -24,61 +21,55 @@ from sbm_pyg import (
     GraphSource,
     SBMAttentionConv,
     Tokens,
-    indexer,
-    patterns,
     sample_edges,
-    selectors,
 )
 from sbm_pyg.dense import FullAttention
+from sbm_pyg.sources import indexer, patterns, selectors
 
-METHODS = (
-    "full",
-    "dcmm",
-    "window",
-    "random",
-    "bigbird",
-    "top-k",
-    "blocks",
-    "lsh",
-    "routing",
-    "indexer",
-    "key-selection",
-    "sbm",
-)
+FIXED = ("window", "random", "bigbird", "top-k", "blocks", "lsh", "routing")
+METHODS = ("full", "dcmm", *FIXED, "indexer", "key-selection", "sbm")
 DENSE = ("full", "dcmm")  # attend to all pairs
+CONTROLS = ("schedule", "share", "none")
 BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
-    "estimator": "distill",
-    "parameterization": "overlapping",
-    "cluster_init": "orthogonal",
-    "num_blocks": 64,
+    "estimator": "distill", "parameterization": "overlapping", "cluster_init": "orthogonal", "num_blocks": 64,
     "groups": 1,  # of blocks, whose product they are
     "probes": 16.0,
-    "threshold": 0.05,  # running loss below which shares of the keys fall
+    "threshold": 0.05,  # running loss below which target densities fall
     "rate": 0.003,  # and by how much at a step
     "degree_corrected": 0,
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
-    "grain": 1,  # tokens of a block
+    "block_size": 1,  # tokens of a block
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
-    "control": "schedule",  # how shares of the keys reach the density; "share": they have it from the start; "none": no share
-}
+    "control": "schedule",  # of target densities, which fall; "share": they are low from the start; "none": no target
+}  # fmt: skip
 DCMM_OPTIONS: dict[str, Any] = {
-    "num_blocks": 100,
-    "degree": "relu",
-    "squash": 1,
-    "tied": 1,
-    "entropy_weight": 0.1,
-    "control": "none",
-}
+    "num_blocks": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",
+}  # fmt: skip
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "coins",  # or "top_k"
     "estimator": "distill",  # top_k: "imitate" or "none"
-    "detach": 0,
-    "threshold": 0.05,
-    "rate": 0.003,
-    "control": "schedule",
-}
+    "detach": 0, "threshold": 0.05, "rate": 0.003, "control": "schedule",
+}  # fmt: skip
 OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
+
+
+def options_of(method: str) -> tuple[str, dict[str, Any]]:
+    """Kind and options of a method.
+
+    >>> options_of("sbm:estimator=local,probes=8")[1]["probes"]
+    8.0
+    """
+    kind, options = read_method(method, METHODS, OPTIONS)
+    if options and options["control"] not in CONTROLS:
+        text = f"Expected option 'control' of 'methods' among {', '.join(CONTROLS)} (got {options['control']!r})."
+        raise ValueError(text)
+    return kind, options
+
+
+def run_name(method: str, density: float) -> str:
+    """The name of a run in tables; a method that attends to all pairs has no density."""
+    return method if method.partition(":")[0] in DENSE else f"{method} {100 * density:g} %"
 
 
 class FixedDensity(GraphSource):
@@ -86,8 +77,7 @@ class FixedDensity(GraphSource):
 
     Args:
         rule: "window", the last tokens; "random", each pair by itself; "bigbird", half of them a window and a quarter each random
-            and global, which may coincide; "top-k", the keys of the largest scores, found among all pairs: what a chooser could do
-            at best; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing" by centroids (Routing
+            and global, which may coincide; "top-k", the keys of the largest scores, found among all pairs; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing" by centroids (Routing
             Transformer), whose densities follow the tokens and are near to what is asked.
         density: Share of the pairs.
         channels, heads: Of the attention.
@@ -126,10 +116,6 @@ class FixedDensity(GraphSource):
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
             graph = sample_edges(sbm, seed=seed)
         return Choice(graph).force(loops)
-
-    def extra_repr(self) -> str:
-        """The rule and the density."""
-        return f"{self.rule}, density={self.density}"
 
 
 def _reached(size: int, length: int) -> float:
@@ -179,13 +165,12 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
     if method != "sbm":
         scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads)
         share, detach = None if options["control"] == "none" else 1.0, bool(options["detach"])
-        source = indexer.IndexerSource(
-            scorer, select=options["select"], share=share, detach=detach, window=options.get("window", 0)
-        )
+        own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
+        source = indexer.IndexerSource(scorer, share=share, **own)
         return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "grain")}
+    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size")}
     rest["detach"] = bool(options["detach"])
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
@@ -218,39 +203,22 @@ class Layer(nn.Module):
 
 
 class Recaller(nn.Module):
-    """Two layers or more between an embedding of tokens and a distribution over them."""
+    """Two layers or more between an embedding of tokens and a distribution over them, which share their weights."""
 
     def __init__(
-        self,
-        num_tokens: int,
-        channels: int,
-        layers: int,
-        make: Callable[[], nn.Module],
-        *,
-        tied: bool = True,
-        width: int = 3,
+        self, num_tokens: int, channels: int, layers: int, make: Callable[[], nn.Module], *, width: int = 3
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(num_tokens, channels)
         self.layers = nn.ModuleList(Layer(channels, make(), width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(channels), nn.Linear(channels, num_tokens)
-        if tied:
-            nn.init.normal_(self.embed.weight, std=channels**-0.5)
-            self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=channels**-0.5)
+        self.head.weight = self.embed.weight
 
     def forward(
         self, tokens: Tensor, places: Tensor | None = None, seed: int = 0
     ) -> tuple[Tensor, list[Choice | None]]:
-        """Predict at some places of each sequence, or at all.
-
-        Args:
-            tokens: ``[B, L]`` int64.
-            places: ``[B, Q]``, or None for all.
-            seed: Of the graphs.
-
-        Returns:
-            Logits ``[B, Q, num_tokens]``, and the choice of each layer (None for full attention).
-        """
+        """Logits ``[B, Q, num_tokens]`` at positions ``[B, Q]`` of tokens ``[B, L]``, or at all; and the choice of each layer, if any."""
         batch, length = tokens.shape
         ptr = torch.arange(batch + 1, device=tokens.device) * length
         x, choices = self.embed(tokens.flatten()), []
@@ -260,3 +228,24 @@ class Recaller(nn.Module):
         if places is not None:
             x = x[(places + ptr[:-1, None]).flatten()]
         return self.head(self.norm(x)).unflatten(0, (batch, -1)), choices
+
+
+def make_recaller(run: Any, num_tokens: int, window: int = 0, width: int = 3) -> tuple[Recaller, dict[str, Any] | None]:
+    """The model of a run, and the options of its method if its sources have target densities, else None.
+
+    ``window`` is that of the block models and indexers, ``width`` that of the convolution.
+    """
+    torch.manual_seed(run.seed)
+    kind, options = options_of(run.method)
+
+    def make() -> nn.Module:
+        return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
+
+    model = Recaller(num_tokens, run.channels, run.layers, make, width=width)
+    return model, options if options and options["control"] != "none" else None
+
+
+def beyond(graph: AttentionGraph) -> float:
+    """Density of the pairs beyond self-loops, which all are in the graph."""
+    loops = graph.heads * graph.num_queries
+    return (graph.num_edges - loops) / (graph.heads * float(graph.pairs_per_sequence.sum()) - loops)

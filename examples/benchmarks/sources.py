@@ -1,46 +1,30 @@
-"""Times every chooser of graphs on longer and longer sequences: does its cost grow as its law says, and its memory with it?
+"""Times every source of graphs on longer and longer sequences, and compares the growth of time and memory with its law.
 
-    python -m examples.benchmarks.choosers                                    about ten minutes on one core
-    python -m examples.benchmarks.choosers --choosers lsh sbm --tokens 4096 65536
+    python -m examples.benchmarks.sources                                    about ten minutes on one core
+    python -m examples.benchmarks.sources --sources lsh sbm --tokens 4096 65536
 
-Each graph has some 32 edges a token. First, on 256 tokens, every chooser must agree with itself when it looks at few rows at a time.
-Memory is the peak of the process beyond what it held before (Linux alone). Expect exponents near 1, and near 2 for what
-scores all pairs; no chooser makes an array of N x N.
+Each graph has some 32 edges a token. First, on 256 tokens, every source must make the same graph when it looks at few rows at a time.
+Memory is the peak of the process beyond what it held before (Linux alone). Expect exponents near 1, and near 2 for sources that
+score all pairs; no source makes an array of N x N.
 """
 
-# ruff: noqa: E402
-from __future__ import annotations
-
-import argparse
 from pathlib import Path
+
+from examples.common.command import Command
 
 LAWS = {  # exponent of N in the time of each, with the options below
     "sbm": 1, "lsh": 1, "bucketing": 1, "routing": 1.5, "clustering": 1.5, "block_top_k": 2, "distance": 2, "top_k": 2,
     "indexer": 2, "indexer_top_k": 2,
 }  # fmt: skip
-NAMES = (*LAWS,)
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--choosers", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"of {', '.join(NAMES)}"
-    )
-    sizes = [2**n for n in range(10, 17)]
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, default=sizes, metavar="N", help="lengths (default: 1024 to 65536)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="no longer sequence after one that took so long (default: 60)"
-    )
-    parser.add_argument("--csv", type=Path, default=Path("choosers.csv"), help="where to write (default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
+command = Command("python -m examples.benchmarks.sources", __doc__)
+command.option("sources", [*LAWS], f"of {', '.join(LAWS)} (default: all)", choices=LAWS, metavar="NAME")
+command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N")
+command.option("seconds", 60.0, "no longer sequence after one that took so long")
+command.option("csv", Path("sources.csv"), "where to write")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
+    command.read(None)
 
-import csv
 import ctypes
 import math
 import os
@@ -50,8 +34,9 @@ from collections.abc import Callable
 
 import torch
 
+from examples.common.tables import markdown, write_csv
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
-from sbm_pyg.progress import tqdm
+from sbm_pyg.info import tqdm
 from sbm_pyg.sources import pairs
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors
@@ -60,12 +45,12 @@ Graph = Callable[[Tokens], AttentionGraph]
 EDGES, CHANNELS, DIM = 32, 64, 4
 
 
-def choosers(n: int) -> dict[str, Graph]:
-    """Each chooser with the options that give some 32 edges a token; queries and keys are ``[1, n, 64]``."""
+def sources(n: int) -> dict[str, Graph]:
+    """Each source with the options that give some 32 edges a token; queries and keys are ``[1, n, 64]``."""
     torch.manual_seed(0)
     share, groups = EDGES / n, max(2, n // EDGES)
     projection, centroids = sparsefinder.Projection(CHANNELS, dim=DIM), torch.randn(1, math.isqrt(n), CHANNELS)
-    sources = {
+    modules = {
         "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), share=share),
         "indexer": IndexerSource(Indexer(CHANNELS), share=share),
         "indexer_top_k": IndexerSource(Indexer(CHANNELS), select="top_k", k=EDGES),
@@ -87,7 +72,7 @@ def choosers(n: int) -> dict[str, Graph]:
     def of(source: GraphSource) -> Graph:
         return lambda tokens: source(tokens).graph
 
-    return found | {name: of(source.eval()) for name, source in sources.items()}
+    return found | {name: of(source.eval()) for name, source in modules.items()}
 
 
 def memory(field: str) -> float:
@@ -103,51 +88,48 @@ def measure(graph: Graph, n: int) -> dict[str, float]:
     """Seconds, peak memory and edges of one graph."""
     query, key = torch.randn(2, 1, n, CHANNELS, generator=torch.Generator().manual_seed(n)).unbind(0)
     if os.access("/proc/self/clear_refs", os.W_OK):
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before, start = memory("VmRSS"), time.perf_counter()
     edges = graph(Tokens(query, key, bipartite=False)).num_edges
     return {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": edges / n}
 
 
 def gate(name: str) -> None:
-    """Refuse a chooser whose graph depends on how many rows it looks at."""
+    """Refuses a source whose graph depends on how many rows it looks at."""
     whole, pairs.CHUNK = pairs.CHUNK, 2**10
     try:
         query, key = torch.randn(2, 1, 256, CHANNELS).unbind(0)
-        tokens = Tokens(query, key, bipartite=False)
-        few = choosers(256)[name](tokens)
+        few = sources(256)[name](Tokens(query, key, bipartite=False))
     finally:
         pairs.CHUNK = whole
-    if few != choosers(256)[name](tokens):
+    if few != sources(256)[name](Tokens(query, key, bipartite=False)):
         sys.exit(f"{name}: other graphs with fewer rows at a time")
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+    given = command.read(arguments)
     torch.set_num_threads(1)
     rows = []
-    for name in tqdm(given.choosers, unit="chooser"):
+    for name in tqdm(given.sources, unit="source"):
         gate(name)
-        measure(choosers(1024)[name], 1024)  # compiles kernels
+        measure(sources(1024)[name], 1024)  # compiles kernels
         for n in sorted(given.tokens):
-            rows.append({"chooser": name, "tokens": n, **measure(choosers(n)[name], n)})
+            rows.append({"source": name, "tokens": n, **measure(sources(n)[name], n)})
             if rows[-1]["seconds"] > given.seconds:
                 break
-    with given.csv.open("w", newline="") as file:
-        table = csv.DictWriter(file, [*rows[0]])
-        table.writeheader()
-        table.writerows(rows)
-    print("| chooser | edges a token | longest | seconds | MiB | memory grows as N^ | time grows as N^ | law |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for name in given.choosers:
-        own = [row for row in rows if row["chooser"] == name]
+    write_csv(given.csv, rows)
+    lines = []
+    for name in given.sources:
+        own = [row for row in rows if row["source"] == name]
         last, past = own[-1], own[max(0, len(own) - 3)]
         ratio = math.log(last["tokens"] / past["tokens"]) or math.nan
         growth = [math.log(max(last[x], 1e-9) / max(past[x], 1e-9)) / ratio for x in ("MiB", "seconds")]
         numbers = [f"{last['edges']:.1f}", f"{last['tokens']:,}", f"{last['seconds']:.3g}", f"{last['MiB']:.0f}"]
-        print("| " + " | ".join([name, *numbers, *(f"{each:.2f}" for each in growth), f"{LAWS[name]:g}"]) + " |")
+        lines.append([name, *numbers, *(f"{each:.2f}" for each in growth), f"{LAWS[name]:g}"])
+    header = ["source", "edges a token", "longest", "seconds", "MiB", "memory grows as N^", "time grows as N^", "law"]
+    print(markdown(header, lines))
 
 
 if __name__ == "__main__":

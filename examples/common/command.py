@@ -1,0 +1,101 @@
+"""The command line of a program, which is read before torch is imported: options, their checks, and how a program ends."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Command(argparse.ArgumentParser):
+    """Options with usual values and bounds.
+
+    Args:
+        program: As it is called, or None for the name of the file.
+        about: Text of the help, printed as it stands.
+    """
+
+    def __init__(self, program: str | None, about: str | None, **options: Any) -> None:
+        super().__init__(program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.bounds: list[tuple[str, str, float]] = []
+
+    def option(self, name: str, usual: Any, words: str = "", above: Any = None, least: Any = None, **more: Any) -> None:
+        """Adds ``--name`` of the type of its usual value, several values if that is a list, above a bound or of at least one."""
+        if isinstance(usual, list):
+            more = {"nargs": "+", "type": type(usual[0]), "metavar": name[0].upper()} | more
+            shown = " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in usual)
+        else:
+            more, shown = {"type": type(usual)} | ({"metavar": "DIR"} if name == "output" else {}) | more, "%(default)s"
+        words = words if "(default" in words else f"{words} (default: {shown})".strip()
+        self.add_argument(f"--{name}", default=usual, help=words, **more)
+        self.bound(name, above=above, least=least)
+
+    def bound(self, *names: str, above: float | None = None, least: float | None = None) -> None:
+        """Refuses smaller values of options when they are read."""
+        for word, value in (("above", above), ("at least", least)):
+            self.bounds += [(name, word, value) for name in names if value is not None]
+
+    def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
+        given = self.parse_args(arguments)
+        given.fail = self.error
+        for name, word, bound in self.bounds:
+            value = getattr(given, name.replace("-", "_"))
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and (each <= bound if word == "above" else each < bound):
+                    self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
+        return given
+
+    def require(self, met: Any, words: str, got: Any, way_out: str = "See --help.") -> None:
+        """Ends the program with an error unless a condition is met."""
+        if not met:
+            self.error(f"Expected {words} (got {got}). {way_out}")
+
+    def require_files(self, **files: Sequence[Path]) -> None:
+        """Ends the program unless all options name files of text."""
+        missing = [str(path) for paths in files.values() for path in paths if not path.is_file()]
+        names = " and ".join(f"'{name}'" for name in files)
+        self.require(
+            not missing and all(files.values()), f"{names} to be files of text", ", ".join(missing) or "none",
+            "Give their paths, as in --help.",
+        )  # fmt: skip
+
+
+def program(
+    parse: Callable[..., argparse.Namespace], work: Callable[[argparse.Namespace], Iterable[Path]]
+) -> Callable[..., None]:
+    """The ``main`` of a program that yields the files that it writes; a ``ValueError`` ends it as a wrong option does."""
+
+    def main(arguments: Sequence[str] | None = None) -> None:
+        given = parse(arguments)
+        try:
+            paths = [*work(given)]
+        except ValueError as error:
+            given.fail(str(error))
+        for path in paths:
+            print(f"wrote {path}", file=sys.stderr)
+
+    return main
+
+
+def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Kind and options of a method as text, with usual values for options that it leaves out.
+
+    >>> read_method("sbm:probes=8", ("full", "sbm"), {"sbm": {"probes": 16.0, "estimator": "local"}})
+    ('sbm', {'probes': 8.0, 'estimator': 'local'})
+    """
+    kind, _, own = method.partition(":")
+    if kind not in methods:
+        raise ValueError(f"Expected 'methods' among {', '.join(methods)} (got {kind!r}). See --help.")
+    options = dict(usual.get(kind, {}))
+    for pair in filter(None, own.split(",")):
+        name, _, value = pair.partition("=")
+        if name not in options or not value:
+            known = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+            raise ValueError(f"Expected options of {kind!r} in 'methods' among {known} (got {method!r}).")
+        try:
+            options[name] = type(options[name])(value)
+        except ValueError:
+            text = f"Expected option {name!r} of 'methods' to be a number (got {value!r}). See --help."
+            raise ValueError(text) from None
+    return kind, options

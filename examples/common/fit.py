@@ -1,0 +1,115 @@
+"""The training loop that programs share: from a model and its losses to rows of evaluations, with checkpoints to go on from."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.common.runs import claim, read_state, write_checkpoint
+from examples.common.tables import Row, add, read
+from sbm_pyg import ShareSchedule, auxiliary_loss
+from sbm_pyg.info import tqdm
+from sbm_pyg.ops.cpu.threads import flushed_subnormals
+
+WARMUP, DECAY = 0.05, 0.3  # parts of the steps in which the learning rate rises, and falls to 0
+
+
+def trapezoid(time: float) -> float:
+    """Factor of the learning rate from the part of the steps that is over: it rises, stays, and falls."""
+    return min(time / WARMUP, 1.0, (1 - time) / DECAY)
+
+
+def fit(
+    model: torch.nn.Module,
+    schedule: ShareSchedule | None,
+    run: Any,
+    path: Path,
+    losses: Callable[[int], Tensor],
+    measure: Callable[[], list[Row]],
+    rate_at: Callable[[float], float] = trapezoid,
+) -> list[Row]:
+    """Trains a model, or goes on from its checkpoint.
+
+    Args:
+        model: The model.
+        schedule: Lowers the target densities of the model's sources, or None.
+        run: A dataclass that decides the outcome, with ``steps``, ``learning_rate``, ``weight_decay`` and ``evaluations``.
+        path: Of the checkpoint.
+        losses: The loss of a step, counted from 0.
+        measure: Rows of an evaluation.
+        rate_at: Factor of the learning rate, from the part of the steps that is over.
+
+    Returns:
+        Rows of all evaluations, with "step", "loss" and "seconds".
+    """
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
+    for name, parameter in model.named_parameters():
+        groups[".source." in name]["params"].append(parameter)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], run.learning_rate)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at((step + 1) / (run.steps + 1)))
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "rate": rate}
+    parts |= {"schedule": schedule} if schedule else {}
+    rows: list[Row] = []
+    step, seconds = 0, 0.0
+    if state := read_state(path, dataclasses.asdict(run)):
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        rows, step, seconds = state["rows"], state["step"], state["seconds"]
+        torch.set_rng_state(state["random"])  # of dropout
+    began = time.perf_counter() - seconds
+    every = max(1, run.steps // run.evaluations)
+    with flushed_subnormals(), tqdm(total=run.steps, initial=step, desc=path.stem, unit="step") as bar:
+        while step < run.steps:
+            loss = losses(step)
+            optimizer.zero_grad()
+            (loss + auxiliary_loss(model)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            rate.step()
+            if schedule:
+                schedule.step(loss)
+            step += 1
+            bar.update()
+            if step % every == 0 or step == run.steps:
+                model.eval()
+                with torch.no_grad():
+                    found = measure()
+                model.train()
+                seconds = time.perf_counter() - began
+                rows += [{**row, "step": step, "loss": loss.item(), "seconds": seconds} for row in found]
+                share = f", share {schedule.share:.3f}" if schedule else ""
+                bar.set_postfix_str(f"loss {loss.item():.3f}{share}")
+                state = {name: part.state_dict() for name, part in parts.items()}
+                state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
+                write_checkpoint(path, state | {"random": torch.get_rng_state()})
+    return rows
+
+
+def make_schedule(model: torch.nn.Module, density: Any, control: str, **pace: Any) -> ShareSchedule | None:
+    """Lowers target densities to a density at a pace ("schedule"), or at once ("share"), or never ("none")."""
+    if control == "none":
+        return None
+    schedule = ShareSchedule(model, density, **pace)
+    if control == "share":
+        schedule.load_state_dict({"share": density, "running": None})
+    return schedule
+
+
+def train_missing(
+    folder: Path, program: str, settings: Mapping[str, Any], runs: Sequence[Any], train: Callable[[Any], list[Row]]
+) -> None:
+    """Adds the rows of runs to ``rows.csv`` in the folder of a program; runs whose ``known`` cells are there are left out."""
+    path = folder / "rows.csv"
+    with claim(folder, program, settings):
+        for run in runs:
+            if not any(all(row[name] == value for name, value in run.known.items()) for row in read(path)):
+                add(path, train(run))
+
+
+def file_name(*words: Any) -> str:
+    """The name of a checkpoint, without characters that shells take for their own."""
+    return "-".join(map(str, words)).translate(str.maketrans(":= ", "+_-")) + ".pt"
