@@ -144,7 +144,7 @@ def test_what_is_asked_for_is_what_is_taken(name: str, asked: list[int]) -> None
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("distance", "ground_truth", "indexer")])
 def test_it_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "LARGE", 2**18)
+    monkeypatch.setattr(checks, "MIN_CHECKED_BYTES", 2**18)
     monkeypatch.setattr(checks, "available", lambda device: 2**19)
     with Live() as live, pytest.raises(ValueError, match="to ask for no more than memory holds"):
         BUILDERS[name]()
