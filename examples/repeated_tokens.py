@@ -121,7 +121,7 @@ def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
 def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
     """What is minimised, and the task's loss in it."""
     numbers, labels, ptr = make_batch(settings.batch_size, settings.tokens, random_word(settings.seed, 0, step))
-    layer = model.encoder.get_submodule("blocks.0.attention")
+    layer = model.encoder.get_submodule("layers.0.attention")
     if isinstance(layer, SBMAttentionConv) and isinstance(layer.estimator, Concrete):
         layer.estimator.temperature = max(0.1, 1 - step / settings.steps)
     logits, trace = model(numbers.flatten(), ptr, seed=random_word(settings.seed, 3, step), return_trace=True)

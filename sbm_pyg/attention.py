@@ -92,6 +92,7 @@ class AttentionConv(EdgeAttention):
         - output ``[N, H*C]``, or ``[N, C]`` with ``concat=False``.
 
     Example:
+        >>> import torch
         >>> from sbm_pyg import patterns
         >>> conv = AttentionConv(16, 8, heads=2, source=patterns.PatternSource(patterns.window, size=2))
         >>> x, ptr = torch.randn(30, 16), torch.tensor([0, 10, 30])  # two sequences
@@ -399,6 +400,7 @@ class SBMAttentionConv(AttentionConv):
         TypeError, ValueError: As :class:`AttentionConv` and :class:`~sbm_pyg.SBMSource`.
 
     Example:
+        >>> import torch
         >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4)
         >>> x, ptr = torch.randn(30, 16), torch.tensor([0, 10, 30])  # two sequences
         >>> out, choice = conv(x, ptr=ptr, seed=0, return_choice=True)

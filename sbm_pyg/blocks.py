@@ -111,7 +111,12 @@ class BlockGraph(AttentionGraph):
     ) -> BlockGraph:
         """Make a graph without checks, from blocks that fit the tokens by construction."""
         graph: BlockGraph = object.__new__(cls)
-        fields: dict[str, Any] = {"_blocks": blocks, "_block_size": block_size, "query_ptr": query_ptr, "key_ptr": key_ptr}
+        fields: dict[str, Any] = {
+            "_blocks": blocks,
+            "_block_size": block_size,
+            "query_ptr": query_ptr,
+            "key_ptr": key_ptr,
+        }
         fields |= {"num_queries": num_queries, "num_keys": num_keys}
         for name, value in (fields | {"heads": blocks.heads, "is_causal": blocks.is_causal}).items():
             object.__setattr__(graph, name, value)

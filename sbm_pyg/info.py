@@ -28,7 +28,7 @@ from .ops.cpu import amx, threads
 from .ops.reference import edges as reference_edges
 from .ops.reference import sampling as reference_sampling
 
-__all__ = ["collect", "main", "self_test"]
+__all__ = ["collect", "main", "self_test", "tqdm"]
 
 CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors")
 OPTIONAL = {

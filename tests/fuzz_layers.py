@@ -2054,6 +2054,7 @@ ESTIMATOR_NAMES = [
 MODULES |= {"models": models, "ragged": ragged, "info": info}
 EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
+    **dict.fromkeys(("info.tqdm", "info.tqdm.refresh"), "a progress bar, see test_progress.py"),
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
                     "a schedule of a model, see test_share.py"),

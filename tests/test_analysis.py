@@ -465,7 +465,7 @@ def test_is_hamiltonian_path() -> None:
 def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         TypeError,
-        match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). `AttentionGraph.from_edge_index` makes one.",
+        match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). Build one with `AttentionGraph.from_edge_index`.",
     ):
         hamiltonian_path(nx.Graph())
     for function in (graph_statistics, to_networkx):

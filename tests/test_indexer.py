@@ -432,7 +432,6 @@ X = torch.ones(2, 5, 3)
         (lambda: Indexer(0), ValueError, r"Expected 'channels' to be at least 1 \(got 0\)"),
         (lambda: KeyScorer(3, hidden=cast(int, 2.5)), TypeError, "Expected 'hidden' to be an int"),
         (lambda: Indexer(3)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 3\]"),
-        (lambda: Indexer(2**20, 2**10), ValueError, "Expected 'heads' "),
         (lambda: IndexerSource(cast(nn.Module, "indexer")), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
         (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
         (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),

@@ -368,7 +368,7 @@ STACKS: dict[str, Callable[[], torch.nn.Module]] = {
     ("kind", "training", "dynamic"),
     [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)],
 )
-def test_inductor_of_layers_probability_error_mask(kind: str, training: bool, dynamic: bool | None) -> None:
+def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
     """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     command.option("heads", 2, above=0)
     command.option("channels", 32, "of a head", above=0)
-    command.option("block_size", 64, "tokens of a block", above=0)
+    command.option("block-size", 64, "tokens of a block", above=0)
     peers = (*ATTENTION, *LAYERS)
     command.option("peers", [*peers], "(default: all)", choices=peers, metavar=None)
     command.option("seconds", 5.0, "limit of one call, above which it is timed once", metavar="S", above=0)
@@ -165,14 +165,13 @@ def _flex(inputs: Inputs) -> Forward:
 
 def _edges(inputs: Inputs) -> Forward:
     attend: Any = ops.edge_attention
-    graph = (inputs.graph.rowptr, inputs.graph.col)
-    return lambda *leaves: attend(*leaves, *graph, scale=inputs.scale)[0]
+    return lambda *leaves: attend(*leaves, inputs.graph.rows, scale=inputs.scale)[0]
 
 
 def _blocks(inputs: Inputs) -> Forward:
     graph: Any = inputs.graph
     attend: Any = ops.block_attention
-    layout = (graph.blocks.rowptr, graph.blocks.col, (graph.query_ptr, graph.key_ptr), inputs.block_size)
+    layout = (graph.blocks.rows, (graph.query_ptr, graph.key_ptr), inputs.block_size)
     return lambda *leaves: attend(*leaves, *layout, scale=inputs.scale)[0]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from examples.benchmarks import sources
 from examples.common.tables import read
-from sbm_pyg import AttentionGraph
+from sbm_pyg import AttentionGraph, Tokens
 from sbm_pyg.sources import pairs, patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,8 +25,8 @@ def test_every_source_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_source_that_depends_on_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(query: Tensor, key: Tensor) -> AttentionGraph:
-        return patterns.window(query.size(1), 1 + (pairs.CHUNK < 2**20))
+    def wrong(tokens: Tokens) -> AttentionGraph:
+        return patterns.window(tokens.num_queries, 1 + (pairs.CHUNK < 2**20))
 
     monkeypatch.setattr(sources, "sources", lambda n: {"lsh": wrong})
     with pytest.raises(SystemExit, match="lsh: other graphs with fewer rows at a time"):
