@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from examples.benchmarks import sources
 from examples.common.tables import read
