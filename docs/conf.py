@@ -29,7 +29,6 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 autodoc_default_options = {"exclude-members": "forward, message, message_and_aggregate, training, extra_repr"}
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["Shapes"]

@@ -474,8 +474,8 @@ class BlockPool(torch.nn.Module):
         TypeError, ValueError: A size is not a positive integer.
 
     Shapes:
-        - tokens of blocks ``[H, n, block_size, C]`` and a mask ``[n, block_size]`` bool, False on padding; output ``[H,
-        n, C]``.
+        - tokens of blocks ``[H, n, block_size, C]`` and a mask ``[n, block_size]`` bool, False on padding;
+        - output ``[H, n, C]``.
     """
 
     def __init__(self, channels: int, heads: int = 1) -> None:
