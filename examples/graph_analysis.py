@@ -34,8 +34,8 @@ def communities(tokens: int, blocks: int, density: float) -> SBM:
 
 def describe(graph: AttentionGraph, sbm: SBM) -> str:
     """What a graph of one head and one sequence can carry, each answer with its evidence."""
-    known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "block"
-    inside = sum(known.nodes[key]["block"] == known.nodes[query]["block"] for key, query in known.edges)
+    known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "community"
+    inside = sum(known.nodes[key]["community"] == known.nodes[query]["community"] for key, query in known.edges)
     return f"""{graph}
   edges inside a block   {inside / known.number_of_edges():.1%}
   strongly connected     {nx.is_strongly_connected(known)}

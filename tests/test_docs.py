@@ -160,8 +160,11 @@ def test_links_between_pages_lead_to_files() -> None:
 def test_every_public_name_is_on_an_api_page() -> None:
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     for name in sbm_pyg.__all__:
-        kind = "automodule" if inspect.ismodule(getattr(sbm_pyg, name)) else "auto(class|function)"
-        assert re.search(rf"^\.\. {kind}:: sbm_pyg\.{name}$", pages, re.MULTILINE), name
+        thing = getattr(sbm_pyg, name)
+        kind, full = "auto(class|function)", f"sbm_pyg.{name}"
+        if inspect.ismodule(thing):
+            kind, full = "automodule", thing.__name__
+        assert re.search(rf"^\.\. {kind}:: {re.escape(full)}$", pages, re.MULTILINE), name
 
 
 def test_citation_and_changelog_have_the_version() -> None:
