@@ -1656,7 +1656,7 @@ def _analysis_networkx(d: Draw) -> Case:
         if (
             sbm is not None
             and tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix)
-            and bool((chances(sbm) <= 1).all())
+            and bool(((chances(sbm) >= 0) & (chances(sbm) <= 1)).all())
         ):
             expect(
                 all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability"

@@ -511,7 +511,7 @@ def test_entmax_attention_is_its_definition(
     query, key, value, gate, bias = leaves
     rows = graph.rows._replace(bias=bias)
     out = ops.edge_entmax(query, key, value, rows, gate, 0.9, gate_form, dropout, 7, alpha)
-    logit = 0.9 * ops.edge_dot(query, key, rows)
+    logit = 0.9 * ops.edge_dot(query, key, graph.rows)
     if gated:
         logit = logit * gate if gate_form == "score" else logit + gate.log()
     logit = logit + bias if biased else logit

@@ -73,6 +73,17 @@ def _check_rows_tuple(rows: Any, name: str = "rows") -> None:
     checks.check_tuple(name, rows, "rowptr, col and a bias or None, as `ops.Rows`", 3)
 
 
+def _without_bias(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Offsets and keys of rows for an op that takes no bias; raise ValueError if there is one."""
+    _check_rows_tuple(rows)
+    if rows[2] is not None:
+        raise ValueError(
+            f"Expected 'rows' without a bias (got {type(rows[2]).__name__}). This op adds none: pass "
+            "`rows._replace(bias=None)`."
+        )
+    return rows[0], rows[1]
+
+
 def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
     """Dot product of the two ends of each edge: ``out[e] = <query[h, i], key[h, j]>``.
 
@@ -81,8 +92,8 @@ def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
     Args:
         query: One vector per head and query, ``[H, N, K]``.
         key: One vector per head and key, ``[H, M, K]``.
-        rows: The edges; a bias is not used. As in all ops, only shapes are checked: :class:`sbm_pyg.AttentionGraph`
-            checks values.
+        rows: The edges, without a bias. As in all ops, only shapes are checked: :class:`sbm_pyg.AttentionGraph` checks
+            values.
 
     Returns:
         ``[E]`` in the dtype of ``query``.
@@ -92,8 +103,7 @@ def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
             ops.
         TypeError, ValueError: Shapes or types do not fit.
     """
-    _check_rows_tuple(rows)
-    rowptr, col, _ = rows
+    rowptr, col = _without_bias(rows)
     checks.edge_rows(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
 
@@ -144,13 +154,12 @@ def edge_gate(rate: Tensor, member: Tensor, rows: Rows) -> Tensor:
     Args:
         rate: ``Y S``, ``[H, N, K]``.
         member: ``Z``, ``[H, M, K]``.
-        rows: The edges; a bias is not used.
+        rows: The edges, without a bias.
 
     Returns:
         Ones, ``[E]``.
     """
-    _check_rows_tuple(rows)
-    rowptr, col, _ = rows
+    rowptr, col = _without_bias(rows)
     checks.edge_rows(rowptr, col, rate, key=member, ends=("rate", "member"))
     return schemas.EdgeGate.apply(rate, member, rowptr, col)
 
