@@ -435,7 +435,8 @@ def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> No
 
 
 @ON_ONE_SIDE
-@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 223, 4), (True, 302, 6)])
+# One launch copies the offsets, which may be edited between the passes.
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 224, 4), (True, 302, 6)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
