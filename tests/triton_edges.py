@@ -54,7 +54,7 @@ def test_tiles_may_have_any_size(words: int, edges: int, monkeypatch: pytest.Mon
     """As the benchmark of a GPU tries them."""
     rows = MODULES_BY_NAME["rows"]
     monkeypatch.setattr(rows, "TILE_WORDS", words)
-    assert rows.tiles(torch.float32, 32)["EDGES"] == edges
+    assert rows.tile_options(torch.float32, 32)["EDGES"] == edges
     test_ops.test_attention_equals_the_reference("bipartite", *ALL, (16, 48))
     test_estimators.test_effect_equals_the_reference("bipartite", True, (16, 48))
 
@@ -92,13 +92,15 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
     monkeypatch.setattr(rows, "MAX_EDGES_PER_PROGRAM", long)
     lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
     ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
-    work, pieces = rows.Shared(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
-    assert work.more.cpu().diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
-    assert work.programs >= work.more[-1]
-    assert rows.Shared(ptr, int(ptr[-1]), torch.empty(0)).more is work.more
-    assert rows.Shared(ptr, long, torch.empty(0)).more is None
+    work, pieces = rows.SplitRows(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
+    assert (
+        work.piece_ends.cpu().diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
+    )
+    assert work.programs >= work.piece_ends[-1]
+    assert rows.SplitRows(ptr, int(ptr[-1]), torch.empty(0)).piece_ends is work.piece_ends
+    assert rows.SplitRows(ptr, long, torch.empty(0)).piece_ends is None
     with torch.inference_mode():
-        assert torch.equal(rows.Shared(ptr.clone(), int(ptr[-1]), torch.empty(0)).more, work.more)
+        assert torch.equal(rows.SplitRows(ptr.clone(), int(ptr[-1]), torch.empty(0)).piece_ends, work.piece_ends)
 
 
 def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,8 +180,8 @@ def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: py
     """More panels than are joined at once, and more proposals than one Poisson count draws; rows share one scratch."""
     monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", 0.0)
     monkeypatch.setattr(reference_sampling, "GAP_COST", math.inf)
-    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "ROOM", 1)
-    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "JOINED", 2)
+    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "MAX_PROPOSAL_BYTES", 1)
+    monkeypatch.setattr(MODULES_BY_NAME["sampling"], "PANELS_PER_STEP", 2)
     random = torch.Generator().manual_seed(8)
     y, z = torch.zeros(1, 160, 2), torch.randint(12, 17, (1, 160, 2), generator=random) / 16
     y[:, -1] = 0.48
