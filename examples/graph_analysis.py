@@ -3,7 +3,7 @@
     pip install -e ".[analysis]"
     python examples/graph_analysis.py
 
-Expect a Hamiltonian path at densities of 5 and 15 %, and at 2 % the proof that there is none: two tokens that no edge enters.
+Expect a Hamiltonian path at densities of 5 and 15 %, and at 2 % a proof that no path exists: two tokens have no incoming edge.
 The paper's construction (lemma 2) is universal: after s = 5 steps every token has information from every other.
 """
 

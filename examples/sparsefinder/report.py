@@ -62,7 +62,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def best(points: Sequence[Point], level: float) -> float:
-    """The largest second number among points whose first is a level or more; NaN if there are none."""
+    """The largest second number of points whose first is at least a level; NaN without such points."""
     return max((y for x, y in points if x >= level), default=math.nan)
 
 

@@ -65,7 +65,7 @@ class Universality:
         missing_self_loops: For each pattern, the tokens that do not attend to themselves (condition 1).
         hamiltonian: A path through the union, a certificate of absence, or the time spent (condition 2).
         s: The least number of steps after which every token has received information from every other (condition 3);
-            ``math.inf`` if there is none, None if the time did not suffice.
+            ``math.inf`` if no number suffices, None if the time limit was reached first.
         strongly_connected: The union has a walk from every token to every other. Given condition 1, this is equivalent
             to a finite s.
         unreached: Two tokens a, b such that no information of a ever reaches b, if the union is not strongly connected;
@@ -216,7 +216,7 @@ def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0
         time_limit: Seconds, positive, without the compilation of kernels in the first call.
 
     Returns:
-        s; ``math.inf`` if there is none; None if the time did not suffice.
+        s; ``math.inf`` if no s exists; None if the time limit was reached first.
 
     Raises:
         TypeError, ValueError: As :func:`universality`.

@@ -80,7 +80,7 @@ class Certificate:
 class HamiltonianPath:
     """Result of :func:`hamiltonian_path`.
 
-    Its truth value is True if a path was found, False if there is none, and an error if that is unknown.
+    Its truth value is True if a path was found, False if no path exists, and an error if that is unknown.
 
     Args:
         status: ``"FOUND"``, ``"ABSENT"`` or ``"UNKNOWN"``.
@@ -113,7 +113,7 @@ class HamiltonianPath:
 
 
 def hamiltonian_path(graph: AttentionGraph, *, time_limit: float = 10.0, seed: int = 0) -> HamiltonianPath:
-    """Find a path along the edges that visits each token once, or a proof that there is none.
+    """Find a path along the edges that visits each token once, or a proof that no such path exists.
 
     Edges run from key to query. The search tries the order of the tokens, certificates of absence
     (:class:`Certificate`), a construction, and an exact search by OR-tools (a circuit constraint). In the construction,

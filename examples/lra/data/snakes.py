@@ -138,7 +138,7 @@ def _inside(y, x):
 
 @numba.njit(cache=True)
 def _room(occupied, rim, state):
-    """Draws a tail at which a first paddle has room, a block of 2 x 2 beyond ``rim`` pixels from the border; (-1, -1) if there is none."""
+    """Draws a tail at which a first paddle has room, a block of 2 x 2 beyond ``rim`` pixels from the border; (-1, -1) if no pixel has room."""
     found, chosen_y, chosen_x = 0, -1, -1
     for y in range(rim, SIZE - rim - 1):
         for x in range(rim, SIZE - rim - 1):
