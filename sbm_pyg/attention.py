@@ -275,10 +275,12 @@ class AttentionConv(EdgeAttention):
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
         if not choice.is_stored:
             self._check_unstored(drop)
-            if edge_filter is None and not returns.attention_weights and not self._edgewise:
-                out = choice.attend(query, key, value, self.scale, not isinstance(self.estimator, NoEstimator))
-                return self._pack_outputs(out.transpose(0, 1), choice, None, returns)
-            choice = choice.stored()
+            if edge_filter is not None or returns.attention_weights or self._edgewise:
+                choice = choice.stored()
+        learn = not isinstance(self.estimator, NoEstimator)
+        unstored = choice.attend(query, key, value, scale=self.scale, is_causal=is_causal, learn=learn)
+        if unstored is not None:
+            return self._pack_outputs(unstored.transpose(0, 1), choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sbm_pyg import (
     SBM,
     AttentionGraph,
     Choice,
+    GraphSource,
     PairClassifier,
     SBMAttentionConv,
     SequenceClassifier,
@@ -278,6 +280,27 @@ def test_weights_and_filters_store_the_graph() -> None:
 def test_what_needs_edges_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"Expected '{name}' that needs no stored edges"):
         layer(**{name: value})(torch.randn(5, 8, dtype=torch.float64))
+
+
+class _NotCausal(GraphSource):
+    """A source that forgets that the layer is causal."""
+
+    def __init__(self, source: GraphSource) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, tokens: Tokens) -> Choice:
+        return self.source(replace(tokens, is_causal=False))
+
+
+def test_a_causal_layer_cuts_later_keys_of_a_model_that_is_not_causal() -> None:
+    conv = layer(is_causal=True)
+    conv.source = _NotCausal(cast(GraphSource, conv.source))
+    x = torch.randn(12, 8, dtype=torch.float64)
+    out = conv(x, seed=0)
+    changed = torch.cat([x[:6], torch.randn(6, 8, dtype=torch.float64)])
+    torch.testing.assert_close(conv(changed, seed=0)[:6], out[:6])
+    torch.testing.assert_close(conv(x, seed=0, return_attention_weights=True)[0], out)
 
 
 @pytest.mark.parametrize("options", [{"block_size": 4}, {"method": "fastrg"}], ids=str)

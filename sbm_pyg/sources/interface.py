@@ -132,9 +132,18 @@ class Choice:
         """The same choice with a stored graph."""
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
-        """Softmax attention over the edges, ``[H, N, C']``; ``learn`` trains a model without stored edges."""
-        return self.graph._attend(query, key, value, scale=scale)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, learn: bool
+    ) -> Tensor | None:
+        """Attend without stored edges, ``[H, N, C']``. None: the edges are stored, so the layer attends over them.
+
+        Args:
+            query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
+            scale: Factor of the scores.
+            is_causal: No query attends to a later key, even if the model of the edges is not causal.
+            learn: If True, the model of the edges receives a gradient.
+        """
+        return None
 
     def expand(self, heads: int) -> Choice:
         """Repeat the choice, with its forced edges, for several heads, as :meth:`AttentionGraph.expand`."""
@@ -254,11 +263,13 @@ class TiledChoice(Choice):
     def stored(self) -> Choice:
         return Choice(self.graph, self.probability, self.forced, self.exploration)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, learn: bool) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, learn: bool
+    ) -> Tensor:
         rate, member = self.factors if learn else (x.detach() for x in self.factors)
         return ops.sampled_attention(
             query, key, value, rate, member, *self.ptrs, self.sequence_ids, self.seed, scale=scale,
-            exploration=self.exploration, is_causal=getattr(self.probability, "is_causal", False), window=self.window,
+            exploration=self.exploration, is_causal=is_causal, window=self.window,
         )  # fmt: skip
 
     def expand(self, heads: int) -> Choice:
