@@ -239,31 +239,18 @@ class BlockGraph(AttentionGraph):
         return ops.block_weight(query, key, rows, *self._layout, scale)
 
     def _local_expectation(
-        self,
-        out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        probes: AttentionGraph,
-        biases: tuple[Tensor | None, Tensor | None],
-        chance: Tensor,
-        forced: Tensor | None,
-        scale: float,
-        exploration: float,
-        *,
-        factors: tuple[Tensor, Tensor] | None,
-        prob: Callable[[], tuple[Tensor, Tensor]],
-    ) -> Tensor:
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], probes: AttentionGraph, biases: tuple[Tensor | None, ...],
+        factors: tuple[Tensor, Tensor] | None, prob: Callable[[], tuple[Tensor, Tensor]], **options: Any,
+    ) -> Tensor:  # fmt: skip
         assert isinstance(probes, BlockGraph)
         edges, probed = (
             graph.blocks.rows._replace(bias=graph._block_bias(bias))
             for graph, bias in zip((self, probes), biases, strict=True)
         )
-        ptrs = (self.query_ptr, self.key_ptr)
+        ptrs, block_size, is_causal = self._layout
         return ops.block_expectation(
-            out, query, key, value, edges, probed, chance, ptrs, self.block_size, forced, self.is_causal, scale,
-            exploration, prob=prob(),
-        )  # fmt: skip
+            *inputs, edges, probed, ptrs=ptrs, block_size=block_size, is_causal=is_causal, prob=prob(), **options
+        )
 
     @property
     def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:

@@ -496,17 +496,12 @@ def attach_local_expectation(
             f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "
             "Draw them with `draw_probes`."
         )
+    factors = probability.factors if prob is None else None
     return graph._local_expectation(
-        out, query, key, value, probes, (bias, probe_bias), chance, forced, scale, exploration,
-        factors=probability.factors if prob is None else None,
-        prob=lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
+        (out, query, key, value), probes, (bias, probe_bias), factors,
+        lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
+        chance=chance, forced=forced, scale=scale, exploration=exploration,
     )  # fmt: skip
-
-
-def edge_logits(query: Tensor, key: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float) -> Tensor:
-    """Score of each edge, its bias included, ``[E]``."""
-    logit = ops.edge_dot(query, key, graph.rows) * scale
-    return logit if bias is None else logit + bias
 
 
 def distillation(

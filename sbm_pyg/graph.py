@@ -115,31 +115,30 @@ class AttentionGraph(CompressedRows):
         """Attention weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
         total = ops.edge_attention(query, key, key[..., :1], self.rows._replace(bias=bias), scale=scale)[1]
         total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # 0 if all scores are -inf
+        return (self._logits(query, key, bias, scale) - total).exp()
+
+    def _logits(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """Score of each edge of tokens, its bias included, ``[E]``."""
         logit = ops.edge_dot(query, key, self.rows) * scale
-        return ((logit if bias is None else logit + bias) - total).exp()
+        return logit if bias is None else logit + bias
 
     def _local_expectation(
-        self,
-        out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        probes: AttentionGraph,
-        biases: tuple[Tensor | None, Tensor | None],
-        chance: Tensor,
-        forced: Tensor | None,
-        scale: float,
-        exploration: float,
-        *,
-        factors: tuple[Tensor, Tensor] | None,
-        prob: Callable[[], tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """``out``; its backward pass also reaches the factors of the probabilities, or those of edges and probes."""
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], probes: AttentionGraph, biases: tuple[Tensor | None, ...],
+        factors: tuple[Tensor, Tensor] | None, prob: Callable[[], tuple[Tensor, Tensor]], **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """The output; its backward pass also reaches the factors of the probabilities, or those of edges and probes.
+
+        Args:
+            inputs: Output, queries, keys and values.
+            probes: Graph of the probes.
+            biases: Score biases of the edges and of the probes, or None.
+            factors: Factors of the probabilities, or None.
+            prob: Computes the probabilities of edges and probes of ``blocks``, if there are no factors to use.
+            **options: ``chance``, ``forced``, ``scale`` and ``exploration`` of :func:`sbm_pyg.ops.local_expectation`.
+        """
         edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()
-        return ops.local_expectation(
-            out, query, key, value, edges, probed, chance, forced, scale, exploration, factors=factors, prob=both
-        )
+        return ops.local_expectation(*inputs, edges, probed, factors=factors, prob=both, **options)
 
     # ---------------------------------------------------------------- from other forms
 

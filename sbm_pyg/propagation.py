@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
 from . import ops
-from .estimators import Estimator, edge_logits
+from .estimators import Estimator
 from .graph import AttentionGraph, edge_list
 from .normalizers import Entmax, alpha_of, normalize
 from .ops import checks
@@ -176,7 +176,7 @@ class EdgeAttention(MessagePassing):
             return out, None
         if alpha is None:
             query, key, _, _, bias = inputs
-            logit = edge_logits(query, key, graph, bias, self.scale)
+            logit = graph._logits(query, key, bias, self.scale)
             alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
         if position is None:
             return out, (graph.edge_index, alpha[:, 0])

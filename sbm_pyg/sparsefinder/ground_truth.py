@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionConv
-from ..estimators import edge_logits
 from ..graph import AttentionGraph, check_graph
 from ..normalizers import normalize
 from ..ops import checks, segment_entmax
@@ -146,7 +145,7 @@ class _Listener(nn.Module):
         """Record a sample, and return the original score bias."""
         bias = None if self.inner is None else self.inner(query, key, graph)
         with torch.no_grad():
-            scores = edge_logits(query, key, graph, bias, self.scale)
+            scores = graph._logits(query, key, bias, self.scale)
             weight = normalize(self.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]
             self.found.append((query.detach(), key.detach(), graph.select(weight > 0)))
         return bias
