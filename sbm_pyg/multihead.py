@@ -266,8 +266,8 @@ class SBMMultiheadAttention(nn.Module):
         # Padding among the keys of cross-attention shifts their positions: then a mask makes the graph causal.
         causal = is_causal and attn_mask is None and (self_attention or real_key is None)
         forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
-        keys = _PaddedTokens(key, real_key)
-        layout = _PaddedBatch(keys if self_attention else _PaddedTokens(query, real_query), keys)
+        keys = _PaddedSequences(key, real_key)
+        layout = _PaddedBatch(keys if self_attention else _PaddedSequences(query, real_query), keys)
         edge_filter = None
         if graph is not None:
             self._check_graph(graph, layout)
@@ -472,7 +472,7 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 
 
-class _PaddedTokens:
+class _PaddedSequences:
     """Positions of the real tokens of queries or keys in the padded tensor; with ``real=None`` all tokens are real."""
 
     def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
@@ -517,7 +517,7 @@ class _PaddedTokens:
 class _PaddedBatch:
     """Queries and keys of a padded batch."""
 
-    def __init__(self, query: _PaddedTokens, key: _PaddedTokens) -> None:
+    def __init__(self, query: _PaddedSequences, key: _PaddedSequences) -> None:
         self.query, self.key = query, key
 
     def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:
