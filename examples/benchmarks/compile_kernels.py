@@ -45,7 +45,7 @@ def with_long_rows(calls: dict[str, Callable[[], Any]]) -> dict[str, Callable[[]
     """Calls, and the same with some rows that are so long that several programs share them."""
 
     def shared(call: Callable[[], Any]) -> None:
-        with patch.object(cuda_rows, "LONG", 4):
+        with patch.object(cuda_rows, "MAX_EDGES_PER_PROGRAM", 4):
             call()
 
     return calls | {f"{name}, long rows": partial(shared, call) for name, call in calls.items()}
