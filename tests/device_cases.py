@@ -160,7 +160,7 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
         "buckets": ("none", lambda: sparsefinder.SparsefinderSource(projection(), predictors.bucketing, num_buckets=3)),
         "clusters": ("none", lambda: sparsefinder.SparsefinderSource(
             projection(), predictors.clustering, centroids=torch.eye(3)[None], cap=3, num_global=1)),
-        "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), share=0.3)),
+        "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), target_density=0.3)),
         "coins apart": ("local", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), window=1)),
         "ranks": ("imitate", lambda: indexer.IndexerSource(indexer.KeyScorer(8, 2), select="top_k", k=3)),
     },
@@ -426,16 +426,6 @@ def edge_ops(device: Device) -> Any:
     entmax = ops.segment_entmax(dots, ptr=graph.rowptr, alpha=1.5)
     (attended.sin().sum() + entmax.square().sum()).backward()
     return dots, attended, lse, entmax, [x.grad for x in (query, key, value, gate, bias)]
-
-
-@case
-def attention_beside_coins(device: Device) -> Any:
-    query, key, value = (normal(device, 2, 40, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
-    rate, member = ((normal(device, 2, 40, 4, seed=seed).sigmoid() / 3).requires_grad_() for seed in (4, 5))
-    ptr, numbers, law = PTR.to(device), torch.arange(3, device=device), {"exploration": 0.01, "scale": 0.3}
-    out = ops.sampled_attention(query, key, value, rate, member, ptr, ptr, numbers, 7, is_causal=True, window=1, **law)
-    out.sin().sum().backward()
-    return out, [x.grad for x in (query, key, value, rate, member)]
 
 
 @case

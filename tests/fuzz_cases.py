@@ -421,26 +421,6 @@ def _sample_sbm(d: Draw) -> Case:
     return Case(ops.sample_sbm, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
 
-@case("ops.sampled_attention")
-def _sampled_attention(d: Draw) -> Case:
-    sbm = d.sbm()
-    sizes, width, depth = (sbm.num_queries, sbm.num_keys), d.randint(1, 4), d.randint(1, 4)
-    arguments: dict[str, Any] = {
-        "query": d.real(sbm.heads, sizes[0], width), "key": d.real(sbm.heads, sizes[1], width),
-        "value": d.real(sbm.heads, sizes[1], depth), "rate": sbm.rate.detach(), "member": sbm.key_membership,
-        "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr, "sequence_ids": d.whole(9, sbm.num_sequences),
-        "seed": d.getrandbits(60), "exploration": d.choice((0.0, 0.2)), "scale": d.choice((1.0, 0.3)),
-        "is_causal": d.random() < 0.3, "window": d.maybe(d.randint(0, 3)),
-    }  # fmt: skip
-
-    def check(result: Any, query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, **o: Any) -> None:
-        expect(result.shape == (*query.shape[:2], value.size(2)), "an output of another shape")
-        if tame(query, key, value, rate, member) and value.numel():
-            expect(bool((result.abs() <= value.abs().amax() * (1 + 1e-3) + 1e-6).all()), "more than any value")
-
-    return Case(ops.sampled_attention, arguments, check, unchecked=("query_ptr", "key_ptr"))
-
-
 @case("ops.sample_systematic")
 def _sample_systematic(d: Draw) -> Case:
     sbm = d.sbm()
@@ -1014,7 +994,7 @@ def _limit(d: Draw) -> Case:
     return Case(s.limit, {"budget": d.uniform(0.1, 5)}, check)
 
 
-@case("SBM.share")
+@case("SBM.with_density")
 def _share(d: Draw) -> Case:
     s = d.sbm()
 
@@ -1023,7 +1003,7 @@ def _share(d: Draw) -> Case:
         wanted = (float(density) * keys).clamp(min=1)
         expect(bool((chances(result).sum(2) <= wanted * 1.001 + 1e-9).all()), "more expected keys than the share")
 
-    return Case(s.share, {"density": d.uniform(0.01, 1)}, check)
+    return Case(s.with_density, {"density": d.uniform(0.01, 1)}, check)
 
 
 SUMS: dict[str, Callable[[SBM], Tensor]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention
 from sbm_pyg.analysis import conditions
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.reference import segments as reference_segments
-from sbm_pyg.ops.reference import tiled as reference_tiled
 from sbm_pyg.sources import indexer, pairs, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 
@@ -149,24 +147,3 @@ def test_it_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyP
     with Live() as live, pytest.raises(ValueError, match="to ask for no more than memory holds"):
         BUILDERS[name]()
     assert live.peak < LITTLE
-
-
-ATTEND: Any = reference_tiled.sampled_attention
-ATTEND_BACK: Any = reference_tiled.sampled_attention_backward
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_tiles_take_memory_for_tokens_not_for_padding(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long sequence among many of one token: as many tokens as in two long ones."""
-    monkeypatch.setitem(reference_tiled.MAX_PAIR_BYTES, "cpu", 2**14)
-    peaks = []
-    for lengths in ([500, 500], [500] + [1] * 500):
-        ptr = torch.tensor([0, *lengths]).cumsum(0)
-        tokens = [torch.rand(1, 1000, 4, generator=RANDOM) for _ in range(5)]
-        law = (ptr, ptr, torch.arange(len(lengths)), 0, 0.0, 0.5, False, -1)
-        found = ATTEND(*tokens, *law)
-        forward = partial(ATTEND, *tokens, *law)
-        back = partial(ATTEND_BACK, found[0], *tokens, *law[:3], *found, *law[3:], True)
-        peaks.append(taken(back if backward else forward))
-    assert peaks[1] < 1.5 * peaks[0]
-    assert peaks[0] < 2**20

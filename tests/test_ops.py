@@ -678,7 +678,6 @@ def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], nam
     [
         (lambda mine, theirs: ops.reach_dot(X, X, mine, theirs), ("query_ptr", "key_ptr")),
         (lambda mine, theirs: ops.sample_sbm(X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
-        (lambda mine, theirs: ops.sampled_attention(X, X, X, X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
         (lambda mine, _: ops.sample_systematic(ONES, mine, PTR, IDS, 2, 0), ("query_ptr",)),
         (lambda mine, _: ops.invalid_row(ROWS, COL, mine, PTR, 2), ("query_ptr",)),
         (
@@ -1022,9 +1021,6 @@ def _samples() -> dict[str, tuple]:
     blocks = (torch.tensor([0, 2, 3, 3, 4]), torch.tensor([0, 1, 0, 1]))
     tile = torch.randn(4, 2, 2)
     seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
-    drawn = (*(torch.rand(2, 3, 2, requires_grad=True) for _ in range(5)), ptr, ptr, torch.tensor([0]))
-    law, ends = [x.detach() for x in drawn], (5, 0.1, 0.5, True, 0)
-    beside = torch.ops.sbm_pyg.sampled_attention(*law, *ends)
     return {
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
         "block_attention_backward": (
@@ -1080,8 +1076,6 @@ def _samples() -> dict[str, tuple]:
         "reach_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, False, True, True),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
-        "sampled_attention": (*drawn, 5, 0.1, 0.5, True, 0),
-        "sampled_attention_backward": (torch.ones(2, 3, 2), *law, *beside, *ends, True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }

@@ -1,4 +1,4 @@
-"""Entmax, probes, graphs, tiles, and what all of them ask of a device, in Triton's interpreter or on a GPU; see ``triton_contract.py``."""
+"""Entmax, probes, graphs, and what all of them ask of a device, in Triton's interpreter or on a GPU; see ``triton_contract.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
-from sbm_pyg.ops.reference import tiled as reference_tiled
 
 pytestmark = QUIET
 
@@ -367,73 +366,6 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
     assert kernels.waits - waits <= 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("widths", "causal", "window", "exploration"),
-    [
-        ((5, 7, 4), False, -1, 0.0),
-        ((16, 32, 20), True, 1, 0.0),
-        ((64, 64, 80), False, 0, 0.0),
-        ((64, 64, 80), False, -1, 0.03),
-        ((16, 32, 20), True, 1, 0.6),  # where some pairs are certain
-    ],
-)
-def test_edges_are_drawn_beside_scores(
-    widths: tuple[int, int, int], causal: bool, window: int, exploration: float, dtype: torch.dtype, kernels: Kernels
-) -> None:
-    """More than one tile of queries and of keys, empty sequences, and rows without edges: the edges of plain torch, and
-    at most twice its error and two units of the largest number. The backward passes start from the same output.
-    """
-    random = torch.Generator().manual_seed(0)
-    queries, keys = [70, 0, 1, 20], [70, 0, 1, 20] if causal else [9, 3, 1, 130]
-    ptrs = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
-    (n, m), (channels, wide, blocks) = (int(ptr[-1]) for ptr in ptrs), widths
-    sizes = (n, channels), (m, channels), (m, wide), (n, blocks), (m, blocks)
-    tokens = [torch.randn(2, *size, generator=random).to(dtype) for size in sizes[:3]]
-    rate, member = (torch.rand(2, *size, generator=random) for size in sizes[3:])
-    rate = rate * 2 / blocks
-    rate[:, :3] = 0
-    given: Any = (*tokens, rate, member, *ptrs, torch.arange(4))
-    law: Any = (7, exploration, 0.4, causal, window)
-    grad = torch.randn(*tokens[0].shape[:2], wide, generator=random).to(dtype)
-    mine: Any = torch.ops.sbm_pyg.sampled_attention(*given, *law)
-    results = [(*mine, *torch.ops.sbm_pyg.sampled_attention_backward(grad, *given, *mine, *law, True))]
-    plain: Any = reference_tiled
-    for of in ((grad, *given, *mine), [x.double() if x.is_floating_point() else x for x in (grad, *given, *mine)]):
-        inputs = of[1 : len(given) + 1]
-        results.append((*plain.sampled_attention(*inputs, *law), *plain.sampled_attention_backward(*of, *law, True)))
-    for number, (found, peer, want) in enumerate(zip(*results, strict=True)):
-        assert found.dtype == peer.dtype
-        if number == 3:  # the heaviest edge of each query
-            assert torch.equal(found, peer)
-            continue
-        error, other = (torch.where(x == want, 0, x.double() - want).abs().max() for x in (found, peer))
-        assert error <= 2 * other + 2 * torch.finfo(found.dtype).eps * want[want.isfinite()].abs().max()
-    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_nan_of_a_model_stays_in_its_row_beside_scores() -> None:
-    x, ptr = torch.ones(1, 70, 16), torch.tensor([0, 70])
-    rate = torch.full((1, 70, 2), 0.2)
-    rate[0, 3, 1] = torch.nan
-    out = torch.ops.sbm_pyg.sampled_attention(
-        x, x, x, rate, rate.nan_to_num(0.2), ptr, ptr, ptr[:1], 1, 0.0, 1.0, False, -1
-    )
-    assert [*dict.fromkeys(out[0].isnan().nonzero()[:, 1].tolist())] == [3]
-
-
-def test_a_training_step_beside_scores_waits_for_nothing(kernels: Kernels) -> None:
-    """So a CUDA graph can capture it, coins and all."""
-    torch.manual_seed(0)
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, tiled=True), torch.randn(14, 8, requires_grad=True)
-    launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
-    conv(x, seed=1).square().sum().backward()
-    assert kernels.started == ["_sampled_kernel", "_sampled_queries_kernel", "_sampled_keys_kernel"]
-    assert kernels.launches - launches - (kernels.allocations - allocations) <= 100
-    assert kernels.waits == waits
-
-
 @ON_ONE_SIDE
 # One launch copies the offsets, which may be edited between the passes.
 @pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 224, 4), (True, 302, 6)])
@@ -459,9 +391,8 @@ def test_a_training_step_over_blocks_takes_few_launches(
         {},
         {"is_causal": True, "window": 2},
         {"block_size": 4},
-        {"tiled": True},
         {"normalizer": "entmax15"},
-        {"normalizer": "entmax", "share": 0.2},
+        {"normalizer": "entmax", "target_density": 0.2},
     ],
 )
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

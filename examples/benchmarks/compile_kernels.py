@@ -33,7 +33,6 @@ from sbm_pyg.ops.cuda import entmax as cuda_entmax
 from sbm_pyg.ops.cuda import rows as cuda_rows
 from sbm_pyg.ops.cuda import sampling as cuda_sampling
 from sbm_pyg.ops.cuda import systematic as cuda_systematic
-from sbm_pyg.ops.cuda import tiled as cuda_tiled
 
 TARGETS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 100, 128, 256)
@@ -74,12 +73,6 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         ptr = torch.tensor([0, 4])
         cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
 
-    def beside_scores(is_causal: bool) -> None:
-        ptr, best = torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.int32)
-        tokens, law = (x, x, x, x, x, ptr, ptr, ptr[:1]), (1, 0.1, 0.5, is_causal, 1)
-        cuda_tiled.sampled_attention(*tokens, *law)
-        cuda_tiled.sampled_attention_backward(x, *tokens, x, x, lse, best, *law, True)
-
     first = x[0, :, 0].contiguous()
     over_edges = {
         "edge_dot": lambda: cuda_edges.edge_dot(x, x, *graph),
@@ -94,8 +87,6 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
     return with_long_rows(over_edges) | {
         "block_attention": lambda: over_blocks(64, False, 0.0),
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
-        "sampled_attention": lambda: beside_scores(False),
-        "sampled_attention, causal": lambda: beside_scores(True),
         "sample_sbm": lambda: sampling("bernoulli", True),
         "sample_sbm, fastrg": lambda: sampling("fastrg", False),
     }

@@ -36,7 +36,6 @@ __all__ = [
     "reach_dot",
     "sample_sbm",
     "sample_systematic",
-    "sampled_attention",
     "segment_entmax",
 ]
 
@@ -857,74 +856,6 @@ def sample_systematic(
     values.require_unbatched(chance=chance)
     checks.not_captured(chance.device)
     return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed), is_causal)
-
-
-def sampled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rate: Tensor,
-    member: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    sequence_ids: Tensor,
-    seed: int,
-    *,
-    exploration: float = 0.0,
-    scale: float = 1.0,
-    is_causal: bool = False,
-    window: int | None = None,
-) -> Tensor:
-    r"""Attention over a graph that is drawn together with the scores, and never stored.
-
-    Each pair has an edge with probability :math:`\min(1, \langle q_i, z_j \rangle + \delta)`, as :func:`sample_sbm`
-    draws it with ``clamp``: the same law, with one draw for each pair. Output and gradients are those of
-    :func:`edge_attention` over that graph. The backward pass also gives rates and memberships the local expectation
-    gradient of **all** pairs, :func:`local_expectation` with each pair a probe, so without the noise of probes. Cost
-    O(NM (C + K)) in time, O((N + M)(C + K)) in memory: for dense graphs. Plain torch holds some pairs at a time, 4 MiB
-    of each number on the CPU and 64 MiB elsewhere, of sequences of like length.
-
-    No size of a tensor depends on values, so the host waits for no CUDA device.
-
-    Args:
-        query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
-        rate, member: Rates of the queries ``[H, N, K]`` and memberships of the keys ``[H, M, K]``, not negative. A pair
-            whose probability is NaN makes the output of its query NaN; a token that is NaN those of its sequence, as
-            in dense attention.
-        query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
-        seed: 64-bit seed.
-        exploration: :math:`\delta` in [0, 1].
-        scale: Factor of the scores.
-        is_causal: Leave out the keys whose position in their sequence is later than that of the query.
-        window: Pairs at this distance or less are edges for any probability, and give it no gradient. None: no pairs
-            are forced.
-
-    Returns:
-        The output ``[H, N, C']``; zeros where a query has no edge.
-
-    Raises:
-        TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
-    """
-    checks.tensors(query=query, key=key, value=value, rate=rate, member=member)
-    checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-    checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, C]", "It has the heads of 'query'.")
-    checks.shape("value", value, (*key.shape[:2], None), "[H, M, C']", "It has the heads and tokens of 'key'.")
-    checks.floating(query=query, key=key, value=value)
-    checks.same_device("query", query, key=key, value=value)
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise TypeError(f"Expected '{name}' to be {query.dtype}, as 'query' is (got {x.dtype}). Convert it.")
-    _check_model(rate, member, None, query, key)
-    _check_sequences(("query", query), (query.size(1), key.size(1)), query_ptr, key_ptr, sequence_ids)
-    _check_scores(scale, exploration)
-    checks.flag("is_causal", is_causal, _CAUSAL)
-    width = -1 if window is None else checks.integer("window", window, 0, "It is a distance between tokens.")
-    checks.no_tangent(query, key, value, rate, member)
-    return schemas.sampled_attention(
-        query, key, value, rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), exploration, scale,
-        is_causal, width,
-    )[0]  # fmt: skip
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:

@@ -271,8 +271,8 @@ def not_captured(where: torch.device) -> None:
         return
     raise RuntimeError(
         "Expected no sampling while a CUDA graph is captured (got one: the number of edges is known only once they are "
-        "drawn). Attend with `tiled=True`, which stores no edges, or sample before, with `return_choice=True`, and "
-        "capture the step over the graph that is given."
+        "drawn). Sample before the capture, with `return_choice=True`, and capture the step over the graph that is "
+        "given."
     )
 
 

@@ -23,7 +23,7 @@ from .reference import segments as reference_segments
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
     "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot", "reach_dot_backward",
-    "sample_sbm", "sampled_attention", "sampled_attention_backward",
+    "sample_sbm",
 ]  # fmt: skip
 
 
@@ -173,31 +173,3 @@ def sample_sbm(
         tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)
         pairs += float(torch.where(plan.way == reference_sampling.PAIRS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))
-
-
-def _count_allowed_pairs(query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> int:
-    """Pairs of all heads that may be edges; as in one sequence where offsets have no values."""
-    if is_fake(query) or query.is_meta:
-        query_ptr, key_ptr = (torch.tensor([0, int(x.size(1))]) for x in (query, key))
-    return query.size(0) * int(reference_segments.allowed_keys(query_ptr, key_ptr, query.size(1), is_causal).sum())
-
-
-def sampled_attention(
-    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    sequence_ids: Tensor, seed: int, exploration: float, scale: float, is_causal: bool, window: int, *,
-    out_val: Any = None,
-) -> int:  # fmt: skip
-    """2 (K + C + 2 C') for each pair: its probability, its score, and two sums of values."""
-    pairs = _count_allowed_pairs(query, key, query_ptr, key_ptr, is_causal)
-    return 2 * pairs * (rate.size(-1) + query.size(-1) + 2 * value.size(-1))
-
-
-def sampled_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, sequence_ids: Tensor, out: Tensor, rest: Tensor, lse: Tensor, best: Tensor, seed: int,
-    exploration: float, scale: float, is_causal: bool, window: int, need_model: bool, *, out_val: Any = None,
-) -> int:  # fmt: skip
-    """2 (K + 3 C + 2 C') for each pair, and 4 K more where the model learns."""
-    pairs = _count_allowed_pairs(query, key, query_ptr, key_ptr, is_causal)
-    model = (1 + 2 * need_model) * rate.size(-1)
-    return 2 * pairs * (model + 3 * query.size(-1) + 2 * value.size(-1))

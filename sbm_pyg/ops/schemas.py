@@ -123,22 +123,6 @@ def _fake_block_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
-def _fake_sampled(
-    query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out, lse = _fake_attention(query, key, value)
-    return out, torch.empty_like(out), lse, lse.new_empty(lse.shape, dtype=torch.int32)
-
-
-def _fake_sampled_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rate: Tensor, member: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, sequence_ids: Tensor, out: Tensor, rest: Tensor, lse: Tensor, best: Tensor, seed: int,
-    exploration: float, scale: float, is_causal: bool, window: int, need_model: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    model = (x.new_empty(x.shape if need_model else (0, 0, 0)) for x in (rate, member))
-    return *(x.new_empty(x.shape) for x in (query, key, value)), *model
-
-
 def _fake_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
     probe_rowptr: Tensor, probe_col: Tensor, *_: Any,
@@ -289,24 +273,6 @@ block_weight = _declare(
     lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)),
     "blocks",
 )
-_SAMPLED = "Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids"
-sampled_attention = _declare(
-    "sampled_attention",
-    f"(Tensor query, Tensor key, Tensor value, Tensor rate, Tensor member, {_SAMPLED}, SymInt seed, "
-    "float exploration, float scale, bool is_causal, SymInt window) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_sampled,
-    "tiled",
-    ("cuda",),
-)
-sampled_attention_backward = _declare(
-    "sampled_attention_backward",
-    f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rate, Tensor member, {_SAMPLED}, Tensor out, "
-    "Tensor rest, Tensor lse, Tensor best, SymInt seed, float exploration, float scale, bool is_causal, "
-    "SymInt window, bool need_model) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_sampled_backward,
-    "tiled",
-    ("cuda",),
-)
 
 
 # ------------------------------------------------------------------ gradients
@@ -383,24 +349,6 @@ def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor 
 
 
 block_attention.register_autograd(_block_backward, setup_context=_save_blocks)
-
-
-def _save_sampled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # no zeros for them
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.options = inputs[8:]
-
-
-def _sampled_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad_out is None:
-        return (None,) * 13
-    need_model = any(ctx.needs_input_grad[3:5])
-    grads = sampled_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_model)
-    return *grads[:3], *(grads[3:] if need_model else (None, None)), *[None] * 8
-
-
-sampled_attention.register_autograd(_sampled_backward, setup_context=_save_sampled)
 
 
 def _save_entmax(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import effects as reference_effects
+from ..reference.sampling import MAX_PROB
 from .rows import (
-    PROB_LIMIT,
     SplitRows,
     accumulate_dtype,
     aligned_size,
@@ -39,6 +39,8 @@ from .rows import (
     work_item,
 )
 
+_PROB_LIMIT = tl.constexpr(MAX_PROB)
+
 # ------------------------------------------------------------------ kernels
 
 
@@ -49,7 +51,7 @@ def _effect_weight(p, eta, PROBING: tl.constexpr):
     few = tl.minimum(p, part)
     seen = tl.maximum(eta + few - eta * few, few / part)
     weight = tl.where(eta > 0, (seen - few) / (seen * (1 - few) * eta), 0) if PROBING else 1 / seen
-    return tl.where(p > PROB_LIMIT, 0, weight)
+    return tl.where(p > _PROB_LIMIT, 0, weight)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..memo import TensorMemo
 from ..reference import random_words
-from ..reference.sampling import MAX_PROB
 
 MAX_CHANNELS = 512
 """Channels of a vector, at most: wider tiles do not fit the registers of a program."""
@@ -32,15 +31,13 @@ MAX_EDGES_PER_PROGRAM = 2048
 """Edges of one program, at most; several programs share a row with more."""
 
 _PURPOSE_DROPOUT = tl.constexpr(random_words.DROPOUT)
-PROB_LIMIT = tl.constexpr(MAX_PROB)
-WORD_RANGE = tl.constexpr(2.0**32)
 _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 
 # Arguments that differ from call to call. Kernels are not compiled anew for their values.
 UNSPECIALISED = (
     "block_size", "count", "exploration", "gap_cost", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
     "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments",
-    "sequences", "side", "window", "writing",
+    "sequences", "side", "writing",
 )  # fmt: skip
 triton_kernel = triton.jit(do_not_specialize=UNSPECIALISED)
 

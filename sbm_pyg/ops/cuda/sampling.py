@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..reference import random_words
 from ..reference import sampling as reference_sampling
-from .rows import WORD_RANGE, float_bits, from_bits, launch, triton_kernel
+from .rows import float_bits, from_bits, launch, triton_kernel
 
 _PURPOSE_BERNOULLI_BYTE, _PURPOSE_BERNOULLI_REST, _PURPOSE_PROPOSAL_COUNT, _PURPOSE_PROPOSAL, _PURPOSE_GAP = (
     tl.constexpr(purpose)
@@ -39,6 +39,7 @@ _BY_PROPOSALS, _BY_GAPS, _BY_PAIRS = (
 )
 _PANEL = tl.constexpr(reference_sampling.KEYS_PER_PANEL)
 _LARGEST_BOUND = tl.constexpr(1 - 1e-12)
+_WORD_RANGE = tl.constexpr(2.0**32)
 PANELS_PER_STEP, PAIR_ROWS = 16, 8
 """Panels, and rows by pairs, that a program takes at once."""
 GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
@@ -79,17 +80,17 @@ def _fraction(high, low):
 
 
 @triton.jit
-def panel_of(ptr, slot, sequences, SIZE: tl.constexpr):
-    """Sequence of a slot, and the number of the slot's panel of ``SIZE`` tokens in it.
+def _panel_of(ptr, slot, sequences):
+    """Sequence of a slot, and the number of the slot's panel in it.
 
-    Sequence b has slots from ``ptr[b] // SIZE + b`` on, as many as it has panels or one more.
+    Sequence b has slots from ``ptr[b] // 64 + b`` on, as many as it has panels or one more.
     """
     low, high = slot * 0, slot * 0 + sequences
     while high - low > 1:
         middle = (low + high) // 2
-        below = tl.load(ptr + middle) // SIZE + middle <= slot
+        below = tl.load(ptr + middle) // _PANEL + middle <= slot
         low, high = tl.where(below, middle, low), tl.where(below, high, middle)
-    return low, slot - (tl.load(ptr + low) // SIZE + low)
+    return low, slot - (tl.load(ptr + low) // _PANEL + low)
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def _panel_sums_kernel(
 ):  # fmt: skip
     """Sum and largest of the memberships of each panel, ``[2, H, count, K]``."""
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, panel = panel_of(key_ptr, slot, sequences, _PANEL)
+    sequence, panel = _panel_of(key_ptr, slot, sequences)
     number = tl.load(key_ptr + sequence) + panel * _PANEL + tl.arange(0, _PANEL)
     there = number < tl.load(key_ptr + sequence + 1)
     for first in range(0, BLOCKS, TILE):
@@ -197,7 +198,7 @@ def _plan_kernel(
     noted.
     """
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    sequence, panel = panel_of(query_ptr, slot, sequences, _PANEL)
+    sequence, panel = _panel_of(query_ptr, slot, sequences)
     position = panel * _PANEL + tl.arange(0, _PANEL)
     query, begin = tl.load(query_ptr + sequence) + position, tl.load(key_ptr + sequence)
     there, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
@@ -270,7 +271,7 @@ def _gaps_kernel(
             inside = landing < allowed
             p = _pair_probs(rate, row, member, head * keys + shift + landing, inside, BLOCKS, TILE)
             p += from_bits(exploration, tl.float64)
-            keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * WORD_RANGE)
+            keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * _WORD_RANGE)
             used = _append_keys(col, used, shift + landing, keep, writing)
             last, number = tl.max(landing, 0), number + WORDS
         tl.store(ptr + row + 1, used, mask=writing == 0)
@@ -353,7 +354,7 @@ def _proposals_kernel(
                 tl.store(taken + word, clear, mask=word * 32 < allowed)
             tl.debug_barrier()
 
-            drawn, scale = _poisson(total_mass * stretch, seed, position, sequence_id, head), WORD_RANGE / total_mass
+            drawn, scale = _poisson(total_mass * stretch, seed, position, sequence_id, head), _WORD_RANGE / total_mass
             for begin in range(0, drawn, WORDS):
                 step = tl.arange(0, WORDS)
                 there = begin + step < drawn
@@ -382,7 +383,7 @@ def _proposals_kernel(
                 new &= (tl.atomic_or(seen + chosen // 32, mark, mask=new) >> bit & 1) == 0
                 if not FASTRG:
                     p = _pair_probs(rate, row, member, own + chosen, new, BLOCKS, TILE) + eta
-                    new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * WORD_RANGE
+                    new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * _WORD_RANGE
                 tl.atomic_or(taken + chosen // 32, mark, mask=new.to(tl.int64) * writing != 0)
                 used += tl.sum(new.to(tl.int64), 0)
                 tl.debug_barrier()
@@ -398,7 +399,7 @@ def _proposals_kernel(
 
 
 @triton.jit
-def bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr):
+def _bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr):
     """Random words of pairs, ``[ROWS, 64]``, with 64 keys from ``begin`` on; see :func:`.bernoulli_draws`."""
     counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
     one, two, three, four = _row_words(
@@ -446,7 +447,7 @@ def _pairs_kernel(
         for begin in range(0, tl.max(allowed, 0), 64):
             number = begin + tl.arange(0, 64)
             there, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
-            word = bernoulli_words(seed, begin, position, sequence_id, head, ROWS)
+            word = _bernoulli_words(seed, begin, position, sequence_id, head, ROWS)
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
                 y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)
@@ -472,7 +473,7 @@ def _pairs_kernel(
                     p = -_expm1(-p)
                 p = tl.where(inside, p, 0)
                 highest = tl.maximum(highest, tl.max(p, 1))
-                hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * WORD_RANGE).to(tl.int64))
+                hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
             count = hit.to(tl.int64)
             target = col + used[:, None] + tl.cumsum(count, 1) - count
             found = (shift + number)[None, :].to(col.dtype.element_ty)

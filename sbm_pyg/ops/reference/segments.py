@@ -75,28 +75,26 @@ def runs(first: Tensor, count: Tensor, total: int | None = None, dtype: torch.dt
     return out
 
 
-def compress(parts: list[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, ...]:
+def compress(parts: list[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, Tensor]:
     """Compressed rows, from parts that hold some of them each.
 
     Args:
         parts: At least one. Which rows it holds, ``[r]``; how many values they have, ``[r]``; and their values, row by
-            row, ``[e]``, of one kind or several. The list is emptied, for memory's sake.
+            row, ``[e]``. The list is emptied, for memory's sake.
         rows: How many rows there are. Those that no part holds are empty.
 
     Returns:
-        The offsets, ``[rows+1]``, and the values of each kind, ``[E]``.
+        The offsets, ``[rows+1]``, and the values, ``[E]``.
     """
     degree = parts[0][1].new_zeros(rows)
-    for row, count, *_ in parts:
+    for row, count, _ in parts:
         degree[row] = count
     rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-    out = [value.new_empty(int(rowptr[-1])) for value in parts[0][2:]]
+    out = parts[0][2].new_empty(int(rowptr[-1]))
     while parts:
-        row, count, *values = parts.pop()
-        at = runs(rowptr[row], count, values[0].numel())
-        for into, value in zip(out, values, strict=True):
-            into[at] = value
-    return rowptr, *out
+        row, count, value = parts.pop()
+        out[runs(rowptr[row], count, value.numel())] = value
+    return rowptr, out
 
 
 def group_by_length(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -131,6 +129,16 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     if kind == "sum":
         return out.index_add_(0, of, x)
     return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
+
+
+def segment_logsumexp(x: Tensor, ptr: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials of each segment of ``[E]``, differentiable; ``-inf`` where it is empty."""
+    x = upcast(x)
+    row = edge_row(ptr, x.size(0))
+    with torch.no_grad():
+        top = x.new_full((ptr.numel() - 1,), -torch.inf).scatter_reduce_(0, row, x.detach(), "amax")
+        top = top.nan_to_num(neginf=0.0, posinf=torch.inf)
+    return segments((x - top[row]).exp(), ptr).log() + top
 
 
 _ORDERS = TensorMemo()
