@@ -19,9 +19,11 @@ from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
-from .sources.interface import Choice, EdgeProbability, GraphSource, SharingSource, SourceGraph, TiledChoice
-from .sources.sampling import SBMGraph, SBMSource, ShareSchedule, sample_edges
+from .sources.interface import Choice, EdgeProbability, GraphSource, SourceGraph
+from .sources.learned import LearnedSource
+from .sources.sampling import SBMGraph, SBMSource, sample_edges
 from .sources.sbm import SBM, SBMHead
+from .sparsifier import Sparsifier
 
 if TYPE_CHECKING:
     from . import analysis, sparsefinder
@@ -40,6 +42,7 @@ __all__ = [
     "Entmax",
     "FullAttention",
     "GraphSource",
+    "LearnedSource",
     "PairClassifier",
     "Pretrained",
     "SBMAttentionConv",
@@ -49,10 +52,8 @@ __all__ = [
     "SBMSource",
     "SequenceClassifier",
     "SequenceEncoder",
-    "ShareSchedule",
-    "SharingSource",
     "SourceGraph",
-    "TiledChoice",
+    "Sparsifier",
     "TokenClassifier",
     "Tokens",
     "analysis",

@@ -18,7 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
 from .auxiliary import AuxiliaryLosses
-from .estimators import AttentionCall, Estimator, Local, NoEstimator, resolve_estimator
+from .estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
@@ -267,20 +267,25 @@ class AttentionConv(EdgeAttention):
         is_causal = self.is_causal or is_causal
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         score_bias = partial(self._score_bias, query, key)
+        tokens = None
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            choice = self._choose(Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids))
+            tokens = Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
+            choice = self._choose(tokens)
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
+        of_call = (self.scale, limit, score_bias, seed, sequence_ids, self.training, tokens, self.source)
+        dense_loss = None
         if not choice.is_stored:
-            self._check_unstored(drop)
-            if edge_filter is not None or returns.attention_weights or self._edgewise:
+            call = AttentionCall(query, key, value, choice, None, *of_call)
+            dense_loss = self.estimator.dense_loss(call)
+            if edge_filter is not None or returns.attention_weights or self._needs_edges:
                 choice = choice.stored()
-        learn = not isinstance(self.estimator, NoEstimator)
-        unstored = choice.attend(query, key, value, scale=self.scale, is_causal=is_causal, learn=learn)
+        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop)
         if unstored is not None:
-            return self._pack_outputs(unstored.transpose(0, 1), choice, None, returns)
+            out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, type(self.estimator).__name__)
+            return self._pack_outputs(out, choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)
@@ -291,10 +296,10 @@ class AttentionConv(EdgeAttention):
         out, weights = self._attend_over_graph(
             choice.graph, edge_index, edge_head, inputs, drop, seed, returns.attention_weights
         )
-        call = AttentionCall(query, key, value, choice, bias, self.scale, limit, score_bias, seed, sequence_ids,
-                            self.training)  # fmt: skip
+        call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
-        out = self.auxiliary_losses.add(out, estimator.auxiliary_loss(call), type(estimator).__name__)
+        loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
+        out = self.auxiliary_losses.add(out, loss, type(self.estimator).__name__)
         return self._pack_outputs(out, choice, weights, returns)
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
@@ -307,20 +312,10 @@ class AttentionConv(EdgeAttention):
         found += [weights] if returns.attention_weights else []
         return (out, *found) if found else out
 
-    def _check_unstored(self, dropout: float) -> None:
-        """Check that no option needs stored edges, for a source that does not store them."""
-        wrong = {
-            "dropout": (dropout, dropout == 0),
-            "normalizer": (self.normalizer, self.normalizer == "softmax"),
-            "score_bias": (self.score_bias, self.score_bias is None),
-            "estimator": (self.estimator, type(self.estimator) in (Local, NoEstimator)),
-        }
-        for name, (got, fits) in wrong.items():
-            if not fits:
-                raise ValueError(
-                    f"Expected '{name}' that needs no stored edges with a source that is tiled (got {got}). Take no "
-                    "dropout, softmax, no bias and the estimator 'local' or 'none'; or set `source.tiled = False`."
-                )
+    @property
+    def _needs_edges(self) -> bool:
+        """Whether attention over all pairs needs stored edges, since torch's dense kernel lacks an option."""
+        return self._edgewise or self.normalizer != "softmax" or self.score_bias is not None
 
     def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source, expanded to the heads of the layer."""
@@ -381,17 +376,18 @@ class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
     It is an :class:`AttentionConv` with an :class:`~sbm_pyg.SBMSource` around an :class:`~sbm_pyg.SBMHead`. The
-    parameters of the head learn from the loss through an estimator. Cost O(N C_in H C + NKC + E (C + K)).
+    parameters of the head learn from the loss through an estimator; a :class:`~sbm_pyg.Sparsifier` trains layers at a
+    low density. Cost O(N C_in H C + NKC + E (C + K)).
 
     Args:
         in_channels, out_channels, heads: As :class:`AttentionConv`.
         num_blocks: Number of communities K of each head's block model. None: no source; every call needs a graph.
         sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
             "assortative"}``.
-        estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also the
-            attention over the graph; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"`` or
-            ``"concrete"``, a soft mask over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or ``"mask"``
-            if the normalizer is not softmax or the law is not Bernoulli's. See :mod:`sbm_pyg.estimators` and
+        estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also
+            dense attention on a few query rows; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"``
+            or ``"concrete"``, a soft mask over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or
+            ``"mask"`` if the normalizer is not softmax or the law is not Bernoulli's. See :mod:`sbm_pyg.estimators` and
             docs/learning.md.
         probes: For ``"local"`` and ``"distill"`` by name: expected number of non-edges per query and head whose effect
             is computed.

@@ -19,9 +19,10 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
     """Sum of the auxiliary losses of a model's forward passes since the last call, a scalar; 0 without such layers.
 
     The estimators ``"distill"`` and ``"imitate"`` and the entropy of :class:`~sbm_pyg.DCMMBias` have one in training.
-    Add it to the loss of the task before that is scaled, averaged or divided: ``loss = task_loss +
-    auxiliary_loss(model)``. It is a mean over sequences, like the losses of most tasks, so gradient accumulation,
-    several processes and :class:`torch.amp.GradScaler` treat both alike.
+    A :class:`~sbm_pyg.Sparsifier` adds them by itself, and then this is 0. Without one, add it to the loss of the task
+    before that is scaled, averaged or divided: ``loss = task_loss + auxiliary_loss(model)``. It is a mean over
+    sequences, like the losses of most tasks, so gradient accumulation, several processes and
+    :class:`torch.amp.GradScaler` treat both alike.
 
     A backward pass through such a layer raises RuntimeError if its loss was not taken by this function.
 
@@ -66,6 +67,12 @@ class AuxiliaryLosses:
         self.calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
         self.count = 0
         self.compiled: Tensor | None = None
+        self.weight: float | None = None
+        """Weight with which losses join the backward pass of their calls. None: :func:`auxiliary_loss` takes them."""
+        self.scaled = False
+        """Whether the weight follows a GradScaler."""
+        self.passes = 0
+        """Calls that had a loss, since it was set to 0."""
 
     def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[()]]:
         return AuxiliaryLosses, ()
@@ -74,6 +81,8 @@ class AuxiliaryLosses:
         """Store the loss of a call and return its output. ``whose`` names the module in errors."""
         if loss is None:
             return out
+        if self.weight is not None:
+            return self._join(out, loss)
         if torch.compiler.is_compiling():  # its backward pass cannot check the loss
             self.compiled = loss if self.compiled is None else self.compiled + loss
             return out
@@ -84,6 +93,18 @@ class AuxiliaryLosses:
         reminded: Tensor = _Reminder.apply(out, call)
         return reminded
 
+    def _join(self, out: Tensor, loss: Tensor) -> Tensor:
+        device = out.device.type
+        if not self.scaled and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise ValueError(
+                "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
+                "`Sparsifier(model, density, scaler=scaler)`."
+            )
+        if not in_backward():
+            self.passes += 1
+        joined: Tensor = _Join.apply(out, loss, self.weight)
+        return joined
+
     def take(self) -> list[Tensor]:
         """Remove and return the losses of the calls."""
         found = [call.take() for _, call in sorted(self.calls.items())]
@@ -91,6 +112,22 @@ class AuxiliaryLosses:
         self.calls.clear()
         self.compiled = None
         return found
+
+
+class _Join(torch.autograd.Function):
+    """Identity of an output whose backward pass is also that of a loss, times a weight."""
+
+    @staticmethod
+    def forward(out: Tensor, loss: Tensor, weight: float) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.weight, ctx.loss = inputs[2], inputs[1].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full_like(ctx.loss, ctx.weight), None
 
 
 class _Call:

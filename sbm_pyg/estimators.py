@@ -10,7 +10,7 @@ mean gain :math:`\bar g_i = \sum_j P_{ij} g_{ij}` of a row:
 estimator           :math:`\partial L / \partial p_{ij}`                                          over
 ==================  ============================================================================  ==================
 ``"local"``         :math:`\Delta_{ij}`, the loss with the edge minus without it, weighted         edges and probes
-``"distill"``       as ``"local"``, plus the gradient of :func:`distillation`                     edges and probes
+``"distill"``       as ``"local"``, plus the gradient of :func:`row_distillation`                 edges, probes, rows
 ``"imitate"``       the gradient of :func:`distillation`, over the selected keys or over all      edges
 ``"mask"``          :math:`P_{ij} (g_{ij} - \bar g_i)`                                            edges
 ``"paper"``         :math:`P_{ij} (g_{ij} - \bar g_i) \, s_{ij}` (eq. 9)                          edges
@@ -37,10 +37,11 @@ from torch import Tensor
 from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
-from .ops.reference.segments import allowed_keys, segments, upcast
+from .ops.reference.segments import allowed_keys, segment_logsumexp, segments, upcast
 from .ops.values import can_read, require_values
-from .ragged import draw_seed, resolve_sequence_ids
-from .sources.interface import Choice, EdgeProbability, check_probability
+from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
+from .sources.interface import MIN_PROBABILITY, Choice, EdgeProbability, GraphSource, check_probability
+from .sources.learned import LearnedSource, far_edges, sample_rows, sample_sequences
 
 __all__ = [
     "ESTIMATORS",
@@ -59,12 +60,12 @@ __all__ = [
     "distillation",
     "draw_probes",
     "relaxed_bias",
+    "row_distillation",
     "score_function",
     "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")
-MIN_PROBABILITY = 1e-9  # lower clamp of probabilities before a logarithm
 _TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not need all pairs."
 
 
@@ -85,6 +86,8 @@ class AttentionCall:
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, ``[B]`` int64, or None.
         training: True if the layer is in training mode.
+        tokens: What the source chose by; None if the graph was given.
+        source: The source, or None if the graph was given.
     """
 
     query: Tensor
@@ -98,6 +101,8 @@ class AttentionCall:
     seed: int
     sequence_ids: Tensor | None
     training: bool
+    tokens: Tokens | None = None
+    source: GraphSource | None = None
 
     @cached_property
     def prob(self) -> Tensor:
@@ -159,9 +164,20 @@ class Estimator:
         """The part of this call in :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
         return None
 
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """The same while attention is dense; by default :func:`row_distillation`, since there are no edges to train."""
+        if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
+            return None
+        assert call.tokens is not None
+        return row_distillation(call.source, call.tokens, scale=call.scale)
+
 
 class NoEstimator(Estimator):
-    """``"none"``: the task loss sends no gradient to the probabilities."""
+    """``"none"``: no loss sends a gradient to the probabilities."""
+
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """None."""
+        return None
 
 
 class Mask(Estimator):
@@ -253,26 +269,27 @@ class Imitate(Estimator):
 
 
 class Distill(Local):
-    """``"distill"``: :class:`Local`, plus the loss of :class:`Imitate` over all keys.
+    """``"distill"``: :class:`Local`, plus :func:`row_distillation` as an auxiliary loss.
+
+    :class:`~sbm_pyg.Sparsifier` uses it in place of :class:`Local`.
 
     Args:
         weight: Weight of the distillation loss, in [0, inf).
         probes: As :class:`Local`.
     """
 
-    def __init__(self, weight: float = 0.3, probes: float = 16.0) -> None:
+    def __init__(self, weight: float = 1.0, probes: float = 16.0) -> None:
         super().__init__(probes)
         self.weight = Imitate(weight).weight
 
-    def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
-        """As :meth:`Estimator.attach`."""
-        if prob is None and call.choice.probability is not None and call.training and torch.is_grad_enabled():
-            prob = call.prob
-        return super().attach(out, call, prob)
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """As :meth:`Estimator.dense_loss`."""
+        loss = super().dense_loss(call)
+        return loss if loss is None else self.weight * loss
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
-        """As :meth:`Imitate.auxiliary_loss`."""
-        return Imitate(self.weight, "all").auxiliary_loss(call)
+        """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode, or if gradients are disabled."""
+        return self.dense_loss(call)
 
 
 class Relaxed(Estimator):
@@ -569,6 +586,55 @@ def distillation(
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
     log_p, log_degree = (upcast(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
+
+
+def row_distillation(
+    source: LearnedSource, tokens: Tokens, *, scale: float = 1.0, rows: float = 1.0, part: float = 0.25
+) -> Tensor:
+    r"""Distillation from dense attention on a sample of query rows, a scalar.
+
+    For a sampled query the weights :math:`P_{ij}` of its attention over all keys are constants, and the loss is the
+    cross-entropy
+
+    .. math:: - \frac{1}{R} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}}
+
+    over R sampled rows of all heads. Pairs that are edges for any p, by a window or self-loops, are left out, so p
+    learns where attention goes beyond them. Queries and keys are constants too: only the parameters of the source are
+    trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
+    while attention is dense.
+
+    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences. Cost
+    for one sequence of N tokens: the prediction, and O(H N^{3/2} (C + K)).
+
+    Args:
+        source: The source.
+        tokens: Queries and keys.
+        scale: Factor of the scores.
+        rows: Rows per sequence of length N, in units of :math:`\sqrt{N}`, as a mean over all sequences.
+        part: Part of the sequences that rows are taken from, in (0, 1]; at least one sequence.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+    """
+    if not isinstance(source, LearnedSource):
+        raise TypeError(f"Expected 'source' to be a LearnedSource (got {type(source).__name__}). It has probabilities.")
+    check_record(tokens)
+    ops.checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
+    ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
+    sequences = tokens.query_ptr.numel()
+    tokens = sample_sequences(tokens.detached(), part)
+    graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
+    probability, blocks = source.predict(tokens), graph.blocks
+    with torch.no_grad():
+        weight = graph._attention_weight(tokens.query, tokens.key, None, scale)
+        sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
+    if source.forced_distance is not None or getattr(probability, "is_strict", False):
+        distance = -(-(source.forced_distance or 0) // source.block_size)
+        far = far_edges(blocks, distance)
+        blocks, weight = blocks.select(far), weight[far]
+    log_p = probability.log_on(blocks)
+    log_p = log_p - segment_logsumexp(log_p, blocks.rowptr)[blocks.edge_row]
+    return -(weight * log_p).sum() / sampled
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

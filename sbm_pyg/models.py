@@ -89,19 +89,19 @@ class EncoderTrace:
     @property
     def density(self) -> Tensor:
         """Density of each layer's graph, ``[L, B, H]``, in the dtype of its graphs; 1 for full attention."""
-        return self._stack([None if graph is None else graph.density for graph in self.graphs], wide=True)
+        return self._stack([None if choice is None else choice.density for choice in self.choices], wide=True)
 
     @property
     def expected_density(self) -> Tensor:
         """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before probabilities are cut at 1.
 
-        A graph without probabilities counts with its density, full attention with 1. A source with a ``share`` has
-        about that expected density whatever its graphs are; :attr:`density` is theirs.
+        A graph without probabilities counts with its density, full attention with 1. A source with a target
+        density has about that expected density whatever its graphs are; :attr:`density` is theirs.
         """
         known = [
             None
             if choice is None
-            else choice.graph.density
+            else choice.density
             if choice.probability is None
             else choice.probability.expected_density()
             for choice in self.choices
@@ -113,8 +113,8 @@ class EncoderTrace:
 
         This is the regulariser of Cho et al., section 5.2, without its noise: the paper penalises sampled edges, and
         this their expectation, which is differentiable in O(NK + K^2) without the straight-through estimator. It is for
-        sources without a ``share``. With one, the number of edges is fixed, and this loss cannot lower it: lower the
-        share instead.
+        sources without a target density. With one, the number of edges is fixed, and this loss cannot lower it: lower
+        the target instead.
 
         Args:
             floor: Density in [0, 1] up to which a head costs nothing; the excess counts. With 0, as in the paper, all

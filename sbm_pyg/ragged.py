@@ -110,6 +110,11 @@ class Tokens:
         tokens.__dict__.update(self.__dict__, query=query, key=key)
         return tokens
 
+    def detached(self) -> Tokens:
+        """Copy with vectors that send no gradient."""
+        query = self.query.detach()
+        return self.with_vectors(query, query if self.key is self.query else self.key.detach())
+
     def __repr__(self) -> str:
         sizes = f"{self.query_ptr.numel() - 1} sequences, {self.heads} heads, {self.num_queries} queries"
         return f"{type(self).__name__}({sizes}, {self.num_keys} keys)"

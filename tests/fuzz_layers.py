@@ -964,11 +964,13 @@ def _sbm_source(d: Draw) -> Case:
     )
 
 
-@case("SBMSource.forward", 4)
+@case("LearnedSource.forward", 4)
 def _sbm_source_forward(d: Draw) -> Case:
     block_size = d.choice((1, 1, 3))
     return source_arguments(
-        d, SBMSource(SBMHead(4, 2, 3), block_size=block_size), lambda result, **_: valid(result.graph)
+        d,
+        SBMSource(SBMHead(4, 2, 3), block_size=block_size, target_density=d.choice((None, 0.3, 1.0))),
+        lambda result, **_: valid(result.graph),
     )
 
 
@@ -1228,8 +1230,8 @@ TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
 def _indexer_source(d: Draw) -> Case:
     arguments = {
         "scorer": _indexer(d),
-        "select": "coins",
-        "share": d.maybe(0.3),
+        "select": "bernoulli",
+        "target_density": d.maybe(0.3),
         "initial_density": 0.5,
         "window": d.maybe(1),
     }
@@ -1241,9 +1243,9 @@ def _indexer_source(d: Draw) -> Case:
     )
 
 
-@case("indexer.IndexerSource.forward", 4)
-def _indexer_source_forward(d: Draw) -> Case:
-    options = {"select": "top_k", "k": 2} if d.random() < 0.5 else {"share": d.maybe(0.3)}
+@case("indexer.IndexerSource.choose", 4)
+def _indexer_source_choose(d: Draw) -> Case:
+    options = {"select": "top_k", "k": 2} if d.random() < 0.5 else {"target_density": d.maybe(0.3)}
     source = indexer.IndexerSource(_indexer(d), **options).train(d.random() < 0.5)
     return source_arguments(d, source, lambda result, **_: valid(result.graph))
 
@@ -1280,7 +1282,7 @@ def _index_on(name: str) -> Callable[[Draw], Case]:
     return build
 
 
-for _name in ("on", "score", "check"):
+for _name in ("on", "log_on", "score", "check"):
     TABLE[f"indexer.IndexProbability.{_name}"] = 2, _index_on(_name)
 
 
@@ -1986,8 +1988,10 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "Entmax": (lambda d: Entmax(2), {"alpha": lambda e: torch.full((2,), 1.5), "extra_repr()": lambda e: "2, alpha=1.5, learnable=True", "reset_parameters()": lambda e: None}),
     "AttentionConv": (lambda d: AttentionConv(4, 2), {"reset_parameters()": lambda a: None}),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
-    "SharingSource": (lambda d: SBMSource(SBMHead(4, 2), share=0.5), {"share": lambda a: 0.5, "can_share": lambda a: True}),
-    "Choice": (choice_of, {"shape": lambda c: (len(c.graph.query_ptr) - 1, c.graph.heads)}),
+    "LearnedSource": (lambda d: SBMSource(SBMHead(4, 2), target_density=0.5, window=1), {
+        "target_density": lambda a: 0.5, "can_change_density": lambda a: True, "forced_distance": lambda a: 1,
+    }),
+    "Choice": (choice_of, {"shape": lambda c: (len(c.graph.query_ptr) - 1, c.graph.heads), "density": lambda c: c.graph.density}),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), {"extra_repr()": lambda a: None}),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "sparsefinder.SparsefinderSource": (
@@ -1997,7 +2001,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.Indexer": (lambda d: indexer.Indexer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.KeyScorer": (lambda d: indexer.KeyScorer(4), {"extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
-    "indexer.IndexerSource": (lambda d: indexer.IndexerSource(indexer.Indexer(4)), {"can_share": lambda a: True, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
+    "indexer.IndexerSource": (lambda d: indexer.IndexerSource(indexer.Indexer(4)), {"can_change_density": lambda a: True, "extra_repr()": lambda a: None, "reset_parameters()": lambda a: None}),
     "indexer.IndexProbability": (_index_record, {
         "log_total": lambda r: None, "expected_degree()": lambda r: None, "expected_density()": lambda r: None,
     }),
@@ -2056,29 +2060,29 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     **dict.fromkeys(("info.tqdm", "info.tqdm.refresh"), "a progress bar, see test_progress.py"),
     "sparsefinder.Sample": "a type",
-    **dict.fromkeys(("ShareSchedule", "ShareSchedule.step", "ShareSchedule.state_dict", "ShareSchedule.load_state_dict"),
-                    "a schedule of a model, see test_share.py"),
-    **dict.fromkeys(("TiledChoice", *(f"TiledChoice.{name}" for name in ("attend", "causal", "check_tokens", "expand", "factors", "force", "forced", "graph", "is_stored", "select", "shape", "stored"))),
-                    "a record that a source makes, see test_tiled.py"),
-    **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_tiled.py"),
+    **dict.fromkeys(("Sparsifier", *(f"Sparsifier.{name}" for name in ("step", "sparse", "state_dict", "load_state_dict"))),
+                    "a schedule of a model, see test_sparsifier.py"),
+    **dict.fromkeys(("LearnedSource.choose", "LearnedSource.predict", "SBMSource.choose", "SBMSource.predict", "indexer.IndexerSource.predict"),
+                    "called by LearnedSource.forward and by losses"),
+    "Tokens.detached": "for sources",
+    **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_learned.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.rows", "AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict", "ops.Rows"), "for sources and layers, see test_blocks.py"),
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
         "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "edge_bias_to_blocks", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.Rows", "AttentionGraph.rows"), "a record of tensors, which ops check"),
     **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
-    "SBMSource.tiled": "a switch of a source, see test_tiled.py",
     "ground_truth.Match": "a record that the library makes and users read",
     "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
-    "estimators.distillation": "a loss over what a layer computes, compared with its definition in test_share.py",
+    **dict.fromkeys(("estimators.distillation", "estimators.row_distillation"), "losses over what a layer computes, compared with their definitions in test_learned.py"),
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",
     "sync_statistics": "it needs processes, see test_auxiliary.py",
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
-         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "SharingSource"), "an abstract class, called through SBM and SBMSource"),
+         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "EdgeProbability.log_on", "LearnedSource"), "an abstract class, called through SBM and SBMSource"),
     **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in

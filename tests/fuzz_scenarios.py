@@ -26,21 +26,20 @@ def any_layer(d: Draw, pairs: bool = False) -> Any:
     """A layer in float64 over a graph that something chooses, in training, after two batches; ``pairs``: for two sides of unlike tokens."""
     torch.manual_seed(d.getrandbits(32))
     is_causal = d.random() < 0.3
-    estimator = d.choice(("local", "distill", "imitate", "mask", "none"))
+    estimator = d.choice(("local", "imitate", "mask", "none"))  # "distill" samples rows, others in parts of a batch
     kind = d.choice(("sbm", "sbm", "sbm", "coins", "ranks", "routing", "top_k", "block_top_k", "lsh", "full"))
     bias = None if pairs or d.random() < 0.7 else DCMMBias(CHANNELS, HEADS, 2, entropy_weight=d.choice((0.0, 0.3)))
     options: dict[str, Any] = {"is_causal": is_causal, "score_bias": bias}
     if kind == "sbm":
         block_size = 1 if pairs else d.choice((1, 1, 3))
-        tiled = block_size == 1 and bias is None and estimator in ("local", "none") and d.random() < 0.3
         layer: Any = SBMAttentionConv(
-            WIDTH, CHANNELS, HEADS, 3, estimator=estimator, share=d.maybe(d.choice((0.2, 0.6))), block_size=block_size, tiled=tiled,
+            WIDTH, CHANNELS, HEADS, 3, estimator=estimator, target_density=d.maybe(d.choice((0.2, 0.6))), block_size=block_size,
             detach=d.random() < 0.3, window=None if pairs else d.maybe(1), **options,
         )  # fmt: skip
     else:
         scorer = d.choice((Indexer, KeyScorer))(CHANNELS, HEADS)
         source = {
-            "coins": lambda: IndexerSource(scorer, share=d.maybe(0.4)),
+            "coins": lambda: IndexerSource(scorer, target_density=d.maybe(0.4)),
             "ranks": lambda: IndexerSource(scorer, select="top_k", k=2),
             "routing": lambda: selectors.RoutingSource(CHANNELS, HEADS, 3, decay=d.choice((0.3, 0.9))),
             "top_k": lambda: selectors.SelectorSource(selectors.top_k, k=2),
@@ -48,7 +47,7 @@ def any_layer(d: Draw, pairs: bool = False) -> Any:
             "lsh": lambda: selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2),
             "full": lambda: patterns.PatternSource(patterns.full),
         }[kind]()  # fmt: skip
-        learns = kind == "coins" or (kind == "ranks" and estimator not in ("local", "distill"))
+        learns = kind == "coins" or (kind == "ranks" and estimator != "local")
         layer = AttentionConv(WIDTH, CHANNELS, HEADS, source, estimator=estimator if learns else "none", **options)
     layer = layer.double()
     lengths = d.lengths()

@@ -148,7 +148,8 @@ def test_bipartite(sample: bool) -> None:
 @pytest.mark.parametrize("exploration", [0.0, 0.1])
 def test_estimators_equal_their_closed_forms(estimator: str, exploration: float) -> None:
     """dL/dp = P (g - gbar) for "mask", times the score for "paper", on sampled edges; then dY = G Z S^T and so on."""
-    conv, x = layer(estimator=estimator, exploration=exploration), tokens()
+    paper = {"parameterization": "paper", "cluster_init": "kaiming"}
+    conv, x = layer(estimator=estimator, exploration=exploration, sbm_options=paper), tokens()
     out, graph, choice = conv(x, seed=2, return_graph=True, return_choice=True)
     sbm = choice.probability
     weight = torch.randn(30, 16, dtype=torch.float64)
@@ -556,14 +557,15 @@ def _writes_by_numpy(x: Tensor, values: list[int]) -> None:
 
 def over_indexer(estimator: str, **options: Any) -> AttentionConv:
     torch.manual_seed(0)
-    return AttentionConv(16, 8, 2, IndexerSource(Indexer(8, 2), share=0.3, **options), estimator=estimator).double()
+    return AttentionConv(
+        16, 8, 2, IndexerSource(Indexer(8, 2), target_density=0.3, **options), estimator=estimator
+    ).double()
 
 
 SAMPLING: dict[str, Callable[[], AttentionConv]] = {
     "tokens": layer,
-    "share": lambda: layer(share=0.3),
+    "share": lambda: layer(target_density=0.3),
     "causal": lambda: layer(is_causal=True, estimator="distill"),
-    "tiled": lambda: layer(tiled=True),
     "blocks": lambda: layer(block_size=4),
     "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
     "coins": lambda: over_indexer("local"),

@@ -27,6 +27,7 @@ from sbm_pyg import (
     auxiliary_loss,
     sync_statistics,
 )
+from sbm_pyg.estimators import Imitate
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.selectors import RoutingSource
@@ -46,13 +47,12 @@ def sbm(**options: Any) -> SBMAttentionConv:
 
 LAYERS: dict[str, Any] = {
     "local": partial(sbm, estimator="local"),
-    "distill": partial(sbm, estimator="distill"),
     "imitate": partial(sbm, estimator="imitate"),
-    "distill over blocks": partial(sbm, estimator="distill", block_size=3),
-    "share": partial(sbm, share=0.4),
-    "causal share, distill": partial(sbm, share=0.4, estimator="distill", is_causal=True),
-    "share of blocks": partial(sbm, share=0.4, block_size=3),
-    "tiled share": partial(sbm, share=0.4, tiled=True),
+    "imitate over all keys": partial(sbm, estimator=Imitate(over="all")),
+    "imitate over blocks": partial(sbm, estimator=Imitate(over="all"), block_size=3),
+    "density": partial(sbm, target_density=0.4),
+    "causal density, imitate": partial(sbm, target_density=0.4, estimator=Imitate(over="all"), is_causal=True),
+    "density of blocks": partial(sbm, target_density=0.4, block_size=3),
     "ranks that imitate": lambda: AttentionConv(
         8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
     ),
@@ -157,7 +157,7 @@ def test_centroids_move_once_though_calls_are_made_again() -> None:
 # ------------------------------------------------------------------ what keeps an auxiliary loss
 
 
-@pytest.mark.parametrize("name", ["distill", "imitate", "entropy"])
+@pytest.mark.parametrize("name", ["imitate over all keys", "imitate", "entropy"])
 def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
     layer = make(name)
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
 
 
 def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outputs() -> None:
-    layer = make("distill")
+    layer = make("imitate over all keys")
     x = draw(1, 33, 8)
     apart = []
     for seed in (1, 2):
@@ -208,7 +208,7 @@ def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outp
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
     torch._dynamo.reset()
-    layer = make("distill").float()
+    layer = make("imitate over all keys").float()
     x, ptr = draw(1, 33, 8).float(), PTR
     grads = []
     for run in (layer, torch.compile(layer[0])):
@@ -225,10 +225,9 @@ def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
 # ------------------------------------------------------------------ NaN
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-def test_a_sequence_of_nan_spoils_neither_the_others_nor_the_running_mean(tiled: bool) -> None:
+def test_a_sequence_of_nan_does_not_spoil_the_running_mean() -> None:
     torch.manual_seed(0)
-    source = SBMSource(SBMHead(4, 2, 3), share=0.3, tiled=tiled)
+    source = SBMSource(SBMHead(4, 2, 3), target_density=0.3)
     x, ptr = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20])
     sick = x.clone()
     sick[:, 3] = torch.nan
@@ -236,22 +235,13 @@ def test_a_sequence_of_nan_spoils_neither_the_others_nor_the_running_mean(tiled:
         source(Tokens(x, query_ptr=ptr, seed=seed))
     clean = copy.deepcopy(source)
     wanted = cast(Any, clean(Tokens(x, query_ptr=ptr, seed=3)).probability).rate
-    if tiled:
-        assert torch.equal(
-            cast(Any, source(Tokens(sick, query_ptr=ptr, seed=3)).probability).rate[:, 8:], wanted[:, 8:]
-        )
-        source.eval()
-        assert cast(Any, source(Tokens(sick, query_ptr=ptr, seed=3)).probability).rate[:, 8:].isfinite().all()
-        source.train()
-    else:
-        with pytest.raises(ValueError, match="Expected 'query_membership' to be finite"):
-            source(Tokens(sick, query_ptr=ptr, seed=3))
-        assert torch.equal(cast(Any, source(Tokens(x, query_ptr=ptr, seed=3)).probability).rate, wanted)
+    with pytest.raises(ValueError, match="Expected 'query_membership' to be finite"):
+        source(Tokens(sick, query_ptr=ptr, seed=3))
+    assert torch.equal(cast(Any, source(Tokens(x, query_ptr=ptr, seed=3)).probability).rate, wanted)
     for each in (source, clean):
         each(Tokens(x, query_ptr=ptr, seed=4))
     assert source.running_mean.isfinite().all()
-    if not tiled:  # the call that raised has left nothing
-        assert torch.equal(source.running_mean, clean.running_mean)
+    assert torch.equal(source.running_mean, clean.running_mean)  # the call that raised has left nothing
 
 
 def test_tokens_of_nan_leave_centroids_as_they_are() -> None:
@@ -293,7 +283,7 @@ def _process(rank: int, folder: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["imitate", "causal share, distill", "routing", "entropy"])
+@pytest.mark.parametrize("name", ["imitate", "causal density, imitate", "routing", "entropy"])
 def test_two_processes_have_the_gradients_and_states_of_one(name: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_process, (str(tmp_path), name), nprocs=2)
     grads, buffers = torch.load(tmp_path / f"{name.replace(' ', '-')}.pt")
@@ -306,7 +296,7 @@ def test_two_processes_have_the_gradients_and_states_of_one(name: str, tmp_path:
 
 
 def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:
-    model = SequenceEncoder(10, 8, attention_options={"num_blocks": 3, "share": 0.2})
+    model = SequenceEncoder(10, 8, attention_options={"num_blocks": 3, "target_density": 0.2})
     assert sync_statistics(model) is model
     assert all(each.synced for each in model.modules() if isinstance(each, SBMSource))
     with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got int\)"):

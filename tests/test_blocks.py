@@ -546,7 +546,7 @@ def test_blocks_of_one_token_are_the_layer_over_tokens(is_causal: bool, estimato
 
 
 @pytest.mark.parametrize("pool", ["mean", "learned"])
-@pytest.mark.parametrize("options", [{}, {"share": 0.4}, {"budget": 6.0}, {"window": 5}, {"exploration": 0.3}])
+@pytest.mark.parametrize("options", [{}, {"target_density": 0.4}, {"budget": 6.0}, {"window": 5}, {"exploration": 0.3}])
 def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: dict[str, Any]) -> None:
     conv, x, ptr = pair_of_layers(True, block_size=4, pool=pool, probes=4, **options)
     if pool == "learned":
@@ -558,7 +558,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
         other[t:] = torch.randn(21 - t, 6, dtype=torch.float64)
         conv2, _, _ = pair_of_layers(True, block_size=4, pool=pool, probes=4, **options)
         conv2.load_state_dict(conv.state_dict())
-        if "share" in options:  # the running mean has seen a batch; both layers begin without one
+        if "target_density" in options:  # the running mean has seen a batch; both layers begin without one
             for buffer in conv2.source.buffers(recurse=False):
                 buffer.zero_()
         again, chosen = conv2(other, ptr=ptr, seed=5, return_choice=True)

@@ -203,7 +203,7 @@ def sources(channels: int, heads: int) -> dict[str, Any]:
         "lsh": selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2, rounds=2),
         "routing": selectors.RoutingSource(channels, heads, 3).eval(),
         "sparsefinder": SparsefinderSource(Projection(channels, heads, 2), distance, threshold=0.5, window=1),
-        "indexer, competing": IndexerSource(Indexer(channels, heads), share=0.4),
+        "indexer, competing": IndexerSource(Indexer(channels, heads), target_density=0.4),
         "indexer, apart": IndexerSource(Indexer(channels, heads), exploration=0.1, window=1),
         "indexer, ranks": IndexerSource(KeyScorer(channels, heads), select="top_k", k=3),
         "a pattern that knows nothing of it": patterns.PatternSource(lambda n, ptr: patterns.window(n, 2, ptr=ptr)),

@@ -31,7 +31,14 @@ RUN = train.Run(
     "digits", "full", 1, "last", None, **SIZES, steps=6, batch_size=4, learning_rate=1e-3, validation=0.2, evaluations=3
 )
 FEW = "num_blocks=3"
-METHODS = ("full", f"dcmm:{FEW}", f"sbm:{FEW}", f"sbm:{FEW},estimator=mask,rate=0", f"dcsbm:{FEW}", f"dcmm-sbm:{FEW}")
+METHODS = (
+    "full",
+    f"dcmm:{FEW}",
+    f"sbm:{FEW}",
+    f"sbm:{FEW},estimator=mask,control=fixed",
+    f"dcsbm:{FEW}",
+    f"dcmm-sbm:{FEW}",
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -142,10 +149,14 @@ def test_options_reach_the_layers(small: data.Images) -> None:
     assert (bias.num_blocks, bias.entropy_weight) == (5, 0.3)
     assert bias.scale == 10
     usual: Any = model.make_attention("dcmm-sbm", 8, 4, 2)
-    assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.share) == ("relu", 0.1, 0.25)
-    corrected: Any = model.make_attention("dcsbm:share=0,estimator=mask", 8, 4, 2)
+    assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == (
+        "relu",
+        0.1,
+        0.25,
+    )
+    corrected: Any = model.make_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
     assert corrected.sbm.degree_corrected
-    assert corrected.source.share is None
+    assert corrected.source.target_density is None
     assert type(corrected.estimator).__name__ == "Mask"
 
 
@@ -357,19 +368,18 @@ def test_the_best_of_validation_is_tested_once(
 def test_evaluation_is_at_the_final_density(
     small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = []
+    densities = []
     evaluate = train.evaluate
 
     def look(made: Any, *rest: Any) -> tuple[float, float]:
-        shares.append(made.attention[0][1].source.share)
+        densities.append(made.attention[0][1].source.target_density)
         return evaluate(made, *rest)
 
     monkeypatch.setattr(train, "evaluate", look)
-    run = dataclasses.replace(RUN, method=f"sbm:{FEW},rate=0.01,share=0.3")
+    run = dataclasses.replace(RUN, method=f"sbm:{FEW},density=0.3")
     train.train(run, small, tmp_path)
-    assert shares == [0.3] * 4
-    state = torch.load(tmp_path / run.file)["schedule"]
-    assert state["share"] == pytest.approx(0.99**6)
+    assert densities == [0.3] * 4
+    assert torch.load(tmp_path / run.file)["sparsifier"]["steps"] == 6
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

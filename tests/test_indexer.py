@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, ShareSchedule, Tokens, auxiliary_loss
+from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
@@ -191,10 +191,10 @@ def test_each_pair_is_a_coin_of_its_own(apart: bool, exploration: float) -> None
 
 
 @each_scorer
-@pytest.mark.parametrize("select", ["coins", "top_k"])
+@pytest.mark.parametrize("select", ["bernoulli", "top_k"])
 def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, select: str) -> None:
     torch.manual_seed(0)
-    source = IndexerSource(SCORERS[scorer](), select=select, share=0.3)
+    source = IndexerSource(SCORERS[scorer](), select=select, target_density=0.3)
     x, ptr = draw(1, HEADS, 30, CHANNELS).float(), torch.tensor([0, 12, 30])
     whole = source(Tokens(x, query_ptr=ptr, is_causal=True, seed=3)).graph
     one = source(Tokens(x[:, 12:], is_causal=True, seed=3, sequence_ids=torch.tensor([1]))).graph
@@ -217,16 +217,16 @@ def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, sele
     ("options", "estimator", "full"),
     [
         ({}, "local", 0),
-        ({"share": 0.25}, "local", 0),
-        ({"share": 0.25}, "distill", 0),
-        ({"select": "top_k", "share": 0.25}, Imitate(over="all"), 200),
-        ({"select": "top_k", "share": 0.25}, "imitate", 30),
+        ({"target_density": 0.25}, "local", 0),
+        ({"target_density": 0.25}, "distill", 0),
+        ({"select": "top_k", "target_density": 0.25}, Imitate(over="all"), 200),
+        ({"select": "top_k", "target_density": 0.25}, "imitate", 30),
     ],
 )
 def test_it_finds_the_right_key_of_eight(options: dict[str, Any], estimator: Any, full: int) -> None:
     """The key that holds a query's mark also holds what is asked for; attention itself can see marks.
 
-    Ranks see no key that is not there, so they begin with a full graph; what the task itself trains does not need one.
+    Ranks see no key that is not there, so they begin with dense attention; what the task itself trains does not need one.
     Keys that share with the selected ones alone are found again when these turn out to be useless.
     """
     degree, found = train_on_eight(options, estimator, full)
@@ -237,14 +237,14 @@ def test_it_finds_the_right_key_of_eight(options: dict[str, Any], estimator: Any
 @pytest.mark.slow
 def test_ranks_that_imitate_over_all_keys_find_none_again() -> None:
     """Why it is not the default: what is not selected is pushed down."""
-    assert train_on_eight({"select": "top_k", "share": 0.25}, Imitate(over="all"), 30)[1] < 0.6
+    assert train_on_eight({"select": "top_k", "target_density": 0.25}, Imitate(over="all"), 30)[1] < 0.6
 
 
 def train_on_eight(options: dict[str, Any], estimator: Any, full: int) -> tuple[float, float]:
     """The expected number of keys of a query, and the mean probability of the right one, cut at 1.
 
     Args:
-        full: Steps over a full graph, before the share.
+        full: Steps of dense attention, before graphs are sparse.
     """
     torch.manual_seed(0)
     source = IndexerSource(Indexer(16, index_channels=16), exploration=0.05, **options)
@@ -262,11 +262,11 @@ def train_on_eight(options: dict[str, Any], estimator: Any, full: int) -> tuple[
 
     for step in range(300):
         if full:
-            source.share = 1.0 if step < full else 0.25
+            source.target_density = 1.0 if step < full else 0.25
         x, answer, where = batch()
         out, choice = layer(x, ptr=ptr, seed=step, return_choice=True)
-        price = 0.0 if options else 0.003
-        loss = nn.functional.cross_entropy(read(out), answer) + price * choice.probability.expected_degree().mean()
+        loss = nn.functional.cross_entropy(read(out), answer)
+        loss = loss if options else loss + 0.003 * choice.probability.expected_degree().mean()
         optimizer.zero_grad()
         (loss + auxiliary_loss(layer)).backward()
         optimizer.step()
@@ -319,45 +319,44 @@ def define_any(scorer: nn.Module, q: Tensor, z: Tensor) -> Tensor:
     return (torch.einsum("hnsd,hmd->hnms", small, key).relu() * weight[:, :, None]).sum(3)
 
 
-def test_a_share_of_keys_is_rounded_up_exactly() -> None:
+def test_a_part_of_the_keys_is_rounded_up_exactly() -> None:
     """Of shares as people write them; single precision has 15.000001 for 0.15 of 100."""
     counts = torch.arange(1, 513)
     for thousandths in (*range(1, 1001, 7), *range(50, 1001, 50)):
         wanted = -(-thousandths * counts // 1000)
-        assert torch.equal(pairs.share_of(thousandths / 1000, counts), wanted)
+        assert torch.equal(pairs.part_of(thousandths / 1000, counts), wanted)
 
 
-def test_ranks_take_a_share_of_the_keys() -> None:
-    source, x = IndexerSource(Indexer(4, 2), select="top_k", share=0.15), torch.randn(2, 100, 4)
+def test_ranks_take_a_part_of_the_keys() -> None:
+    source, x = IndexerSource(Indexer(4, 2), select="top_k", target_density=0.15), torch.randn(2, 100, 4)
     for ptr, degree in ((pointer([100]), [15] * 100), (pointer([3, 97]), [1] * 3 + [15] * 97)):
         assert source(Tokens(x, query_ptr=ptr)).graph.degree.tolist() == [degree] * 2
     causal = source(Tokens(x, is_causal=True)).graph
     assert causal.degree[0].tolist() == [max(1, -(-15 * reach // 100)) for reach in range(1, 101)]
 
 
-def test_a_share_falls_from_a_full_graph_for_coins_and_ranks() -> None:
-    for select in ("coins", "top_k"):
-        source = IndexerSource(Indexer(4, 2), select=select, share=0.5, window=0)
-        schedule = ShareSchedule(source, 0.1, threshold=torch.inf, rate=0.5)
-        x, ptr = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20])
-        densities = []
-        for _ in range(5):
-            choice = source(Tokens(x, query_ptr=ptr, is_causal=True))
-            densities.append(float(choice.graph.density.mean()))
-            schedule.step(0.0)
-        assert densities[0] == 1.0
-        assert densities == sorted(densities, reverse=True)
-        assert 0.1 < densities[-1] < 0.5  # one key at least, and the self-loop
-        assert schedule.share == source.share == 0.1
-        assert choice.graph.contains(patterns.self_loops(20).edge_index.repeat(1, 2), torch.arange(40) // 20).all()
-        assert choice.independent is (select == "coins")
+@pytest.mark.parametrize("select", ["bernoulli", "top_k"])
+def test_graphs_follow_the_target_density(select: str) -> None:
+    source = IndexerSource(Indexer(4, 2), select=select, target_density=0.5, window=0)
+    tokens = Tokens(draw(1, 2, 20, 4).float(), query_ptr=torch.tensor([0, 8, 20]), is_causal=True)
+    densities = []
+    for density in (1.0, 0.5, 0.25, 0.1):
+        source.target_density = density
+        choice = source(tokens)
+        densities.append(float(choice.density.mean()))
+        loops = patterns.self_loops(20).edge_index.repeat(1, 2)
+        assert choice.graph.contains(loops, torch.arange(40) // 20).all()
+        assert density == 1 or choice.independent is (select == "bernoulli")
+    assert densities[0] == 1
+    assert densities == sorted(densities, reverse=True)
+    assert 0.1 < densities[-1] < 0.5  # one key at least, and the self-loop
 
 
 def test_encoders_take_them_by_name() -> None:
     for name, options in (
-        ("indexer", {"index_heads": 2, "share": 0.5}),
+        ("indexer", {"index_heads": 2, "target_density": 0.5}),
         ("indexer", {"select": "top_k", "k": 2, "estimator": "imitate", "dropout": 0.1}),
-        ("key_selection", {"hidden": 4, "share": 0.3, "estimator": "distill", "window": 1}),
+        ("key_selection", {"hidden": 4, "target_density": 0.3, "estimator": "distill", "window": 1}),
         ("key_selection", {}),
     ):
         encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
@@ -382,7 +381,7 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pairs, "CHUNK", 2**16)
     n = 2**11
-    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), share=2**-8), estimator="distill", is_causal=True)
+    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=2**-8), estimator="distill", is_causal=True)
     with Largest():
         (layer(draw(0, n, 8).float(), seed=0).sum() + auxiliary_loss(layer)).backward()
     assert Largest.size <= 2**18 < n * n / 8  # 2**16 scores at a time; queries of all small heads have 68 channels
@@ -390,7 +389,7 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_leaves_nothing_behind() -> None:
     """Sums that are kept for later calls do not keep themselves alive."""
-    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), share=0.5), estimator="distill")
+    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=0.5), estimator="distill")
     gc.disable()
     try:
         out, choice = layer(draw(0, 20, 8).float(), seed=0, return_choice=True)
@@ -436,7 +435,7 @@ X = torch.ones(2, 5, 3)
         (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
         (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
-        (lambda: IndexerSource(Indexer(3), share=2), ValueError, r"Expected 'share' in \(0, 1\]"),
+        (lambda: IndexerSource(Indexer(3), target_density=2), ValueError, r"Expected 'target_density' in \(0, 1\]"),
         (lambda: IndexerSource(Indexer(3), initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
         (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
@@ -548,6 +547,6 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
 
 def test_coins_expect_a_key_of_each_query_at_least() -> None:
     """However few keys there are to share out."""
-    source, x, ptr = IndexerSource(Indexer(4, 2), share=0.1), torch.randn(2, 33, 4), pointer([3, 30])
+    source, x, ptr = IndexerSource(Indexer(4, 2), target_density=0.1), torch.randn(2, 33, 4), pointer([3, 30])
     degree = cast(Any, source(Tokens(x, query_ptr=ptr))).probability.expected_degree()
     torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

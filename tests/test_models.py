@@ -41,8 +41,8 @@ OPTIONS: dict[str, dict] = {
     "block_top_k": {"k": 2, "block_size": 4},
     "lsh": {"chunk_size": 4},
     "routing": {"num_clusters": 3},
-    "indexer": {"index_heads": 2, "share": 0.5},
-    "key_selection": {"hidden": 4, "share": 0.3},
+    "indexer": {"index_heads": 2, "target_density": 0.5},
+    "key_selection": {"hidden": 4, "target_density": 0.3},
     "dcmm": {"num_blocks": 4, "dropout": 0.1},
 }
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from examples import language_model
 from examples.common import hybrid
 from examples.recall import __main__ as program
 from examples.recall import tasks, train
-from sbm_pyg import AttentionGraph, Choice, Tokens
+from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
 from sbm_pyg.dense import FullAttention
 from sbm_pyg.sources import patterns
 
@@ -238,7 +238,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("method", ["full", "random", "sbm", "sbm:control=share,estimator=local"])
+@pytest.mark.parametrize("method", ["full", "random", "sbm", "sbm:control=fixed,estimator=local"])
 def test_a_run_that_was_killed_ends_with_the_same_bits(
     method: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +296,7 @@ def test_the_program_trains_what_is_missing_and_reports(
         (["--methods", "sbm:blocks=3"], "Expected options of 'sbm' in 'methods'"),
         (["--methods", "full:probes=3"], "Expected options of 'full' in 'methods'"),
         (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),
-        (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among schedule, share, none"),
+        (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among sparsifier, fixed, none"),
         (["--densities", "0"], "Expected 'densities' in (0, 1]"),
         (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
@@ -341,18 +341,18 @@ def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Pa
     assert vocabulary == 256 or len(source) < 0.6 * len(text)
 
 
-@pytest.mark.parametrize(("control", "first"), [("schedule", 1.0), ("share", 0.25)])
-def test_the_share_of_a_language_model_begins_as_its_control_says(control: str, first: float) -> None:
+@pytest.mark.parametrize(("control", "first"), [("sparsifier", 1.0), ("fixed", 0.25)])
+def test_the_density_of_a_language_model_begins_as_its_control_says(control: str, first: float) -> None:
     run = language_model.Run(
         f"sbm:control={control}", 0.25, 0, vocabulary=300, length=33, steps=40, batch_size=4, channels=8, layers=2,
         heads=2, window=0, learning_rate=1e-3,
     )  # fmt: skip
-    _, schedule = language_model.make_model(run, 300)
-    assert schedule is not None
-    assert schedule.share == first
-    for _ in range(25):
-        schedule.step(9.0)
-    assert schedule.share == pytest.approx(0.25)
+    model, sparsifier = language_model.make_model(run, 300)
+    sources = [cast(Any, layer).attention.source for layer in model.layers]
+    assert [source.target_density for source in sources] == [first] * 2
+    for _ in range(40 if sparsifier else 0):
+        cast(Sparsifier, sparsifier).step(9.0)
+    assert [source.target_density for source in sources] == [0.25] * 2
 
 
 def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,8 +157,8 @@ def test_associative_recall_makes_the_task_that_it_names() -> None:
 
 @pytest.mark.slow
 def test_associative_recall(lines: Callable[..., list[str]]) -> None:
-    shown = lines(associative_recall.main, "--steps", "500", "--length", "32", "--pairs", "4", "--share", "0.2")
-    assert len(shown) == 2
+    shown = lines(associative_recall.main, "--steps", "500", "--length", "32", "--pairs", "4", "--density", "0.2")
+    assert len(shown) == 5
     assert number(shown[-1], "accuracy") > 60  # a guess among the values that are there: 25
 
 

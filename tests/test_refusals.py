@@ -17,7 +17,7 @@ from sbm_pyg import (
     SBMAttentionConv,
     SBMHead,
     SBMSource,
-    ShareSchedule,
+    Sparsifier,
     ops,
     pad,
     ragged,
@@ -39,7 +39,7 @@ def check(call: Callable[..., Any], message: str) -> None:
 def layers() -> list[AttentionConv]:
     return [
         AttentionConv(8, 4, 2, source=patterns.PatternSource(patterns.window, size=1)),
-        *(SBMAttentionConv(8, 4, 2, num_blocks=3, **options) for options in ({}, {"block_size": 2}, {"tiled": True})),
+        *(SBMAttentionConv(8, 4, 2, num_blocks=3, block_size=size) for size in (1, 2)),
     ]
 
 
@@ -53,7 +53,7 @@ def test_tokens_on_another_device_than_the_layer() -> None:
 
 @pytest.mark.parametrize("many", MANY)
 def test_sizes_that_int64_does_not_hold(many: int) -> None:
-    x, ptrs, ids = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2, torch.tensor([0])
+    x, ptrs = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2
     rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
     memory = "to ask for no more than memory holds"
     check(lambda: SBMAttentionConv(8, 4, 2, num_blocks=3, block_size=many)(x), rf"'block_size' {memory}")
@@ -72,8 +72,6 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     assert predictors.buckets(X, many).tolist() == [
         [[rank * largest // 9 for rank in row] for row in head] for head in ranks.tolist()
     ]
-    full = ops.sampled_attention(X, X, X, X, X, *ptrs, ids, 0, window=many)
-    torch.testing.assert_close(full, torch.nn.functional.scaled_dot_product_attention(X, X, X, scale=1.0))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +122,10 @@ def test_a_loss_of_a_projection_of_other_tensors() -> None:
     ],
 )
 def test_what_is_not_one_loss(loss: Any, message: str) -> None:
-    schedule = ShareSchedule(SBMSource(SBMHead(8, num_blocks=4)), final=0.1, threshold=1.0)
+    sparsifier = Sparsifier(SBMSource(SBMHead(8, num_blocks=4)), 0.1)
     for one in (2, 0.5, torch.tensor([0.5], requires_grad=True)):
-        schedule.step(one)
-    check(lambda: schedule.step(loss), message)
+        sparsifier.step(one)
+    check(lambda: sparsifier.step(loss), message)
 
 
 def test_graphs_on_meta() -> None:

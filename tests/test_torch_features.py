@@ -150,7 +150,7 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
 @pytest.mark.parametrize(
     ("attention", "options"),
     [
-        ("sbm", {"num_blocks": 4, "share": 0.3}),
+        ("sbm", {"num_blocks": 4, "target_density": 0.3}),
         ("sbm", {"num_blocks": 4, "block_size": 4}),
         ("full", {}),
         ("window", {"size": 3}),
@@ -195,10 +195,9 @@ def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., A
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # torch's own, of any autograd function it traces
-@pytest.mark.parametrize("tiled", [False, True])
-def test_one_graph_for_a_whole_model(tiled: bool, compile_whole: Callable[..., Any]) -> None:
+def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any]) -> None:
     """Sampling is an op of the graph: its number of edges is not known before it runs."""
-    model = classifier(tiled=tiled)
+    model = classifier()
     compiled = compile_whole(model)
     for n in (30, 40, 25):
         arguments = (words(n), torch.tensor([0, 10, 17, n]))
@@ -540,7 +539,7 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
         (lambda kept: graph.select(kept).col, torch.ones(3, graph.num_edges, dtype=torch.bool), "mask"),
         (lambda ends: AttentionGraph.from_edge_index(ends, 30).col, torch.stack([graph.edge_index] * 3), "edge_index"),
     ]
-    sampling: list[dict[str, Any]] = [{}, {"block_size": 4}, {"share": 0.2}, {"share": 0.2, "tiled": True}]
+    sampling: list[dict[str, Any]] = [{}, {"block_size": 4}, {"target_density": 0.2}]
     made: list[Any] = [layer(**options) for options in sampling]
     choosers += [(partial(each, seed=1), x, "query") for each in made]
     for choose, many, name in choosers:
@@ -548,17 +547,14 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
             torch.func.vmap(choose)(many)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_tokens() -> None:
-    """Over a graph, or over coins that lie beside the scores."""
     graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
-    cases: list[tuple[Any, tuple[Any, ...]]] = [(layer(), (graph,)), (layer(tiled=True), ())]
-    for conv, arguments in cases:
-        found = torch.func.vmap(partial(conv, seed=1), in_dims=(0, *(None for _ in arguments)))(x, *arguments)
-        torch.testing.assert_close(found, torch.stack([conv(each, *arguments, seed=1) for each in x]))
+    conv: Any = layer()
+    found = torch.func.vmap(partial(conv, seed=1), in_dims=(0, None))(x, graph)
+    torch.testing.assert_close(found, torch.stack([conv(each, graph, seed=1) for each in x]))
 
 
-@pytest.mark.parametrize("options", [{}, {"tiled": True}, {"share": 0.3}, {"block_size": 4}])
+@pytest.mark.parametrize("options", [{}, {"target_density": 0.3}, {"block_size": 4}])
 def test_blocks_under_fully_sharded_data_parallel(options: dict[str, Any], tmp_path: Path) -> None:
     """Each returns tokens alone, of which FSDP has nothing to warn."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -6,8 +6,8 @@ through which an estimator trains them. Not here: the estimators, and rules with
 =====================  ================  ===================================================================
 graph                  estimator         what it is
 =====================  ================  ===================================================================
-``select="coins"``     ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
-``select="coins"``     ``"distill"``     the same draws; attention over the graph trains the probability
+``select="bernoulli"`` ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
+``select="bernoulli"`` ``"distill"``     the same draws; attention over the graph trains the probability
 ``select="top_k"``     ``"imitate"``     the indexer of DeepSeek-V3.2: a divergence from the attention
 ``select="top_k"``     ``"none"``        the same, without training
 =====================  ================  ===================================================================
@@ -32,13 +32,14 @@ from ..ops.reference import sampling as reference_sampling
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
-from .interface import Choice, EdgeProbability, SharingSource, check_over
-from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, select_pairs, share_of
+from .interface import Choice, EdgeProbability, check_over
+from .learned import LearnedSource
+from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, part_of, select_pairs
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
 
-SELECT = ("coins", "top_k")
+SELECT = ("bernoulli", "top_k")
 IndexParts = tuple[Tensor, Tensor, Tensor]
 """Small queries ``[H, N, S, D]``, their weights ``[H, N, S]``, and small keys ``[H, M, D]``, which score pairs."""
 
@@ -246,6 +247,10 @@ class IndexProbability(EdgeProbability):
         degree = self.degree.to(score.dtype).repeat(self.tokens.heads)
         return degree[graph.edge_row] * (score - self.log_total.flatten()[graph.edge_row]).exp()
 
+    def log_on(self, graph: AttentionGraph) -> Tensor:
+        """As :meth:`EdgeProbability.log_on`; with degrees these are the scores, which need no sum over all keys."""
+        return self.score(graph) if self.degree is not None else super().log_on(graph)
+
     @property
     def log_total(self) -> Tensor:
         """Logarithm of the sum of all exponentials of a query, ``[H, N]``, differentiable."""
@@ -451,30 +456,31 @@ class _Reduced(torch.autograd.Function):
         return grad_packed, grad_key, grad_bias, None, None, None, None
 
 
-class IndexerSource(SharingSource):
+class IndexerSource(LearnedSource):
     """Selects edges by small learned scores: by Bernoulli draws or by rank.
 
     Args:
         scorer: An :class:`Indexer`, a :class:`KeyScorer`, or a module like them.
-        select: ``"coins"``: each pair is an edge with its probability, see :class:`IndexProbability`. ``"top_k"``: each
-            query attends to the keys of its largest scores, which get no gradients of the task loss; train them with
-            the estimator ``"imitate"``.
-        k: Keys of each query with ``"top_k"``, at least 1. None: the share determines them.
-        share: Density that the keys of each query compete for, in (0, 1], with at least one key each.
-            :class:`~sbm_pyg.ShareSchedule` lowers it. None, with ``"coins"``: pairs do not compete.
+        select: ``"bernoulli"``: each pair is an edge with its probability, see :class:`IndexProbability`. ``"top_k"``:
+            each query attends to the keys of its largest scores, which get no gradients of the task loss; train them
+            with the estimator ``"imitate"``.
+        k: Keys of each query with ``"top_k"``, at least 1. None: the target density determines them.
+        target_density: Density that the keys of each query compete for, in (0, 1], with at least one key each; 1 is
+            dense attention. None, with ``"bernoulli"``: pairs do not compete.
         initial_density: Probability of an edge before training if pairs do not compete, in (0, 1). It sets a learned
             bias of each head.
-        exploration: Added to each probability with ``"coins"``, in training only, in [0, 1]. None: the square of the
-            share, or 0 without a share.
+        exploration: Added to each probability with ``"bernoulli"``, in training only, in [0, 1]. None: the square of
+            the target density, or 0 without one.
         detach: Stop gradients from the scores to queries and keys, as in DeepSeek-V3.2.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or ``"top_k"`` has neither ``k`` nor ``share``.
+        TypeError, ValueError: An argument has the wrong type or range, or ``"top_k"`` has neither ``k`` nor a target
+            density.
 
     Example:
         >>> from sbm_pyg import AttentionConv
-        >>> conv = AttentionConv(16, 8, heads=2, source=IndexerSource(Indexer(8, heads=2), share=0.25))
+        >>> conv = AttentionConv(16, 8, heads=2, source=IndexerSource(Indexer(8, heads=2), target_density=0.25))
         >>> out, choice = conv(torch.randn(20, 16), seed=0, return_choice=True)
         >>> out.shape, choice.probability
         (torch.Size([20, 16]), IndexProbability(2 heads, 20 queries, 20 keys, competing))
@@ -487,9 +493,9 @@ class IndexerSource(SharingSource):
         self,
         scorer: nn.Module,
         *,
-        select: str = "coins",
+        select: str = "bernoulli",
         k: int | None = None,
-        share: float | None = None,
+        target_density: float | None = None,
         initial_density: float = 0.5,
         exploration: float | None = None,
         detach: bool = False,
@@ -503,30 +509,32 @@ class IndexerSource(SharingSource):
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")
-        if (select == "top_k") != (k is not None) and not (select == "top_k" and share is not None):
+        of_keys = k is not None or target_density is not None
+        if (select == "top_k" and not of_keys) or (select != "top_k" and k is not None):
             raise ValueError(
-                f"Expected 'k' with select='top_k' alone, or 'share' (got k={k}, share={share}, select={select!r}). "
-                "Bernoulli draws have no fixed number of keys."
+                f"Expected 'k' with select='top_k' alone, or 'target_density' (got k={k}, "
+                f"target_density={target_density}, select={select!r}). Bernoulli draws have no fixed number of keys."
             )
         checks.number("initial_density", initial_density, "(0, 1)", "It is the probability of an edge before training.")
         if exploration is not None:
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
-        self.scorer, self.select, self.k, self.share, self.exploration = scorer, select, k, share, exploration
+        self.scorer, self.select, self.k, self.exploration = scorer, select, k, exploration
+        self.target_density = target_density
         self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
-        independent = select == "coins" and share is None
+        independent = select == "bernoulli" and target_density is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if independent else None
         self._reset_bias()
 
     @property
-    def can_share(self) -> bool:
-        """As :attr:`~sbm_pyg.SharingSource.can_share`: not with a number of keys ``k``."""
+    def can_change_density(self) -> bool:
+        """As :attr:`~sbm_pyg.LearnedSource.can_change_density`: not with a number of keys ``k``."""
         return self.k is None
 
     def _prepare(self) -> None:
-        if self.share is not None and not self.can_share:
+        if self.target_density is not None and not self.can_change_density:
             raise ValueError(
-                f"Expected no 'share' together with k={self.k} (got {self.share}). "
+                f"Expected no 'target_density' together with k={self.k} (got {self.target_density}). "
                 "Both fix the number of keys of a query."
             )
 
@@ -539,19 +547,26 @@ class IndexerSource(SharingSource):
         super().reset_parameters()
         self._reset_bias()
 
-    def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`GraphSource.forward`."""
-        vectors = (tokens.query, tokens.key)
-        small = self.scorer(*(x.detach() for x in vectors) if self.detach else vectors)
-        count = None
-        if self.k is not None:
-            count = tokens.allowed_keys.clamp(max=self.k)
-        elif self.share is not None:
-            count = (self.share * tokens.allowed_keys).clamp(min=1)
+    def predict(self, tokens: Tokens) -> IndexProbability:
+        """The probabilities of all pairs, at the target density if there is one."""
+        count = self._count(tokens)
         degree = None if count is None else count.to(torch.promote_types(tokens.query.dtype, torch.float32))
-        probability = IndexProbability(tokens, *small, degree=degree, bias=self.bias)
+        return IndexProbability(tokens, *self.scorer(tokens.query, tokens.key), degree=degree, bias=self.bias)
+
+    def _count(self, tokens: Tokens) -> Tensor | None:
+        """Number of keys of each query, ``[N]``, or None."""
+        if self.k is not None:
+            return tokens.allowed_keys.clamp(max=self.k)
+        if self.target_density is not None:
+            return (self.target_density * tokens.allowed_keys).clamp(min=1)
+        return None
+
+    def choose(self, tokens: Tokens) -> Choice:
+        """Choose by rank, or by Bernoulli draws."""
+        probability, allowed = self.predict(tokens), tokens.allowed_keys
         if self.select == "top_k":
-            wanted = count if self.share is None else share_of(self.share, tokens.allowed_keys)
+            density = self.target_density
+            wanted = self._count(tokens) if density is None else part_of(density, allowed)
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
@@ -562,7 +577,7 @@ class IndexerSource(SharingSource):
 
     def extra_repr(self) -> str:
         """Its options."""
-        names = ("k", "share", "exploration", "window")
+        names = ("k", "target_density", "exploration", "window")
         return ", ".join(
             [f"select={self.select!r}", *(f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)]
         )

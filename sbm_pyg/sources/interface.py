@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,14 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from .. import ops
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
+from ..ops.reference.segments import upcast
 from ..ragged import Tokens, check_record, draw_seed, stored_ptr
 
-__all__ = ["Choice", "EdgeProbability", "GraphSource", "SharingSource", "SourceGraph", "TiledChoice"]
+__all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
+
+MIN_PROBABILITY = 1e-9  # lower clamp of probabilities before a logarithm
 
 
 class EdgeProbability(ABC):
@@ -39,6 +40,14 @@ class EdgeProbability(ABC):
         Args:
             graph: Any graph over the same tokens and heads; it need not be a chosen one.
         """
+
+    def log_on(self, graph: AttentionGraph) -> Tensor:
+        """Logarithm of the probability of each edge, up to a term for each query, ``[E]``, differentiable.
+
+        By default that of :meth:`on`. Override it if another form is cheaper or more precise.
+        """
+        p = upcast(self.on(graph))
+        return p.clamp(min=MIN_PROBABILITY).log()
 
     @abstractmethod
     def expected_density(self) -> Tensor:
@@ -125,23 +134,25 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """False if the kernel draws edges when it computes their scores, and :attr:`graph` is drawn only on request."""
+        """False if the choice attends without edges, and :attr:`graph` is made only on request."""
         return True
 
     def stored(self) -> Choice:
         """The same choice with a stored graph."""
         return self
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, learn: bool
-    ) -> Tensor | None:
+    @property
+    def density(self) -> Tensor:
+        """Density of the graph of each sequence and head, ``[B, H]``."""
+        return self.graph.density
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor | None:
         """Attend without stored edges, ``[H, N, C']``. None: the edges are stored, so the layer attends over them.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
             scale: Factor of the scores.
-            is_causal: No query attends to a later key, even if the model of the edges is not causal.
-            learn: If True, the model of the edges receives a gradient.
+            dropout: Probability that a weight is dropped.
         """
         return None
 
@@ -194,101 +205,6 @@ class Choice:
         return replace(self, graph=graph, forced=forced)
 
 
-class TiledChoice(Choice):
-    """A graph that is never stored. The attention kernel draws each edge when it computes its score.
-
-    The first access of :attr:`graph` or :attr:`forced` draws the edges again from the same random words, and stores
-    them. On a device whose kernels compute in float32, a probability may round differently there, by up to 2^-32, and
-    then an edge may differ.
-
-    Args:
-        probability: A model with :attr:`~EdgeProbability.factors`.
-        ptrs: Offsets of the sequences in the queries and in the keys, ``[B+1]`` each.
-        exploration: What is added to each probability, in [0, 1].
-        seed: Seed of the Bernoulli draws.
-        sequence_ids: Number of each sequence, ``[B]``.
-        window: Pairs at this distance or less are always edges; None: no window.
-        draw: Draws the graph, and the mask of its forced edges.
-    """
-
-    ptrs: tuple[Tensor, Tensor]
-    seed: int
-    sequence_ids: Tensor
-    window: int | None
-
-    def __init__(
-        self, probability: EdgeProbability, ptrs: tuple[Tensor, Tensor], exploration: float, seed: int,
-        sequence_ids: Tensor, window: int | None, draw: Callable[[], tuple[AttentionGraph, Tensor | None]],
-    ) -> None:  # fmt: skip
-        known = {"probability": probability, "ptrs": ptrs, "exploration": exploration, "seed": seed}
-        self.__dict__.update(known, sequence_ids=sequence_ids, window=window, independent=True, _draw=draw)
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Rates of the queries ``[H, N, K]`` and memberships of the keys ``[H, M, K]``."""
-        factors = None if self.probability is None else self.probability.factors
-        assert factors is not None
-        return factors
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """As :attr:`Choice.shape`, without drawing edges."""
-        return self.ptrs[0].numel() - 1, self.factors[0].size(0)
-
-    @cached_property
-    def _drawn(self) -> tuple[AttentionGraph, Tensor | None]:
-        with torch.no_grad():
-            return self._draw()  # type: ignore[attr-defined]
-
-    @property
-    def graph(self) -> AttentionGraph:
-        """The graph, drawn on first access."""
-        return self._drawn[0]
-
-    @property
-    def forced(self) -> Tensor | None:
-        """Edges of the window, ``[E]`` bool, or None."""
-        return self._drawn[1]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.probability}, exploration={self.exploration}, window={self.window})"
-
-    def check_tokens(self, tokens: Tokens) -> None:
-        """Do nothing: the model was made from the tokens."""
-
-    @property
-    def is_stored(self) -> bool:
-        return False
-
-    def stored(self) -> Choice:
-        return Choice(self.graph, self.probability, self.forced, self.exploration)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, learn: bool
-    ) -> Tensor:
-        rate, member = self.factors if learn else (x.detach() for x in self.factors)
-        return ops.sampled_attention(
-            query, key, value, rate, member, *self.ptrs, self.sequence_ids, self.seed, scale=scale,
-            exploration=self.exploration, is_causal=is_causal, window=self.window,
-        )  # fmt: skip
-
-    def expand(self, heads: int) -> Choice:
-        """As :meth:`Choice.expand`."""
-        return self if self.factors[0].size(0) == heads else self.stored().expand(heads)
-
-    def select(self, kept: Tensor) -> Choice:
-        """As :meth:`Choice.select`."""
-        return self.stored().select(kept)
-
-    def causal(self) -> Choice:
-        """As :meth:`Choice.causal`."""
-        return self if getattr(self.probability, "is_causal", False) else self.stored().causal()
-
-    def force(self, pattern: AttentionGraph) -> Choice:
-        """As :meth:`Choice.force`."""
-        return self.stored().force(pattern)
-
-
 class GraphSource(torch.nn.Module, ABC):
     """Chooses the graph that an attention layer runs over. Subclasses define :meth:`forward`.
 
@@ -331,58 +247,6 @@ class GraphSource(torch.nn.Module, ABC):
     @abstractmethod
     def forward(self, tokens: Tokens) -> Choice:
         """Choose a graph over the tokens."""
-
-
-class SharingSource(GraphSource):
-    """A source with a target density, its share, that the pairs of each head compete for.
-
-    :class:`~sbm_pyg.ShareSchedule` changes the share during training, so ``state_dict`` contains it. Subclasses read
-    :attr:`share` in :meth:`forward`.
-    """
-
-    exploration: float | None = None
-    """Added to each probability in training. None: the square of the share, or 0 without a share."""
-    _share_of_pairs: float | None = None
-
-    @property
-    def share(self) -> float | None:
-        """Share of the keys that each query attends to, in (0, 1], or None. It may change between calls."""
-        return self._share_of_pairs
-
-    @share.setter
-    def share(self, share: float | None) -> None:
-        if share is not None:
-            checks.number("share", share, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        self._share_of_pairs = share
-        self._prepare()
-
-    @property
-    def can_share(self) -> bool:
-        """Whether a share may be set; False if another option fixes the number of keys."""
-        return True
-
-    @property
-    def _exploration(self) -> float:
-        """What the current call adds to each probability; 0 in evaluation."""
-        if not self.training:
-            return 0.0
-        return (self.share or 0.0) ** 2 if self.exploration is None else self.exploration
-
-    def _prepare(self) -> None:
-        """React to a share that has just been set."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.share is not None:
-            destination[f"{prefix}share"] = torch.tensor(self.share, dtype=torch.float64)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        share = state_dict.pop(f"{prefix}share", None)
-        if share is not None and torch.as_tensor(share).numel() == 1:
-            self.share = float(share)
-        elif share is not None:
-            rest[-1].append(f"Expected '{prefix}share' to be one number (got shape {[*share.shape]}).")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @functional_transform("source_graph")

@@ -19,9 +19,22 @@ from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "PairRule", "PairTile", "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges",
-    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles", "select_pairs",
-    "share_of",
+    "PairRule",
+    "PairTile",
+    "Score",
+    "check_centroids",
+    "check_vectors",
+    "detached",
+    "dot_product",
+    "expand_ranges",
+    "graph_of_pairs",
+    "graph_of_ranges",
+    "graph_of_rows",
+    "grouped",
+    "keep_top_k",
+    "pair_tiles",
+    "part_of",
+    "select_pairs",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time
@@ -35,7 +48,7 @@ def detached(tokens: Tokens) -> Tokens:
     """
     check_record(tokens)
     require_values(tokens.query, "query")
-    return tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
+    return tokens.detached()
 
 
 def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int) -> tuple[Tensor, ...]:
@@ -236,13 +249,13 @@ def select_pairs(
     return rowptr, col
 
 
-def share_of(share: float, count: Tensor) -> Tensor:
-    """``ceil(share * count)`` for counts of at least 1 and a share in (0, 1], int64.
+def part_of(density: float, count: Tensor) -> Tensor:
+    """``ceil(density * count)`` for counts of at least 1 and a density in (0, 1], int64.
 
     The product is corrected for floating-point error first, so that 0.55 of 100 is 55.
     """
     wide = checks.widest(count.device)
-    return (share * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
+    return (density * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
 
 
 def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:

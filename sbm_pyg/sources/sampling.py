@@ -20,15 +20,15 @@ from .. import ops
 from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
 from ..ops.reference.blocks import cut_blocks
-from ..ops.reference.tiled import sampled_edges
 from ..ops.values import can_read
 from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
 from .following import FollowingSource
-from .interface import Choice, SharingSource, TiledChoice
+from .interface import Choice
+from .learned import LearnedSource
 from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 
-__all__ = ["SBMGraph", "SBMSource", "ShareSchedule", "sample_edges"]
+__all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
 SAFE_IN_FLOAT32 = 2.0**60
@@ -141,33 +141,32 @@ def _pooled(tokens: Tokens, block_size: int, pool: torch.nn.Module | None = None
     return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
 
 
-class SBMSource(SharingSource, FollowingSource):
+class SBMSource(LearnedSource, FollowingSource):
     """Predicts a stochastic block model from queries and keys, and samples the graph of each head from it.
 
     Args:
         head: Module from tokens to an SBM, such as :class:`~sbm_pyg.SBMHead`.
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
-        exploration: Added to every probability, in training only, in [0, 1]. None: the square of the share, or 0
-            without a share. So graphs are nearly full at the start of training, while the share is high.
+        exploration: Added to every probability, in training only, in [0, 1]. None: the square of the target density, or
+            0 without one.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
-        share: Density that the pairs of each attention head compete for, in (0, 1]: probabilities are divided by their
-            mean and multiplied by the share. The mean is a running mean over batches, so that rows do not depend on
-            each other; its gradient is that of the mean of the row's own sequence. So parts of a batch have the graphs
-            and gradients of the whole batch; see :func:`~sbm_pyg.sync_statistics` for several processes. Before the
-            first update, each query is scaled by itself, as in :meth:`SBM.share`. Probabilities are cut at 1, so graphs
-            may have fewer edges. None: probabilities are those of the head.
+        target_density: Density that the pairs of each attention head compete for, in (0, 1]. 1 is dense attention;
+            below it, probabilities are divided by their mean and multiplied by the target. The mean is a running mean
+            over batches, so that rows do not depend on each other; its gradient is that of the mean of the row's own
+            sequence. So parts of a batch have the graphs and gradients of the whole batch; see
+            :func:`~sbm_pyg.sync_statistics` for several processes. Before the first update, each query is scaled by
+            itself, as in :meth:`SBM.with_density`. Probabilities are cut at 1, so graphs may have fewer edges. None:
+            probabilities are those of the head.
         self_loops: Each token always attends to itself.
         window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
         block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
             for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
-            exploration and share are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a window is
-            widened to whole blocks. In a causal model, the keys of a query block depend only on tokens up to its first
-            one, and each block always attends to itself.
+            exploration and target density are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a
+            window is widened to whole blocks. In a causal model, the keys of a query block depend only on tokens up to
+            its first one, and each block always attends to itself.
         pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
-        tiled: Do not store the graph: the attention kernel draws each edge when it computes its score, see
-            :func:`sbm_pyg.ops.sampled_attention`. For ``"bernoulli"`` and ``block_size=1``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -189,13 +188,12 @@ class SBMSource(SharingSource, FollowingSource):
         method: str = "bernoulli",
         exploration: float | None = None,
         budget: float | None = None,
-        share: float | None = None,
+        target_density: float | None = None,
         self_loops: bool = False,
         window: int | None = None,
         block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
-        tiled: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(head, torch.nn.Module):
@@ -216,29 +214,13 @@ class SBMSource(SharingSource, FollowingSource):
         self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
-        self.tiled = tiled
         self.self_loops, self.window = self_loops, window
         self.running_mean: Tensor
-        self.share = share
-
-    @property
-    def tiled(self) -> bool:
-        """Whether the kernel draws edges with their scores and stores none. It may change between calls."""
-        return self._stores_nothing
-
-    @tiled.setter
-    def tiled(self, tiled: bool) -> None:
-        ops.checks.flag("tiled", tiled, "It says whether edges are drawn with their scores, and never stored.")
-        if tiled and (self.block_size > 1 or self.method != "bernoulli"):
-            raise ValueError(
-                "Expected 'tiled' with method='bernoulli' and block_size=1 "
-                f"(got {self.method!r} and {self.block_size}). Store the graph."
-            )
-        self._stores_nothing = tiled
+        self.target_density = target_density
 
     def _prepare(self) -> None:
-        """Add the buffers of the running mean when a share is set for the first time."""
-        if self.share is not None and "running_mean" not in self._buffers:
+        """Add the buffers of the running mean when a target density is set for the first time."""
+        if self.target_density is not None and "running_mean" not in self._buffers:
             device = next((parameter.device for parameter in self.parameters()), None)
             heads = getattr(self.head, "heads", 1)
             self.register_buffer("running_mean", torch.zeros(heads, device=device))  # 0: no batch yet
@@ -250,14 +232,21 @@ class SBMSource(SharingSource, FollowingSource):
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
 
-    def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`~sbm_pyg.GraphSource.forward`."""
-        if self.share is not None or not self.tiled:
-            ops.values.require_unbatched(query=tokens.query, key=tokens.key)
-        if self.detach:
-            tokens = tokens.with_vectors(tokens.query.detach(), tokens.key.detach())
+    def predict(self, tokens: Tokens) -> SBM:
+        """The block model of the tokens, or of their blocks, as the head predicts it.
+
+        At a target density of 1 it also counts for the running mean.
+        """
+        sbm = self._predict(tokens)
+        if self.target_density == 1 and self._counts:
+            with torch.no_grad():
+                self._note(self._scale_to_target_density(sbm, 1.0, tokens.seed)[1])
+        return sbm
+
+    def _predict(self, tokens: Tokens) -> SBM:
         if self.block_size == 1:
-            return self._choose(self.head(tokens), tokens)
+            sbm = self.head(tokens)
+            return sbm.causal() if tokens.is_causal else sbm
         same = not tokens.bipartite and tokens.key_ptr.shape == tokens.query_ptr.shape
         if tokens.is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(
@@ -266,54 +255,38 @@ class SBMSource(SharingSource, FollowingSource):
                 "first token; use block_size=1."
             )
         sbm = self.head(_pooled(tokens, self.block_size, self.pool))
-        choice = self._choose(sbm.strict() if tokens.is_causal else sbm, tokens)
-        ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
+        return sbm.strict() if tokens.is_causal else sbm
 
-    def _choose(self, sbm: SBM, tokens: Tokens) -> Choice:
-        """Scale the model to the share, sample its graph, and note its statistics."""
-        sbm = sbm.causal() if tokens.is_causal else sbm
-        sbm, saw = (sbm, None) if self.share is None else self._scale_to_target_density(sbm, self.share, tokens.seed)
+    def choose(self, tokens: Tokens) -> Choice:
+        """Scale the model to the target density, sample its graph, and note its statistics."""
+        ops.values.require_unbatched(query=tokens.query, key=tokens.key)
+        sbm, saw = self._predict(tokens), None
+        if self.target_density is not None:
+            sbm, saw = self._scale_to_target_density(sbm, self.target_density, tokens.seed)
         choice = self._draw(sbm, tokens)
         if saw is not None and self._counts:  # last, so that a failed call does not change the running mean
             self._note(saw)
-        return choice
+        if self.block_size == 1:
+            return choice
+        ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
+        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
-        """Sample the graph of a scaled model and add forced edges, or leave the draws to the kernel."""
+        """Sample the graph of a scaled model, and add forced edges."""
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
         exploration = self._exploration
-        if self.tiled:
-            return self._tiles(sbm, exploration, tokens)
-        # probabilities exceed 1 only by a share, or by rounding in low precision
+        # probabilities exceed 1 only by a target density, or by rounding in low precision
         graph = sample_edges(
             sbm, method=self.method, exploration=exploration, clamp=True, seed=tokens.seed,
             sequence_ids=tokens.sequence_ids,
         )  # fmt: skip
         choice = Choice(graph, sbm, exploration=exploration)
-        size = 0 if (self.self_loops or sbm.is_strict) and self.window is None else self.window
+        size = 0 if sbm.is_strict and self.window is None else self.forced_distance
         size = size if size is None else -(-size // self.block_size)
         return patterns.with_window(choice, size, tokens.bipartite)
 
-    def _tiles(self, sbm: SBM, exploration: float, tokens: Tokens) -> TiledChoice:
-        """The choice from which the kernel draws the edges."""
-        window = 0 if self.self_loops and self.window is None else self.window
-        if window is not None:
-            patterns.check_same_tokens(tokens.bipartite)
-        numbers = resolve_sequence_ids(tokens.sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
-        seed, pairs = tokens.seed, (sbm.is_causal, -1 if window is None else window)
-        law = (sbm.query_ptr, sbm.key_ptr, numbers, seed, exploration, *pairs)
-
-        def draw() -> tuple[AttentionGraph, Tensor | None]:
-            _check_memory(sbm, "bernoulli", exploration)
-            rowptr, col, forced = sampled_edges(sbm.rate.detach(), sbm.key_membership.detach(), *law)
-            sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
-            return AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal), None if window is None else forced
-
-        return TiledChoice(sbm, law[:2], exploration, seed, numbers, window, draw)
-
-    def _scale_to_target_density(self, sbm: SBM, share: float, seed: int) -> tuple[SBM, Tensor]:
-        """Scale the model so that, by the running mean of each head, its mean probability is ``share``.
+    def _scale_to_target_density(self, sbm: SBM, density: float, seed: int) -> tuple[SBM, Tensor]:
+        """Scale the model so that, by the running mean of each head, its mean probability is ``density``.
 
         Also returns the expected edges before scaling, and the pairs, of each head, ``[2, H]``, without sequences that
         are not finite.
@@ -321,7 +294,7 @@ class SBMSource(SharingSource, FollowingSource):
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
-                f"(got {self.running_mean.numel()}). With a share, each has a running mean."
+                f"(got {self.running_mean.numel()}). With a target density, each has a running mean."
             )
         allowed, degree = sbm._allowed_keys(), sbm.expected_degree()
         edges, pairs = (
@@ -329,9 +302,9 @@ class SBMSource(SharingSource, FollowingSource):
         )  # [H, B], [1, B]
         mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
-        pooled = share / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
+        pooled = density / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
         pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
-        alone = sbm._share_factor(share, degree, allowed)
+        alone = sbm._density_factor(density, degree, allowed)
         shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
         known = edges.detach().isfinite()
         return shared, torch.stack([torch.where(known, edges.detach(), 0).sum(1), (known * pairs).sum(1)])
@@ -344,90 +317,11 @@ class SBMSource(SharingSource, FollowingSource):
 
     def extra_repr(self) -> str:
         """Its options."""
-        parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget, "share": self.share}
-        parts |= {"window": self.window} | ({"block_size": self.block_size} if self.block_size > 1 else {})
+        parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget}
+        parts |= {"target_density": self.target_density, "window": self.window}
+        parts |= {"block_size": self.block_size} if self.block_size > 1 else {}
         parts |= {"detach": True} if self.detach else {}
-        parts |= {"tiled": True} if self.tiled else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
-
-
-class ShareSchedule:
-    """Lowers the share of every source of a model that has one, step by step, for as long as the loss is low.
-
-    Graphs begin full in training, whatever the heads predict, since sources explore with the square of the share. Each
-    step at which the running mean of the loss is below a threshold multiplies all shares by ``1 - rate``; at others
-    they stay as they are. So a model first finds out what it must attend to, and then lets go of the rest, no faster
-    than it can.
-
-    Args:
-        model: Model whose sources are set, those that are a :class:`SharingSource` and can share: their shares
-            become 1.
-        final: Share at which to stop, in (0, 1].
-        threshold: Running loss below which shares fall; infinity lowers them at every step.
-        rate: By how much they fall at a step, in (0, 1).
-        smoothing: Factor of the running mean, in [0, 1): 0.98 remembers about 50 steps.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or the model has no source.
-
-    Example:
-        >>> from sbm_pyg import SBMHead
-        >>> source = SBMSource(SBMHead(8, num_blocks=4, parameterization="overlapping"))
-        >>> schedule = ShareSchedule(source, final=0.05, threshold=0.1, rate=0.5)
-        >>> [schedule.step(loss) for loss in (3.0, 0.01)], source.share  # the running mean is still high
-        ([1.0, 1.0], 1.0)
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, final: float, *, threshold: float, rate: float = 0.003, smoothing: float = 0.98
-    ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
-        ops.checks.number("final", final, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        ops.checks.number("threshold", threshold, "(-inf, inf]", "It is a loss; inf lowers shares at every step.")
-        ops.checks.number("rate", rate, "(0, 1)", "Shares are multiplied by 1 less it.")
-        ops.checks.number("smoothing", smoothing, "[0, 1)", "It is the factor of a running mean.")
-        self.sources: list[Any] = [
-            each for each in model.modules() if isinstance(each, SharingSource) and each.can_share
-        ]
-        if not self.sources:
-            raise ValueError(
-                "Expected 'model' to have a source with a share (got none). Fixed graphs have none, nor do ranks with "
-                "a number of keys 'k'."
-            )
-        self.final, self.threshold, self.rate, self.smoothing = final, threshold, rate, smoothing
-        self.running: float | None = None
-        self._set(1.0)
-
-    def step(self, loss: float | Tensor) -> float:
-        """Take note of a loss, and return the share that the next step is made with.
-
-        In several processes, pass the mean of their losses, so that all of them get the same share.
-
-        Raises:
-            TypeError, ValueError: The loss is not one number, or not finite.
-        """
-        loss = ops.checks.scalar("loss", loss, "Take the mean of several losses.")
-        if not math.isfinite(loss):
-            raise ValueError(f"Expected 'loss' to be finite (got {loss}). Look for a step that diverged.")
-        self.running = loss if self.running is None else self.smoothing * self.running + (1 - self.smoothing) * loss
-        if self.running < self.threshold:
-            self._set(max(self.final, self.share * (1 - self.rate)))
-        return self.share
-
-    def state_dict(self) -> dict[str, float | None]:
-        """What :meth:`load_state_dict` needs to go on."""
-        return {"share": self.share, "running": self.running}
-
-    def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Go on from a state."""
-        self.running = state["running"]
-        self._set(cast(float, state["share"]))
-
-    def _set(self, share: float) -> None:
-        self.share = share
-        for source in self.sources:
-            source.share = share
 
 
 def _widen(sbm: SBM, bound: float) -> SBM:

@@ -284,7 +284,8 @@ class SBM(EdgeProbability):
         """Mean probability over the pairs of each sequence, ``[B, H]``, differentiable, without a cut at 1.
 
         It is the expected density of a drawn graph if no probability exceeds 1, as with :class:`SBMHead`, and an upper
-        bound otherwise, as with a :meth:`share`: see :meth:`cut_density`. With ``is_causal``, only allowed pairs count.
+        bound otherwise, as after :meth:`with_density`: see :meth:`cut_density`. With ``is_causal``, only allowed pairs
+        count.
         """
         return self.expected_edges() / self._pairs()[:, None]
 
@@ -338,26 +339,26 @@ class SBM(EdgeProbability):
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return self._scale(factor)
 
-    def share(self, density: float) -> SBM:
+    def with_density(self, density: float) -> SBM:
         r"""The model in which the keys of each query compete for a fixed density.
 
-        The rates of a query are scaled so that its expected number of keys is this share of the keys that it may attend
+        The rates of a query are scaled so that its expected number of keys is this part of the keys that it may attend
         to, and at least one key:
 
         .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
 
         Gradients flow through the sum, so keys compete: one gains what others lose, and no graph becomes empty or full.
-        Products above 1 are certain edges; sample with ``clamp=True``. A query has fewer keys than the share if some
+        Products above 1 are certain edges; sample with ``clamp=True``. A query has fewer keys than that if some
         probabilities exceed 1, or if its mean probability is below 0.001, the smallest divisor. Cost O(NK).
 
         Args:
-            density: The share :math:`\rho`, in (0, 1].
+            density: The density :math:`\rho`, in (0, 1].
 
         Raises:
             TypeError, ValueError: ``density`` is not a number in (0, 1].
         """
-        ops.checks.number("density", density, "(0, 1]", "It is a share of the keys that a query may attend to.")
-        return self._scale(self._share_factor(density, self.expected_degree(), self._allowed_keys()))
+        ops.checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
+        return self._scale(self._density_factor(density, self.expected_degree(), self._allowed_keys()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Check that a graph is over the tokens, heads and sequences of this model.
@@ -368,8 +369,8 @@ class SBM(EdgeProbability):
         sizes = (self.heads, self.num_queries, self.num_keys)
         check_over(graph, name, self, sizes, self.query_ptr, self.key_ptr, self.is_causal)
 
-    def _share_factor(self, density: float, degree: Tensor, allowed: Tensor) -> Tensor:
-        """The factor by which :meth:`share` scales the rates of each query, ``[H, N]``."""
+    def _density_factor(self, density: float, degree: Tensor, allowed: Tensor) -> Tensor:
+        """The factor by which :meth:`with_density` scales the rates of each query, ``[H, N]``."""
         least = MIN_MEAN_PROBABILITY * allowed.clamp(min=1)
         return ((density * allowed).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
 
@@ -521,9 +522,9 @@ class SBMHead(torch.nn.Module):
         channels: int,
         heads: int = 1,
         num_blocks: int = 128,
-        cluster_init: str = "kaiming",
+        cluster_init: str = "orthogonal",
         *,
-        parameterization: str = "paper",
+        parameterization: str = "overlapping",
         initial_density: float = 0.25,
         temperature: float = 1.0,
         tied: bool = False,

@@ -505,17 +505,12 @@ def test_a_run_with_relative_places_is_resumed_from_anywhere(
 
 
 @quick
-def test_a_share_falls_as_planned_and_a_crash_changes_no_bit(
+def test_graphs_become_sparse_as_planned_and_a_crash_changes_no_bit(
     data: Path, tmp_path: Path, at: Callable[..., None]
 ) -> None:
-    options = ["--share", "0.2", "--parameterization", "overlapping", "--save-every", "1"]
+    options = ["--target-density", "0.2", "--parameterization", "overlapping", "--save-every", "1"]
     density = train(data, tmp_path / "whole", *options)["density"]
-    saved = Settings(**json.loads((tmp_path / "whole" / SETTINGS).read_text())["settings"])
-    assert [saved.share_at(step) for step in (0, 1)] == [1, 1]
-    assert saved.share_at(3) == pytest.approx(0.2 ** ((3 / 9 - 0.2) / 0.4))
-    assert [saved.share_at(step) for step in (6, 9)] == [0.2, 0.2]
-    assert not saved.settled(5)
-    assert results(tmp_path / "whole")["best"]["step"] == 9  # that of step 5 has other graphs
+    assert results(tmp_path / "whole")["best"]["step"] == 9  # step 5 was dense
     assert 0.1 < density["tested"][0][0] < 0.3
     at(4, 1, crash)
     with pytest.raises(Crash):
@@ -525,10 +520,9 @@ def test_a_share_falls_as_planned_and_a_crash_changes_no_bit(
 
 
 @quick
-@pytest.mark.parametrize("share", ["0", "0.5"])
-def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path, share: str) -> None:
+def test_accumulating_changes_neither_graphs_nor_gradients(data: Path, tmp_path: Path) -> None:
     for parts in ("1", "4"):
-        dry = ("--dropout", "0", "--attention-dropout", "0", "--steps", "3", "--share", share)
+        dry = ("--dropout", "0", "--attention-dropout", "0", "--steps", "3")
         train(data, tmp_path / parts, "--accumulate", parts, *dry)
     for phase in ("train", "val"):
         for one, other in zip(*(curve(tmp_path / parts, phase) for parts in ("1", "4")), strict=True):
@@ -564,7 +558,7 @@ def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> N
 
 
 def test_settings_reach_the_model() -> None:
-    """Degrees and shares of a block model, shares of an indexer, blocks of a bias."""
+    """Degrees of a block model, the density of an indexer, blocks of a bias."""
     laptop = PRESETS["listops"]["laptop"].settings
 
     def attention(**chosen: Any) -> Any:
@@ -572,8 +566,8 @@ def test_settings_reach_the_model() -> None:
 
     assert attention(degree_corrected=1).sbm.degree_corrected
     assert not attention().sbm.degree_corrected
-    indexer = attention(attention="indexer", share=0.2, estimator="distill", density_weight=0.0)
-    assert indexer.source.share == 0.2
+    indexer = attention(attention="indexer", target_density=0.2, estimator="distill", density_weight=0.0)
+    assert indexer.source.target_density == 1  # dense attention first
     assert type(indexer.estimator).__name__ == "Distill"
     assert attention(attention="dcmm", num_blocks=7, density_weight=0.0).score_bias.num_blocks == 7
 

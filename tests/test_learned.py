@@ -1,11 +1,13 @@
-"""Few edges: shares that keys compete for, a schedule that lowers them, and distillation from the attention over a graph."""
+"""Learned sources: target densities, distillation, and dense attention, in which they begin."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -18,19 +20,24 @@ from sbm_pyg import (
     AttentionConv,
     AttentionGraph,
     BlockGraph,
+    Choice,
+    DCMMBias,
     EdgeProbability,
+    LearnedSource,
     SBMAttentionConv,
     SBMHead,
     SBMSource,
     SequenceEncoder,
-    ShareSchedule,
     Tokens,
     auxiliary_loss,
     sample_edges,
 )
-from sbm_pyg.estimators import Distill, Imitate, Local, distillation
+from sbm_pyg.attention import Returns
+from sbm_pyg.estimators import Distill, Imitate, Local, distillation, row_distillation
+from sbm_pyg.ragged import offsets
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sources.learned import DenseChoice, attend_densely, sample_rows, sample_sequences
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -42,13 +49,13 @@ def model(is_causal: bool = False, dtype: torch.dtype = torch.float64) -> SBM:
     return SBM(y, z, s / 3, torch.tensor([0, 8, 20]), is_causal=is_causal)
 
 
-# ------------------------------------------------------------------ shares
+# ------------------------------------------------------------------ target densities
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
-def test_each_query_expects_its_share_of_keys(density: float, is_causal: bool) -> None:
-    shared = model(is_causal).share(density)
+def test_each_query_expects_its_part_of_the_keys(density: float, is_causal: bool) -> None:
+    shared = model(is_causal).with_density(density)
     keys = torch.tensor([8.0] * 8 + [12.0] * 12, dtype=torch.float64)
     if is_causal:
         keys = torch.cat([torch.arange(1.0, 9), torch.arange(1.0, 13)]).double()
@@ -59,24 +66,24 @@ def test_each_query_expects_its_share_of_keys(density: float, is_causal: bool) -
     torch.testing.assert_close(after / after.sum(2, keepdim=True), before / before.sum(2, keepdim=True))
 
 
-def test_keys_of_a_share_compete() -> None:
+def test_keys_compete_for_a_density() -> None:
     y, z, s = (draw(seed, 1, size, 3).sigmoid().requires_grad_() for seed, size in ((1, 4), (2, 5), (3, 3)))
-    p = SBM(y, z, s).share(0.3).edge_prob_dense()[0]
+    p = SBM(y, z, s).with_density(0.3).edge_prob_dense()[0]
     (grad,) = torch.autograd.grad(p[2].sum(), z)
     assert grad.abs().max() < 1e-12  # whatever a key gains, others lose
-    assert torch.autograd.gradcheck(lambda *parts: SBM(*parts).share(0.3).edge_prob_dense(), (y, z, s))
+    assert torch.autograd.gradcheck(lambda *parts: SBM(*parts).with_density(0.3).edge_prob_dense(), (y, z, s))
 
 
-def test_a_layer_with_a_share_samples_so_many_edges() -> None:
+def test_a_layer_with_a_target_density_samples_so_many_edges() -> None:
     torch.manual_seed(0)
     head = {"parameterization": "overlapping"}
-    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, share=0.1, exploration=0.0, sbm_options=head)
+    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, target_density=0.1, exploration=0.0, sbm_options=head)
     out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
     assert float(choice.probability.expected_density().detach().mean()) == pytest.approx(0.1, rel=1e-5)
     assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
     out.square().sum().backward()
     assert cast(SBMHead, conv.sbm).clusters.grad is not None
-    cast(SBMSource, conv.source).share = None
+    cast(SBMSource, conv.source).target_density = None
     assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
 
 
@@ -95,17 +102,17 @@ class Steady(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
+def test_pairs_of_a_head_compete_for_its_density(is_causal: bool) -> None:
     x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
     head = Steady(1)
-    source = SBMSource(head, share=0.3)
+    source = SBMSource(head, target_density=0.3)
 
     def call(seed: int) -> SBM:
         return cast(SBM, source(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=seed)).probability)
 
     plain = head(Tokens(x, query_ptr=ptr))
     plain = plain.causal() if is_causal else plain
-    alone = plain.share(0.3)
+    alone = plain.with_density(0.3)
     torch.testing.assert_close(call(1).rate, alone.rate)  # no mean is known yet
     torch.testing.assert_close(call(1).rate, alone.rate)  # and the same call sees the same
     mean = torch.stack([plain.edge_prob_dense(sequence).sum((1, 2)) for sequence in range(2)]).sum(0)
@@ -142,7 +149,7 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
         parts(Tokens(x[:, part], is_causal=is_causal, seed=7))
     whole(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=7))
     torch.testing.assert_close(parts.seen, whole.seen)
-    other = SBMSource(Steady(1), share=0.3)
+    other = SBMSource(Steady(1), target_density=0.3)
     other.load_state_dict(source.state_dict())
     rate = cast(SBM, other.eval()(Tokens(x, query_ptr=ptr, is_causal=is_causal, seed=9)).probability).rate
     assert torch.equal(rate, fixed.rate)
@@ -155,7 +162,7 @@ def test_pairs_of_a_head_compete_for_its_share(is_causal: bool) -> None:
 def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> None:
     query, ptr, weight = draw(1, 2, 20, 4).float(), torch.tensor([0, 8, 20]), draw(2, 2, 20, 3).float()
     torch.manual_seed(0)
-    eager = SBMSource(SBMHead(4, 2, 3, parameterization="overlapping"), share=0.3)
+    eager = SBMSource(SBMHead(4, 2, 3, parameterization="overlapping"), target_density=0.3)
     other = copy.deepcopy(eager)
     compiled = torch.compile(other)
     for seed in (1, 2, 2, 3):
@@ -170,29 +177,29 @@ def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> N
     torch._dynamo.reset()
 
 
-def test_a_share_asks_for_the_number_of_heads() -> None:
+def test_a_target_density_needs_the_number_of_heads() -> None:
     x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 20])
     head = torch.nn.Module()
     head.forward = Steady(1).forward
     with pytest.raises(
         ValueError, match="Expected 'head' with an attribute `heads` that counts those of its models, 2"
     ):
-        SBMSource(head, share=0.3)(Tokens(x, query_ptr=ptr))
+        SBMSource(head, target_density=0.3)(Tokens(x, query_ptr=ptr))
 
 
-def test_a_share_of_next_to_nothing_stays_finite() -> None:
+def test_a_density_of_next_to_nothing_stays_finite() -> None:
     """Keys that all say no: probabilities in proportion, but no more than a thousand times what they were."""
     y, z = torch.ones(1, 4, 1), torch.tensor([1e-20, 3e-20, 0.0, 0.0]).view(1, 4, 1).requires_grad_()
-    p = SBM(y, z, torch.ones(1, 1, 1)).share(0.5).edge_prob_dense()[0]
+    p = SBM(y, z, torch.ones(1, 1, 1)).with_density(0.5).edge_prob_dense()[0]
     torch.testing.assert_close(p[0], torch.tensor([5e-18, 1.5e-17, 0.0, 0.0]))
     (grad,) = torch.autograd.grad(p.sum(), z)
     assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.5, math.nan, -1])
-def test_a_share_is_a_density(wrong: float) -> None:
-    for call in (lambda: model().share(wrong), lambda: SBMSource(SBMHead(4), share=wrong)):
-        with pytest.raises(ValueError, match=r"Expected '(density|share)' in \(0, 1\] \(got"):
+def test_a_density_is_a_part_of_the_pairs(wrong: float) -> None:
+    for call in (lambda: model().with_density(wrong), lambda: SBMSource(SBMHead(4), target_density=wrong)):
+        with pytest.raises(ValueError, match=r"Expected '(density|target_density)' in \(0, 1\] \(got"):
             call()
 
 
@@ -201,7 +208,7 @@ def test_a_share_is_a_density(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=300, parameterization="overlapping", initial_density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_blocks=300, cluster_init="kaiming", initial_density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
@@ -310,8 +317,8 @@ def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> No
     layer = layers[0]
     layer.zero_grad()
     query, key = (lin(x).view(30, 2, 8).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
-    choice = layer(x, seed=1, return_choice=True)[1]
-    (0.7 * distillation(query, key, choice.probability, choice.graph, scale=layer.scale)).backward()
+    (0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, seed=1), scale=layer.scale)).backward()
+    assert layer.lin_query.weight.grad is None  # trains the source alone
     torch.testing.assert_close(grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(SBMHead, layer.sbm).clusters.grad))
     layers[1].eval()
     layers[1].zero_grad()
@@ -337,30 +344,21 @@ def test_distill_asks_for_degrees() -> None:
     assert cast(Any, SBMAttentionConv(4, 4, estimator="distill", probes=3).estimator).probes == 3
 
 
-# ------------------------------------------------------------------ the schedule
+# ------------------------------------------------------------------ training and evaluation
 
 
-def test_a_graph_that_is_still_blind_stays_full_in_training() -> None:
+def test_exploration_is_the_square_of_the_target_density_in_training() -> None:
     head = SBMHead(4, 2, 3, parameterization="overlapping")
     x, ptr = draw(1, 2, 60, 4, dtype=torch.float32), torch.tensor([0, 60])
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(9)  # memberships of 0 and 1: most pairs can have no edge
 
     def density(seed: int = 0, training: bool = True, **options: Any) -> float:
         source = SBMSource(head, **options).train(training)
         return float(source(Tokens(x, query_ptr=ptr, seed=seed)).graph.density.mean())
 
-    predicted = density(share=1.0, exploration=0.0)
-    assert predicted < 0.9
-    assert density(share=1.0) == 1
-    assert density(share=1.0, training=False) == predicted
-    few = density(share=0.5, exploration=0.0)
-    assert density(share=0.5) == density(share=0.5, exploration=0.25) > few + 0.1
+    few = density(target_density=0.5, exploration=0.0)
+    assert density(target_density=0.5) == density(target_density=0.5, exploration=0.25) > few + 0.1
+    assert density(target_density=0.5, training=False) == few
     assert density() == density(exploration=0.0)
-    layer = SBMAttentionConv(4, 4, num_blocks=3, estimator="distill")
-    ShareSchedule(layer, final=0.1, threshold=0.1)
-    assert layer(x[0], seed=0, return_graph=True)[1].density == 1
 
 
 def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
@@ -368,7 +366,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
     found = []
     for reentrant in (None, False, True):
         torch.manual_seed(0)
-        layer: Any = SBMAttentionConv(4, 4, num_blocks=3, share=0.4)
+        layer: Any = SBMAttentionConv(4, 4, num_blocks=3, target_density=0.4)
         for step in range(2):
             x = draw(step, 60, 4, dtype=torch.float32).requires_grad_()
             y = x
@@ -383,81 +381,25 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_shares_fall_while_the_loss_is_low_and_go_on_from_a_state() -> None:
-    encoder = SequenceEncoder(9, 8, num_layers=2)
-    schedule = ShareSchedule(encoder, final=0.5, threshold=0.1, rate=0.25, smoothing=0.5)
-    sources: list[SBMSource] = [cast(Any, block).attention.source for block in encoder.layers]
-    assert [source.share for source in sources] == [1.0, 1.0]
-    assert schedule.step(1.0) == 1.0
-    assert schedule.step(torch.tensor(0.0)) == 1.0  # the running mean is 0.5
-    assert schedule.step(-0.4) == 0.75  # 0.05
-    saved = schedule.state_dict()
-    assert schedule.step(0.0) == 0.5625
-    assert schedule.step(0.0) == schedule.step(0.0) == 0.5
-    assert schedule.step(9.0) == 0.5
-    schedule.load_state_dict(saved)
-    assert [source.share for source in sources] == [0.75, 0.75]
-    assert schedule.step(0.0) == 0.5625
-    always = ShareSchedule(encoder, final=0.5, threshold=math.inf, rate=0.25)
-    assert [always.step(9.0) for _ in range(3)] == [0.75, 0.5625, 0.5]
-    with pytest.raises(ValueError, match="Expected 'loss' to be finite"):
-        schedule.step(math.nan)
-    with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
-        ShareSchedule(SequenceEncoder(9, 8, attention="full"), final=0.5, threshold=0.1)
-    with pytest.raises(TypeError, match="Expected 'model' to be a module"):
-        ShareSchedule(cast(Any, None), final=0.5, threshold=0.1)
-
-
-@pytest.mark.parametrize(
-    ("attention", "options"),
-    [
-        ("sbm", {"num_blocks": 4}),
-        ("sbm", {"num_blocks": 4, "share": 1.0}),
-        ("indexer", {"share": 1.0}),
-        ("indexer", {"select": "top_k", "share": 1.0, "estimator": "imitate"}),
-        ("indexer", {}),
-    ],
-)
-def test_shares_are_saved_as_they_have_become(attention: str, options: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    encoder = SequenceEncoder(9, 8, num_layers=2, attention=attention, attention_options=options)
-    schedule = ShareSchedule(encoder, final=0.2, threshold=math.inf, rate=0.5)
-    tokens = torch.randint(9, (60,))
-    for step in range(5):
-        encoder(tokens, seed=step)
-        schedule.step(1.0)
-    encoder.eval().save_pretrained(tmp_path / "saved")
-    other = SequenceEncoder(9, 8, num_layers=2, attention=attention, attention_options=options).eval()
-    other.load_state_dict(encoder.state_dict())
-    out, trace = encoder(tokens, seed=7, return_trace=True)
-    assert float(trace.density.mean()) < 0.5
-    for again in (other, SequenceEncoder.from_pretrained(tmp_path / "saved"), copy.deepcopy(encoder)):
-        assert torch.equal(again(tokens, seed=7), out)
-
-
-@pytest.mark.parametrize("share", [0, 7.0, -1.0, math.nan, "a"])
-def test_a_share_that_is_none(share: Any) -> None:
+@pytest.mark.parametrize("density", [0, 7.0, -1.0, math.nan, "a"])
+def test_a_target_density_that_is_none(density: Any) -> None:
     for source in (SBMSource(SBMHead(4, num_blocks=3)), IndexerSource(Indexer(4))):
-        with pytest.raises((TypeError, ValueError), match="Expected 'share'"):
-            source.share = share
-        assert source.share is None
+        with pytest.raises((TypeError, ValueError), match="Expected 'target_density'"):
+            source.target_density = density
+        assert source.target_density is None
 
 
-def test_ranks_with_a_number_of_keys_have_no_share() -> None:
+def test_ranks_with_a_number_of_keys_have_no_target_density() -> None:
     source = IndexerSource(Indexer(4), select="top_k", k=3)
-    with pytest.raises(ValueError, match="Expected no 'share' together with k=3"):
-        source.share = 0.5
-    with pytest.raises(ValueError, match="Expected 'model' to have a source with a share"):
-        ShareSchedule(source, final=0.5, threshold=0.1)
-    both = torch.nn.ModuleList([source, SBMSource(SBMHead(4, num_blocks=3))])
-    assert ShareSchedule(both, final=0.5, threshold=0.1).sources == [both[1]]
+    with pytest.raises(ValueError, match="Expected no 'target_density' together with k=3"):
+        source.target_density = 0.5
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("estimator", ["distill", "local"])
 def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, block_size: int) -> None:
     """What learns queries and keys is what would over a given graph; what learns the model is what it was."""
-    x, ptr, grads = draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
+    x, ptr, grads = 3 * draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
     for detach in (False, True):
         torch.manual_seed(0)
         options = {"num_blocks": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
@@ -471,3 +413,187 @@ def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, b
         assert (grads[0][name] - wanted).norm() > 1e-4 * wanted.norm()
     for name in (name for name in grads[0] if name.startswith("source")):
         torch.testing.assert_close(grads[0][name], grads[1][name])
+
+
+# ------------------------------------------------------------------ dense attention
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, ptrs: tuple[Tensor, Tensor], is_causal: bool) -> Tensor:
+    """Attention of each sequence by its definition."""
+    outs = []
+    for (first, last), (start, end) in zip(*(pairwise(ptr.tolist()) for ptr in ptrs), strict=True):
+        scores = query[:, first:last] @ key[:, start:end].mT * query.size(2) ** -0.5
+        if is_causal:
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        outs.append(scores.softmax(-1) @ value[:, start:end])
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [([20], [20]), ([5, 5, 5], [5, 5, 5]), ([1, 9, 3, 30], None), ([4, 4], [7, 7]), ([3, 9, 2], [8, 1, 5])],
+)
+def test_dense_attention_of_ragged_sequences(queries: list[int], keys: list[int] | None, is_causal: bool) -> None:
+    query_ptr = offsets(torch.tensor(queries))
+    key_ptr = query_ptr if keys is None else offsets(torch.tensor(keys))
+    parts = [draw(seed, 2, int(ptr[-1]), 4) for seed, ptr in ((1, query_ptr), (2, key_ptr), (3, key_ptr))]
+    parts = [part.requires_grad_() for part in parts]
+    query, key, value = parts
+    out = attend_densely(query, key, value, query_ptr, key_ptr, is_causal=is_causal)
+    wanted = by_hand(query, key, value, (query_ptr, key_ptr), is_causal)
+    torch.testing.assert_close(out, wanted)
+    grad = draw(4, *out.shape)
+    for got, right in zip(*(torch.autograd.grad(each, parts, grad) for each in (out, wanted)), strict=True):
+        torch.testing.assert_close(got, right)
+
+
+class Similarity(EdgeProbability):
+    """The probabilities of a source of a user: each pair by itself, without factors and degrees."""
+
+    def __init__(self, tokens: Tokens, weight: Tensor) -> None:
+        self.query, self.key = tokens.query @ weight, tokens.key
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        key, query = graph.edge_index
+        return (self.query[graph.edge_head, query] * self.key[graph.edge_head, key]).sum(-1).sigmoid()
+
+    def expected_density(self) -> Tensor:
+        raise AssertionError
+
+
+class Table(LearnedSource):
+    """A source of a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(0.1 * torch.eye(4).expand(2, 4, 4).clone())
+        self.target_density = 1.0
+
+    def predict(self, tokens: Tokens) -> Similarity:
+        return Similarity(tokens, self.weight)
+
+    def choose(self, tokens: Tokens) -> Choice:
+        raise AssertionError
+
+
+OVERLAPPING: dict[str, Any] = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
+SOURCES: dict[str, Callable[[], Any]] = {
+    "sbm": lambda: SBMSource(SBMHead(4, 2, 8, **OVERLAPPING), target_density=1.0),
+    "degrees": lambda: SBMSource(SBMHead(4, 2, 8, degree_corrected=True, **OVERLAPPING), target_density=1.0),
+    "window": lambda: SBMSource(SBMHead(4, 2, 8, **OVERLAPPING), target_density=1.0, window=2),
+    "blocks": lambda: SBMSource(SBMHead(4, 2, 8, **OVERLAPPING), target_density=1.0, block_size=3),
+    "bernoulli": lambda: IndexerSource(Indexer(4, 2), target_density=1.0),
+    "user's own": lambda: Table(),
+    "top_k": lambda: IndexerSource(Indexer(4, 2), select="top_k", target_density=1.0),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_target_density_of_1_is_dense_attention_and_trains_the_source(name: str, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, 2, SOURCES[name](), estimator="distill", is_causal=is_causal).double()
+    x, ptr = draw(1, 33, 8), torch.tensor([0, 9, 14, 30, 33])
+    full = patterns.full(33, is_causal=is_causal, ptr=ptr)
+    out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)
+    torch.testing.assert_close(out, conv(x, full))
+    assert "graph" not in vars(choice)  # no edge was stored
+    assert choice.density.equal(torch.ones(4, 2).double())
+    assert choice.graph.num_edges == 2 * full.num_edges
+    (out.square().sum() + auxiliary_loss(conv)).backward()
+    for seed in range(4):  # other rows, since a row with one key teaches nothing
+        (0 * conv(x, ptr=ptr, seed=seed).sum() + auxiliary_loss(conv)).backward()
+    trained = [parameter.grad for parameter in conv.source.parameters() if parameter.grad is not None]
+    assert any(bool(grad.any()) for grad in trained)
+    wanted = torch.autograd.grad(conv(x, full).square().sum(), conv.lin_query.weight)[0]
+    torch.testing.assert_close(conv.lin_query.weight.grad, wanted)  # the source is detached
+    assert torch.equal(conv.eval()(x, ptr=ptr), out)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_probabilities_come_closer_to_attention_while_it_is_dense(name: str) -> None:
+    """By the loss over all rows, on tokens that attend to those of their kind, at any distance."""
+    torch.manual_seed(0)
+    source = SOURCES[name]()
+    kind = torch.randint(4, (60,)).repeat_interleave(source.block_size)
+    key = (4 * torch.eye(4)[kind]).expand(2, -1, -1).contiguous()
+    tokens = Tokens(key, key.clone(), torch.tensor([0, 60 * source.block_size]))
+    every = partial(row_distillation, source, tokens, rows=math.inf, part=1.0)
+    before = float(every().detach())
+    optimizer = torch.optim.Adam(source.parameters(), 0.02)
+    for step in range(60):
+        loss = row_distillation(source, replace(tokens, seed=step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(every().detach()) < 0.85 * before
+
+
+def test_row_distillation_is_the_cross_entropy_of_sampled_rows() -> None:
+    """Window and self-loops are left out; with all rows it is the mean over them."""
+    head = Steady(1)
+    source = SBMSource(head, window=1)
+    query, key = draw(1, 2, 20, 4), draw(2, 2, 20, 4)
+    ptr = torch.tensor([0, 8, 20])
+    loss = row_distillation(source, Tokens(query, key, ptr, bipartite=False), rows=math.inf, part=1.0)
+    total = torch.zeros((), dtype=torch.float64)
+    for first, last in ((0, 8), (8, 20)):
+        part = slice(first, last)
+        weight = (query[:, part] @ key[:, part].mT).softmax(-1)
+        far = (torch.arange(last - first)[:, None] - torch.arange(last - first)).abs() > 1
+        p = (head.y[:, part] @ head.z[:, part].mT) * far
+        total = total - (weight * far * (p / p.sum(-1, keepdim=True)).clamp(min=1e-300).log()).sum()
+    torch.testing.assert_close(loss, total / 40)
+    sampled = [row_distillation(source, Tokens(query, key, ptr, bipartite=False, seed=s), part=1.0) for s in range(400)]
+    spread = torch.stack(sampled).std() / 20
+    assert abs(torch.stack(sampled).mean() - loss) < 5 * spread + 0.05  # fewer rows of longer sequences, so not exact
+
+
+def test_rows_are_sampled_within_each_sequence() -> None:
+    tokens = Tokens(draw(1, 2, 116, 4), query_ptr=torch.tensor([0, 16, 116]), is_causal=True, seed=3)
+    graph = sample_rows(tokens, 1.0)
+    rows = graph.rowptr.diff().view(2, -1)
+    assert torch.equal(rows[0], rows[1])
+    assert ((rows[0, :16] > 0).sum(), (rows[0, 16:] > 0).sum()) == (4, 10)
+    whole = rows[0] > 0
+    assert torch.equal(rows[0][whole], tokens.allowed_keys[whole])
+    few = sample_sequences(replace(tokens, seed=1), 0.5)
+    assert few.query_ptr.numel() == 2
+    assert few.key is few.query
+    assert few.num_queries in (16, 100)
+    assert sample_sequences(tokens, 1.0) is tokens
+
+
+@pytest.mark.parametrize("change", ["score_bias", "entmax15", "edge_filter", "weights"])
+def test_options_that_the_dense_kernel_lacks_store_the_full_graph(change: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"score_bias": DCMMBias(4, 2, 3)} if change == "score_bias" else {}
+    options |= {"normalizer": change, "estimator": "mask"} if change == "entmax15" else {}
+    conv = AttentionConv(8, 4, 2, SOURCES["sbm"](), **options)
+    query, key, value = (draw(seed, 2, 12, 4).float().requires_grad_() for seed in (1, 2, 3))
+    call: dict[str, Any] = {"edge_filter": lambda graph: graph.col % 2 == 0} if change == "edge_filter" else {}
+    call |= {"returns": Returns(attention_weights=True)} if change == "weights" else {}
+    out, given = (conv.attend(query, key, value, graph, seed=0, **call) for graph in (None, patterns.full(12)))
+    out, given = (each[0] if change == "weights" else each for each in (out, given))
+    torch.testing.assert_close(out, given)
+    assert auxiliary_loss(conv).requires_grad  # and the source learns
+
+
+def test_a_dense_choice_that_is_changed_is_stored() -> None:
+    tokens = Tokens(draw(1, 2, 5, 3))
+    choice = DenseChoice(tokens)
+    assert choice.causal().graph.is_causal
+    assert choice.select(torch.arange(50) % 2 == 0).graph.num_edges == 25
+    assert choice.force(patterns.window(5, 1)) is choice
+    assert choice.expand(2) is choice
+    assert DenseChoice(Tokens(draw(1, 1, 5, 3))).expand(2).graph.heads == 2
+
+
+def test_a_trace_of_dense_layers_has_density_1() -> None:
+    encoder = SequenceEncoder(9, 8, attention_options={"num_blocks": 4, "target_density": 1.0})
+    trace = encoder(torch.randint(9, (60,)), return_trace=True)[1]
+    assert trace.density.eq(1).all()
+    assert trace.expected_density.eq(1).all()
+    assert not any("graph" in vars(choice) for choice in trace.choices)

@@ -1,0 +1,305 @@
+"""Sources whose edge probabilities are learned, and dense attention, in which they begin.
+
+In: :class:`~sbm_pyg.Tokens`, and a target density. Out: a :class:`~sbm_pyg.Choice`, all pairs at a density of 1. Not
+here: the probabilities themselves (``sampling``, ``indexer``), the losses that train them (``estimators``), and when a
+model leaves dense attention (``sparsifier``).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..blocks import BlockGraph
+from ..graph import AttentionGraph
+from ..ops import checks
+from ..ops.reference.blocks import cut_blocks
+from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
+from ..ops.values import can_read_without_sync
+from ..ragged import Tokens, count_pairs, offsets
+from ..rows import index_type
+from .interface import Choice, EdgeProbability, GraphSource
+
+__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "sample_rows", "sample_sequences"]
+
+
+def attend_densely(
+    query: Tensor, key: Tensor, value: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, scale: float | None = None,
+    is_causal: bool = False, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Attention over all pairs of each sequence, by torch's scaled dot-product attention, ``[H, N, C']``.
+
+    Sequences of equal length are one batch; others are padded in groups of similar length.
+
+    Args:
+        query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
+        query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
+        scale: Factor of the scores; None: :math:`C^{-1/2}`.
+        is_causal: No query attends to a later key; positions count from the start of both sequences.
+        dropout: Probability that a weight is dropped, by torch's default generator.
+    """
+    attend: Any = partial(scaled_dot_product_attention, scale=scale, dropout_p=dropout)
+    batch = query_ptr.numel() - 1
+    if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
+        parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
+        out = attend(*parts, is_causal=is_causal)
+        return out.transpose(0, 1).flatten(1, 2)
+    found, order = [], []
+    for queries, keys, _ in group_by_length(query_ptr, key_ptr):
+        tokens = ((query, queries), (key, keys), (value, keys))
+        parts = (x[:, at.clamp(min=0)].transpose(0, 1) for x, at in tokens)
+        # padding comes after the tokens, so causal queries do not attend to it where they are the keys
+        mask = None if is_causal and key_ptr is query_ptr else (keys >= 0)[:, None, None]
+        if mask is not None and is_causal:
+            mask = mask & mask.new_ones(queries.size(1), keys.size(1)).tril()
+        causal = is_causal and mask is None
+        out = attend(*parts, attn_mask=mask, is_causal=causal)
+        found.append(out.transpose(0, 1)[:, queries >= 0])
+        order.append(queries[queries >= 0])
+    return torch.cat(found, 1)[:, torch.cat(order).argsort()]
+
+
+def _equal_lengths(ptr: Tensor, count: int) -> bool:
+    """Whether all sequences have one length. Offsets on a device count as unequal, since reading them waits for it."""
+    each, rest = divmod(count, ptr.numel() - 1)
+    return not rest and can_read_without_sync(ptr) and bool((ptr.diff() == each).all())
+
+
+# ------------------------------------------------------------------ what a source learns from
+
+
+def sample_sequences(tokens: Tokens, part: float) -> Tokens:
+    """Tokens of a random part of the sequences, at least one of them."""
+    batch = tokens.query_ptr.numel() - 1
+    count = math.ceil(batch * part)
+    if count == batch:
+        return tokens
+    which = torch.randperm(batch, generator=_generator(tokens.seed)).to(tokens.query.device)[:count]
+
+    def take(x: Tensor, ptr: Tensor) -> tuple[Tensor, Tensor]:
+        length = ptr.diff()[which]
+        return x[:, runs(ptr[which], length)], offsets(length)
+
+    query, query_ptr = take(tokens.query, tokens.query_ptr)
+    shared = tokens.key is tokens.query
+    key, key_ptr = (query, query_ptr) if shared else take(tokens.key, tokens.key_ptr)
+    if tokens.key_ptr is tokens.query_ptr:
+        key_ptr = query_ptr
+    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal, tokens.seed)
+
+
+def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGraph:
+    """The graph in which a sample of the queries of each sequence attend to all their keys, and others to none.
+
+    Args:
+        tokens: The tokens.
+        rows: Queries of each sequence, as a multiple of the square root of its length; infinity: all.
+        block_size: Tokens of a block. Above 1 the graph is a :class:`~sbm_pyg.BlockGraph`, and a sample of the blocks
+            of queries attend.
+    """
+    ptrs, totals = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
+    if block_size > 1:
+        cuts = cut_blocks(totals, ptrs, block_size)
+        ptrs, totals = (cuts[0].ptr, cuts[1].ptr), (cuts[0].count, cuts[1].count)
+    length = ptrs[0].diff()
+    sequence = torch.repeat_interleave(length, output_size=totals[0])
+    size = tokens.query_ptr.diff().to(checks.widest(length.device))
+    wanted = (rows * size.sqrt() / block_size).clamp(min=1)
+    order = torch.rand(totals[0], generator=_generator(tokens.seed)).to(length.device).argsort()
+    order = order[sequence[order].argsort(stable=True)]  # the queries of each sequence in random order
+    position = torch.arange(totals[0], device=length.device) - ptrs[0][sequence]
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = position < wanted[sequence]
+    degree = torch.where(kept, allowed_keys(*ptrs, totals[0], tokens.is_causal), 0)
+    col = runs(ptrs[1][sequence], degree).to(index_type(totals[1])).repeat(tokens.heads)
+    rowptr = offsets(degree.repeat(tokens.heads))
+    graph = AttentionGraph._trusted(rowptr, col, *totals, tokens.heads, *ptrs, tokens.is_causal)
+    if block_size == 1:
+        return graph
+    sizes = (tokens.num_queries, tokens.num_keys)
+    return BlockGraph._trusted_blocks(graph, block_size, tokens.query_ptr, tokens.key_ptr, *sizes)
+
+
+def _generator(seed: int) -> torch.Generator:
+    """A generator on the CPU for one seed of 64 bits."""
+    return torch.Generator().manual_seed(seed % 2**63)
+
+
+# ------------------------------------------------------------------ dense attention
+
+
+class DenseChoice(Choice):
+    """All pairs. Torch's dense kernel attends, and edges are stored only when :attr:`graph` is first used.
+
+    Args:
+        tokens: Queries and keys.
+    """
+
+    tokens: Tokens
+
+    def __init__(self, tokens: Tokens) -> None:
+        known = {"tokens": tokens, "probability": None, "forced": None, "exploration": 0.0, "independent": True}
+        self.__dict__.update(known)
+
+    @cached_property
+    def graph(self) -> AttentionGraph:
+        """The full graph. Memory O(H N M)."""
+        tokens = self.tokens
+        pairs = tokens.heads * int(count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal).sum())
+        way_out = "Take fewer heads or shorter sequences, or do not ask for the graph."
+        checks.memory("graph", pairs, 8, tokens.query.device, way_out)
+        return sample_rows(tokens, math.inf)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.tokens})"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As :attr:`Choice.shape`, without edges."""
+        return self.tokens.query_ptr.numel() - 1, self.tokens.heads
+
+    @property
+    def density(self) -> Tensor:
+        """Ones, ``[B, H]``."""
+        device = self.tokens.query.device
+        return torch.ones(self.shape, device=device, dtype=checks.widest(device))
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Do nothing: all pairs of any tokens are edges."""
+
+    @property
+    def is_stored(self) -> bool:
+        return False
+
+    def stored(self) -> Choice:
+        return Choice(self.graph)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
+        tokens = self.tokens
+        ptrs = (tokens.query_ptr, tokens.key_ptr)
+        return attend_densely(query, key, value, *ptrs, scale=scale, is_causal=tokens.is_causal, dropout=dropout)
+
+    def expand(self, heads: int) -> Choice:
+        """As :meth:`Choice.expand`."""
+        return self if heads == self.tokens.heads else self.stored().expand(heads)
+
+    def select(self, kept: Tensor) -> Choice:
+        """As :meth:`Choice.select`."""
+        return self.stored().select(kept)
+
+    def causal(self) -> Choice:
+        """As :meth:`Choice.causal`."""
+        return self if self.tokens.is_causal else self.stored().causal()
+
+    def force(self, pattern: AttentionGraph) -> Choice:
+        """The choice itself, which has all edges."""
+        return self
+
+
+class LearnedSource(GraphSource):
+    """A source with learned edge probabilities, and a target density for its graphs.
+
+    At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, samples nothing, and
+    trains the probabilities on a sample of query rows. :class:`~sbm_pyg.Sparsifier` changes the density during
+    training, so ``state_dict`` contains it. Subclasses define :meth:`predict` and :meth:`choose`.
+
+    Example:
+        >>> from sbm_pyg import SBM, SBMAttentionConv, Sparsifier, sample_edges
+        >>> class Linear(LearnedSource):
+        ...     def __init__(self, channels, num_blocks):
+        ...         super().__init__()
+        ...         self.query, self.key = (torch.nn.Linear(channels, num_blocks) for _ in range(2))
+        ...     def predict(self, tokens):
+        ...         members = self.query(tokens.query).softmax(-1), self.key(tokens.key).sigmoid()
+        ...         return SBM(*members, query_ptr=tokens.query_ptr, key_ptr=tokens.key_ptr)
+        ...     def choose(self, tokens):
+        ...         sbm = self.predict(tokens).with_density(self.target_density)
+        ...         return Choice(sample_edges(sbm, clamp=True, seed=tokens.seed), sbm)
+        >>> source = Linear(8, 4)
+        >>> sparsifier = Sparsifier(source, density=0.2)
+        >>> source(Tokens(torch.randn(2, 10, 8)))  # dense at first
+        DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
+    """
+
+    exploration: float | None = None
+    """Added to each probability in training. None: the square of the target density, or 0 without one."""
+    detach = False
+    """Stop gradients from the probabilities to queries and keys."""
+    block_size = 1
+    """Tokens of a block of the graph."""
+    _density: float | None = None
+
+    @abstractmethod
+    def predict(self, tokens: Tokens) -> EdgeProbability:
+        """The probabilities of all pairs. Nothing is sampled, and they need not have the target density."""
+
+    @abstractmethod
+    def choose(self, tokens: Tokens) -> Choice:
+        """Choose a graph of the target density."""
+
+    def forward(self, tokens: Tokens) -> Choice:
+        """As :meth:`~sbm_pyg.GraphSource.forward`."""
+        if self.target_density == 1:
+            return DenseChoice(tokens)
+        return self.choose(tokens.detached() if self.detach else tokens)
+
+    @property
+    def forced_distance(self) -> int | None:
+        """Largest distance at which tokens attend to each other whatever the probabilities are, or None."""
+        window: int | None = getattr(self, "window", None)
+        return 0 if window is None and getattr(self, "self_loops", False) else window
+
+    @property
+    def target_density(self) -> float | None:
+        """Density of the graphs among all allowed pairs, in (0, 1], or None. It may change between calls."""
+        return self._density
+
+    @target_density.setter
+    def target_density(self, density: float | None) -> None:
+        if density is not None:
+            checks.number("target_density", density, "(0, 1]", "It is a fraction of the pairs; 1 is dense attention.")
+        self._density = density
+        self._prepare()
+
+    @property
+    def can_change_density(self) -> bool:
+        """Whether a target density may be set; False if another option fixes the number of keys."""
+        return True
+
+    @property
+    def _exploration(self) -> float:
+        """What the current call adds to each probability; 0 in evaluation."""
+        if not self.training:
+            return 0.0
+        return (self.target_density or 0.0) ** 2 if self.exploration is None else self.exploration
+
+    def _prepare(self) -> None:
+        """React to a target density that has just been set."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.target_density is not None:
+            destination[f"{prefix}target_density"] = torch.tensor(self.target_density, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        density = state_dict.pop(f"{prefix}target_density", None)
+        if density is not None and torch.as_tensor(density).numel() == 1:
+            self.target_density = float(density)
+        elif density is not None:
+            rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def far_edges(graph: AttentionGraph, distance: int) -> Tensor:
+    """Mask of the edges ``[E]`` of a graph of tokens, or of blocks, that are at a larger distance."""
+    row = edge_row(graph.rowptr, graph.num_edges) % graph.num_queries
+    col = graph.col.long()
+    sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries)[row]
+    lag = (row - graph.query_ptr[sequence]) - (col - graph.key_ptr[sequence])
+    return lag.abs() > distance
