@@ -52,11 +52,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.fit import file_name, fit, make_schedule, train_missing
+from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import DENSE, Recaller, beyond, make_recaller, options_of, run_name
 from examples.common.runs import checksums, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
-from sbm_pyg import ShareSchedule
+from sbm_pyg import Sparsifier
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
 
@@ -114,8 +114,8 @@ def recalled(tokens: Tensor) -> Tensor:
     return torch.cat([torch.zeros(len(tokens), 1, dtype=torch.bool), found], 1)
 
 
-def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | None]:
-    """The model, and what lowers the share of the pairs that it sees."""
+def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
+    """The model, and what makes it sparse."""
     model, options = make_recaller(run, num_tokens, run.window)
     if options is None:
         return model, None
@@ -123,14 +123,13 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, ShareSchedule | Non
     if final <= 0:
         words = f"'densities' beyond those of the window of {run.window} (got {run.density})"
         raise ValueError(f"Expected {words}. Give a smaller --window.")
-    # full for a start, and down to the density by half of the steps, whatever the loss is
-    return model, make_schedule(model, final, options["control"], threshold=math.inf, rate=1 - final ** (2 / run.steps))
+    return model, make_sparsifier(model, final, options["control"], run.steps)
 
 
 def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns the rows of all evaluations."""
     source, test, width = texts
-    model, schedule = make_model(run, len(width))
+    model, sparsifier = make_model(run, len(width))
 
     def losses(step: int) -> Tensor:
         random = torch.Generator().manual_seed(2**32 * (run.seed + 1) + step)
@@ -156,7 +155,7 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[
         return [row | {f"density_{layer}": fmean(each) for layer, each in enumerate(zip(*shares, strict=True))}]
 
     path = folder / file_name(run.method, run.density, run.seed)
-    return fit(model, schedule, run, path, losses, measure)
+    return fit(model, sparsifier, run, path, losses, measure)
 
 
 def report(rows: list[Row]) -> str:

@@ -54,7 +54,7 @@ def layer(name: str, density: float) -> SBMAttentionConv:
     bias = DCMMBias(CHANNELS, 1, 100, degree="softplus")
     options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
     added = None if name == "sbm" else bias
-    return SBMAttentionConv(64, CHANNELS, num_blocks=32, sbm_options=options, share=density, score_bias=added)
+    return SBMAttentionConv(64, CHANNELS, num_blocks=32, sbm_options=options, target_density=density, score_bias=added)
 
 
 def dense(conv: SBMAttentionConv, x: Tensor, mask: Tensor | None = None) -> Tensor:

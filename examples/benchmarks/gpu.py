@@ -31,7 +31,7 @@ from examples.common.command import Command
 
 KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
-LAYERS = ("dense", "tokens", "tiles", "blocks", "sampling")
+LAYERS = ("dense", "tokens", "blocks", "sampling")
 DENSE = ("sdpa", "varlen", "dense")
 TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))  # words of the tiles of an edge kernel, and its warps
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,10 +295,10 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         layer = FullAttention(width, given.channels, given.heads)
     else:
         block_size = given.block_size if item.peer == "blocks" else 1
+        head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": item.density}
         layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options={"initial_density": item.density}, exploration=0.0, block_size=block_size,
-            tiled=item.peer == "tiles",
-        )  # fmt: skip
+            width, given.channels, given.heads, sbm_options=head, exploration=0.0, block_size=block_size
+        )
     layer.to(given.device)
     kind = torch.device(given.device).type
     x = torch.randn(item.tokens, width, device=given.device, requires_grad=True)

@@ -85,7 +85,7 @@ def _layers(case: Case, estimator: str = "mask", block_size: int = 1) -> tuple[S
     """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
-    head = {"initial_density": case.density}
+    head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
     conv = SBMAttentionConv(
         *sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, block_size=block_size
     )

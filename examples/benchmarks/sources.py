@@ -51,8 +51,8 @@ def sources(n: int) -> dict[str, Graph]:
     share, groups = EDGES / n, max(2, n // EDGES)
     projection, centroids = sparsefinder.Projection(CHANNELS, dim=DIM), torch.randn(1, math.isqrt(n), CHANNELS)
     modules = {
-        "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), share=share),
-        "indexer": IndexerSource(Indexer(CHANNELS), share=share),
+        "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), target_density=share),
+        "indexer": IndexerSource(Indexer(CHANNELS), target_density=share),
         "indexer_top_k": IndexerSource(Indexer(CHANNELS), select="top_k", k=EDGES),
     }
 

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from examples.common.runs import claim, read_state, write_checkpoint
 from examples.common.tables import Row, add, read
-from sbm_pyg import ShareSchedule, auxiliary_loss
+from sbm_pyg import LearnedSource, Sparsifier, auxiliary_loss
 from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
@@ -25,7 +26,7 @@ def trapezoid(time: float) -> float:
 
 def fit(
     model: torch.nn.Module,
-    schedule: ShareSchedule | None,
+    sparsifier: Sparsifier | None,
     run: Any,
     path: Path,
     losses: Callable[[int], Tensor],
@@ -36,11 +37,11 @@ def fit(
 
     Args:
         model: The model.
-        schedule: Lowers the target densities of the model's sources, or None.
+        sparsifier: Takes the model from dense attention to sparse, or None.
         run: A dataclass that decides the outcome, with ``steps``, ``learning_rate``, ``weight_decay`` and ``evaluations``.
         path: Of the checkpoint.
         losses: The loss of a step, counted from 0.
-        measure: Rows of an evaluation.
+        measure: Rows of an evaluation, at the target density.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
 
     Returns:
@@ -52,7 +53,7 @@ def fit(
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], run.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at((step + 1) / (run.steps + 1)))
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "rate": rate}
-    parts |= {"schedule": schedule} if schedule else {}
+    parts |= {"sparsifier": sparsifier} if sparsifier else {}
     rows: list[Row] = []
     step, seconds = 0, 0.0
     if state := read_state(path, dataclasses.asdict(run)):
@@ -70,33 +71,32 @@ def fit(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             rate.step()
-            if schedule:
-                schedule.step(loss)
+            if sparsifier:
+                sparsifier.step(loss)
             step += 1
             bar.update()
             if step % every == 0 or step == run.steps:
                 model.eval()
-                with torch.no_grad():
+                with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
                     found = measure()
                 model.train()
                 seconds = time.perf_counter() - began
                 rows += [{**row, "step": step, "loss": loss.item(), "seconds": seconds} for row in found]
-                share = f", share {schedule.share:.3f}" if schedule else ""
-                bar.set_postfix_str(f"loss {loss.item():.3f}{share}")
+                bar.set_postfix_str(str(sparsifier or f"loss {loss.item():.3f}"))
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
                 write_checkpoint(path, state | {"random": torch.get_rng_state()})
     return rows
 
 
-def make_schedule(model: torch.nn.Module, density: Any, control: str, **pace: Any) -> ShareSchedule | None:
-    """Lowers target densities to a density at a pace ("schedule"), or at once ("share"), or never ("none")."""
-    if control == "none":
-        return None
-    schedule = ShareSchedule(model, density, **pace)
-    if control == "share":
-        schedule.load_state_dict({"share": density, "running": None})
-    return schedule
+def make_sparsifier(model: torch.nn.Module, density: float, control: str, steps: int) -> Sparsifier | None:
+    """What takes a model to a target density: a Sparsifier; or None, if it is there from the start ("fixed") or has none ("none")."""
+    if control == "sparsifier":
+        return Sparsifier(model, density, total_steps=steps)
+    for source in model.modules():
+        if control == "fixed" and isinstance(source, LearnedSource):
+            source.target_density = density
+    return None
 
 
 def train_missing(

@@ -29,27 +29,25 @@ from sbm_pyg.sources import indexer, patterns, selectors
 FIXED = ("window", "random", "bigbird", "top-k", "blocks", "lsh", "routing")
 METHODS = ("full", "dcmm", *FIXED, "indexer", "key-selection", "sbm")
 DENSE = ("full", "dcmm")  # attend to all pairs
-CONTROLS = ("schedule", "share", "none")
+CONTROLS = ("sparsifier", "fixed", "none")
 BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
     "estimator": "distill", "parameterization": "overlapping", "cluster_init": "orthogonal", "num_blocks": 64,
     "groups": 1,  # of blocks, whose product they are
     "probes": 16.0,
-    "threshold": 0.05,  # running loss below which target densities fall
-    "rate": 0.003,  # and by how much at a step
     "degree_corrected": 0,
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "block_size": 1,  # tokens of a block
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
-    "control": "schedule",  # of target densities, which fall; "share": they are low from the start; "none": no target
+    "control": "sparsifier",  # dense first; "fixed": sparse from the start; "none": no target density
 }  # fmt: skip
 DCMM_OPTIONS: dict[str, Any] = {
     "num_blocks": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",
 }  # fmt: skip
 INDEX_OPTIONS: dict[str, Any] = {
-    "select": "coins",  # or "top_k"
+    "select": "bernoulli",  # or "top_k"
     "estimator": "distill",  # top_k: "imitate" or "none"
-    "detach": 0, "threshold": 0.05, "rate": 0.003, "control": "schedule",
+    "detach": 0, "control": "sparsifier",
 }  # fmt: skip
 OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
 
@@ -164,9 +162,9 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return AttentionConv(channels, width, heads, FixedDensity(method, density, width, heads), is_causal=True)
     if method != "sbm":
         scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads)
-        share, detach = None if options["control"] == "none" else 1.0, bool(options["detach"])
+        target, detach = None if options["control"] == "none" else density, bool(options["detach"])
         own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
-        source = indexer.IndexerSource(scorer, share=share, **own)
+        source = indexer.IndexerSource(scorer, target_density=target, **own)
         return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])

@@ -9,7 +9,7 @@ python -m examples.dcmm --report                                 tables and a fi
 
 Methods are full; dcmm, the bias of the DCMM-Transformer over all pairs; sbm, a graph that an SBM samples; dcsbm, the same with
 corrected degrees; and dcmm-sbm, the bias over the edges that are sampled. Options follow a colon, as in dcmm:degree=sigmoid,squash=0
-or sbm:estimator=paper,share=0.1. The method is in the last block, as published, or in all; other blocks attend to all pairs. All methods have
+or sbm:estimator=paper,density=0.1. The method is in the last block, as published, or in all; other blocks attend to all pairs. All methods have
 equally many parameters, by a narrower feed-forward network, but for weights that are given. Images of the training set are held out; the model
 that is best on them is tested, once. The same command goes on after a kill, and skips what is in rows.csv.
 """

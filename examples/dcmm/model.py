@@ -24,8 +24,8 @@ BIAS: dict[str, Any] = {
 }  # fmt: skip
 GRAPH = {
     "estimator": "local", "probes": 16.0, "num_blocks": 32, "parameterization": "overlapping", "cluster_init": "orthogonal",
-    "share": 0.25,  # density that the pairs compete for; 0: probabilities as they are
-    "rate": 0.005,  # by how much the share falls from 1 at a step; 0: it is there from the start
+    "density": 0.25,  # target density; 0: probabilities as they are
+    "control": "sparsifier",  # dense first; "fixed": sparse from the start
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {"dcmm": BIAS, "sbm": GRAPH, "dcsbm": GRAPH, "dcmm-sbm": BIAS | GRAPH}
 OWN = (".source.", ".score_bias.")  # in names of parameters that plain attention has not
@@ -44,7 +44,7 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     head |= {"degree_corrected": True} if kind == "dcsbm" else {}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
-    rest |= {"sbm_options": head, "share": options["share"] or None, "score_bias": bias}
+    rest |= {"sbm_options": head, "target_density": options["density"] or None, "score_bias": bias}
     return SBMAttentionConv(channels, width, heads, self_loops=True, **rest)
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method
-from examples.common.fit import file_name, fit, make_schedule, train_missing
+from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.runs import RunError, fingerprint, read_state, settings_of, write_checkpoint
 from examples.common.tables import Row
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
-from sbm_pyg import AttentionGraph, DCMMBias, ShareSchedule
+from sbm_pyg import AttentionGraph, DCMMBias
 
 WARMUP = 0.04  # share of the steps, 4 of 100 epochs as published
 EVALUATED = 256  # images at once
@@ -86,12 +86,6 @@ def cosine(time: float) -> float:
     return min(time / WARMUP, 0.5 + 0.5 * math.cos(math.pi * max(0.0, time - WARMUP) / (1 - WARMUP)))
 
 
-def aim(schedule: ShareSchedule | None, state: dict[str, float | None] | None = None) -> None:
-    """Sets target densities to those at the end of training, at which all are measured; or back to a state."""
-    if schedule:
-        schedule.load_state_dict(state or {**schedule.state_dict(), "share": schedule.final})
-
-
 @torch.no_grad()
 def evaluate(model: Vision, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Accuracy, and the mean density of the graphs."""
@@ -122,9 +116,8 @@ def idle(model: Vision, images: Tensor) -> float:
 def train(run: Run, data: Images, folder: Path) -> list[Row]:
     """Trains a model, or goes on from its checkpoint; tests the best, and returns the rows of all evaluations."""
     model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
-    share, rate = options.get("share"), options.get("rate")
-    control = "schedule" if share and rate else "none"  # graphs become sparse step by step
-    schedule = make_schedule(model, share, control, threshold=math.inf, rate=rate)
+    density = options.get("density")
+    sparsifier = make_sparsifier(model, density or 1.0, options["control"] if density else "none", run.steps)
     kept, held = split(data.train_labels, run.validation, run.seed)
     batch = min(run.batch_size, len(kept))
     known = run.known | {"parameters": model.count()}
@@ -137,19 +130,15 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
         return cross_entropy(logits, data.train_labels[chosen], label_smoothing=run.smoothing)
 
     def measure() -> list[Row]:
-        now = schedule.state_dict() if schedule else None
-        aim(schedule)
         accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
-        aim(schedule, now)
         keep_best(run, model, accuracy, folder)
         return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
-    rows = fit(model, schedule, run, folder / run.file, losses, measure, cosine)
+    rows = fit(model, sparsifier, run, folder / run.file, losses, measure, cosine)
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     if load_best(run, model, folder) != best["validation"]:
         way_out = f"Delete {run.file} and run the same command again."
         raise RunError(f"Expected '{folder / run.best}' to hold the best weights of the run (got others). {way_out}")
-    aim(schedule)  # weights are kept with the share of their step
     best["test"], best["density"] = evaluate(model, data.test, data.test_labels)
     best["idle"] = idle(model, data.test)
     return rows

@@ -123,7 +123,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if self.validates(self.settings, step):
             accuracy = pl_module.rows["val"][-1]["accuracy"]
-            if accuracy > self.best["accuracy"] and self.settings.settled(step):
+            if accuracy > self.best["accuracy"] and pl_module.settled:
                 self.best = {"accuracy": accuracy, "step": step}
                 trainer.save_checkpoint(self.folder / BEST)
         trainer.save_checkpoint(self.folder / LAST)

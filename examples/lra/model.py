@@ -18,8 +18,15 @@ from examples.lra.checkpoints import Checkpoints
 from examples.lra.data.batches import Batch, random_word
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import PairClassifier, SBMSource, SequenceClassifier, SequenceEncoder, auxiliary_loss, sync_statistics
-from sbm_pyg.sources.indexer import IndexerSource
+from sbm_pyg import (
+    PairClassifier,
+    SBMSource,
+    SequenceClassifier,
+    SequenceEncoder,
+    Sparsifier,
+    auxiliary_loss,
+    sync_statistics,
+)
 
 
 def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
@@ -60,11 +67,11 @@ class Classifier(LightningModule):
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "initial_density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
-            options["share"] = settings.share or None
-            if settings.share and not settings.exploration:  # as the share has it
+            options["target_density"] = settings.target_density or None
+            if settings.target_density and not settings.exploration:  # the square of the target density
                 del options["exploration"]
         elif settings.attention in ("indexer", "key_selection"):
-            options |= {"estimator": settings.estimator, "share": settings.share or None}
+            options |= {"estimator": settings.estimator, "target_density": settings.target_density or None}
         elif settings.attention == "dcmm":
             options["num_blocks"] = settings.num_blocks
         elif settings.attention == "window":
@@ -85,8 +92,11 @@ class Classifier(LightningModule):
         kind = SequenceClassifier if task.arity == 1 else PairClassifier
         self.model = kind(encoder, task.num_classes, pool_length=pooled)
         self.rows: dict[str, list[dict[str, float]]] = {"train": [], "val": []}  # the curves
-        kinds = SBMSource | IndexerSource
-        self.sources = [part for part in self.modules() if settings.share and isinstance(part, kinds)]
+        self.sources = [part for part in self.modules() if isinstance(part, SBMSource) and settings.target_density]
+        self.sparsifier = None
+        if settings.target_density:
+            self.sparsifier = Sparsifier(self.model, settings.target_density, total_steps=settings.steps)
+        self.losses: list[Tensor] = []  # of the parts of a step
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
         self.start_clock()
@@ -120,6 +130,7 @@ class Classifier(LightningModule):
         loss = cross_entropy(logits.float(), batch.labels)
         self.add(batch, logits, loss, trace)
         self.tokens += batch.num_tokens
+        self.losses.append(loss.detach())
         return self.objective(loss, trace)
 
     def objective(self, loss: Tensor, trace: Any) -> Tensor:
@@ -199,30 +210,32 @@ class Classifier(LightningModule):
             raise self.diverged("weights")
         checkpoint["curves"] = {"rows": self.rows, "sums": self.total(self.sums), "seconds": self.seconds()}
         checkpoint["run"] = dataclasses.asdict(self.settings)
+        checkpoint["sparsifier"] = self.sparsifier and self.sparsifier.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["curves"]
         self.rows, self.sums = saved["rows"], {} if self.global_rank else saved["sums"]
         self.began = time.perf_counter() - saved["seconds"]
+        if self.sparsifier:
+            self.sparsifier.load_state_dict(checkpoint["sparsifier"])
 
     def on_train_start(self) -> None:
         if self.trainer.world_size > 1:
             sync_statistics(self.model)
         self.start_clock()
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        for source in self.sources:
-            source.share = self.settings.share_at(self.global_step)
-
-    def on_test_start(self) -> None:
-        for source in self.sources:
-            source.share = self.settings.share
+    @property
+    def settled(self) -> bool:
+        """Whether graphs are as sparse as they will be."""
+        return self.sparsifier is None or self.sparsifier.is_sparse
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if (batch_idx + 1) % self.settings.accumulate == 0:
             for source in self.sources:  # what all processes have seen in this step
-                if isinstance(source, SBMSource):
-                    source.seen.copy_(self.total({"seen": source.seen})["seen"])
+                source.seen.copy_(self.total({"seen": source.seen})["seen"])
+            if self.sparsifier:
+                self.sparsifier.step(torch.stack(self.losses).mean())
+            self.losses.clear()
         due = self.global_step % self.settings.log_every == 0 or Checkpoints.validates(self.settings, self.global_step)
         if due and (batch_idx + 1) % self.settings.accumulate == 0:
             self.finish_row("train")

@@ -62,8 +62,10 @@ class Settings:
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
     degree_corrected: int = _option("1: tokens of 'sbm' have degrees", least=0, most=1, default=0)
-    share: float = _option("target density of 'sbm', 'indexer', 'key_selection'; full at first; see docs/lra.md; 0: none",
-                           least=0.0, most=1.0, default=0.0)  # fmt: skip
+    target_density: float = _option(
+        "density of 'sbm', 'indexer', 'key_selection'; dense attention first; see docs/lra.md; 0: none",
+        least=0.0, most=1.0, default=0.0,
+    )  # fmt: skip
     exploration: float = _option("probability added to every edge of 'sbm' in training", least=0.0, most=1.0)
     window: int = _option("tokens on each side that 'window' attention reaches", least=0)
     density_weight: float = _option("weight of the expected density of 'sbm' in the loss (lambda)", least=0.0)
@@ -108,17 +110,9 @@ class Settings:
         require("accumulate", equal, f"a divisor of 'batch-size' = {self.batch_size}", "Parts of a batch are equal.")
         free = self.density_weight == 0 or self.attention == "sbm"
         require("density-weight", free, f"0 for {self.attention!r} attention", "Only 'sbm' learns its density.")
-        free = self.share == 0 or self.density_weight == 0
-        require("share", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
-
-    def share_at(self, step: int) -> float:
-        """The share of the pairs after so many steps: all for a fifth of them, falling geometrically until three fifths."""
-        over = min(max((step / self.steps - 0.2) / 0.4, 0.0), 1.0)
-        return self.share**over
-
-    def settled(self, step: int) -> bool:
-        """Says whether graphs are as sparse as they will be."""
-        return self.share == 0 or self.share_at(step) == self.share
+        free = self.target_density == 0 or self.density_weight == 0
+        require("target-density", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
+        require("target-density", self.target_density < 1, "below 1", "Dense attention is '--attention full'.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,12 +81,11 @@ def models(path: Path) -> tuple[Run, Iterator[tuple[str, Recaller]]]:
 
     def each() -> Iterator[tuple[str, Recaller]]:
         for when in ("start", "end"):
-            model, schedule = make_model(run)
+            model, sparsifier = make_model(run)
             if when == "end":
                 model.load_state_dict(state["model"])
-            if schedule is not None:
-                begun = {"share": run.density, "running": None}
-                schedule.load_state_dict(begun if when == "start" else state["schedule"])
+            for source in sparsifier.sources if sparsifier else ():
+                source.target_density, source.detach = run.density, False
             yield when, model.train()
 
     return run, each()

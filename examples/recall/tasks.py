@@ -118,7 +118,7 @@ def _inverse(outer: Tensor, inner: Tensor) -> Tensor:
 ZOOLOGY_TEST = {(64, 4): 1000, (64, 8): 1000, (64, 16): 1000} | {(n, n // 4): 1000 for n in (128, 256, 512, 1024)}
 TASKS: dict[str, Task] = {
     # 63 keys, 64 values and 32 fillers: learned within minutes
-    "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 2_000, 2e-3),
+    "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 1_000, 2e-3),
     "mqar-laptop": Task(
         mqar, 8192, {(64, 4): 20_000, (128, 8): 20_000, (256, 16): 20_000},
         {(64, 4): 500, (128, 8): 500, (256, 16): 500}, 64, 1_500, 3e-3,

@@ -2,18 +2,17 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.fit import file_name, fit, make_schedule, train_missing
+from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import Recaller, beyond, make_recaller, run_name
 from examples.common.runs import settings_of
 from examples.common.tables import Row
 from examples.recall.tasks import TASKS, Examples
-from sbm_pyg import ShareSchedule
+from sbm_pyg import Sparsifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +46,11 @@ class Run:
         return file_name(self.task, self.method, self.density, self.seed)
 
 
-def make_model(run: Run) -> tuple[Recaller, ShareSchedule | None]:
-    """A model, and the schedule of its density."""
+def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
+    """A model, and what makes it sparse."""
     task = TASKS[run.task]
     model, options = make_recaller(run, task.num_tokens, width=task.width)
-    pace: dict[str, Any] = {name: options[name] for name in ("threshold", "rate")} if options else {}
-    return model, make_schedule(model, run.density, options["control"] if options else "none", **pace)
+    return model, make_sparsifier(model, run.density, options["control"] if options else "none", run.steps)
 
 
 class Batches:
@@ -107,7 +105,7 @@ def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
 
 def train(run: Run, folder: Path) -> list[Row]:
     """Trains one model of a task, or goes on from its checkpoint; returns the rows of all evaluations."""
-    model, schedule = make_model(run)
+    model, sparsifier = make_model(run)
     batches, tests = Batches(run), TASKS[run.task].examples("test")
 
     def losses(step: int) -> Tensor:
@@ -122,7 +120,7 @@ def train(run: Run, folder: Path) -> list[Row]:
             rows.append(run.known | known | evaluate(model, test))
         return rows
 
-    return fit(model, schedule, run, folder / run.file, losses, measure)
+    return fit(model, sparsifier, run, folder / run.file, losses, measure)
 
 
 def train_all(runs: list[Run], folder: Path) -> None:

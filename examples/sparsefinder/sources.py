@@ -135,7 +135,7 @@ def make(name: str, knob: float, window: int, layer: Learned) -> GraphSource:
         "stride": lambda: PatternSource(strided, stride=count),
         "lsh": lambda: SelectorSource(selectors.lsh, window=size, num_buckets=count, chunk_size=32),
         "routing": lambda: SelectorSource(selectors.routing, window=size, centroids=layer.route_centroids[count]),
-        "sbm": lambda: SBMSource(layer.sbm, share=1 / count, window=size),
+        "sbm": lambda: SBMSource(layer.sbm, target_density=1 / count, window=size),
         "top-k": lambda: SelectorSource(selectors.top_k, window=size, k=count),
     }
     if name.startswith("blocks"):
