@@ -588,6 +588,7 @@ def distillation(
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
+@torch.compiler.disable  # which rows it samples decides sizes
 def row_distillation(
     source: LearnedSource, tokens: Tokens, *, scale: float = 1.0, rows: float = 1.0, part: float = 0.25
 ) -> Tensor:

@@ -6,11 +6,13 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, SequenceEncoder, Sparsifier, auxiliary_loss, patterns
 from sbm_pyg.estimators import Distill, Mask
@@ -183,6 +185,59 @@ def test_float16_needs_the_scaler() -> None:
         pytest.raises(ValueError, match="Expected 'scaler' with autocast to float16"),
     ):
         conv(torch.randn(12, 8))
+
+
+# ------------------------------------------------------------------ compiled, and in several processes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_a_compiled_model_trains_alike() -> None:
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        encoder = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_blocks": 4})
+        sparsifier = Sparsifier(encoder, 0.2, total_steps=12, every=3)
+        run: Any = torch.compile(encoder) if compiled else encoder
+        optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
+        for step in range(12):
+            loss = run(torch.arange(60) % 20, torch.tensor([0, 13, 30, 60]), seed=step).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            sparsifier.step(loss)
+        assert sparsifier.is_sparse
+        ends.append([parameter.detach() for parameter in encoder.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def _train(rank: int, folder: str) -> None:
+    """Two processes whose losses differ, each over its own sequences."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_blocks": 4})
+    sparsifier, parallel = Sparsifier(model, 0.2, total_steps=12, every=3), DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(12):
+        loss = (parallel(torch.arange(40) % (10 + 5 * rank), seed=step) - rank).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sparsifier.step(loss)
+    torch.save((sparsifier.state_dict(), [*model.parameters()]), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_decide_alike_by_the_mean_of_their_losses(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_train, (str(tmp_path),), nprocs=2)
+    (one, mine), (other, theirs) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert one == other
+    assert one["is_sparse"]
+    for first, second in zip(mine, theirs, strict=True):
+        assert torch.equal(first, second)
 
 
 # ------------------------------------------------------------------ states

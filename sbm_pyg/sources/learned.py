@@ -29,6 +29,7 @@ from .interface import Choice, EdgeProbability, GraphSource
 __all__ = ["DenseChoice", "LearnedSource", "attend_densely", "sample_rows", "sample_sequences"]
 
 
+@torch.compiler.disable  # it branches on the lengths of sequences
 def attend_densely(
     query: Tensor, key: Tensor, value: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, scale: float | None = None,
     is_causal: bool = False, dropout: float = 0.0,
