@@ -140,6 +140,7 @@ class Sparsifier:
                 layer.estimator = Distill(probes=layer.estimator.probes)
         found = (getattr(part, "auxiliary_losses", None) for part in model.modules())
         self._losses = [each for each in found if isinstance(each, AuxiliaryLosses)]
+        self._passes = [1] * len(self._losses)  # calls of each layer in the last step
         self._join_losses()
         self._detach = [source.detach for source in self.sources]
         self._set()
@@ -164,6 +165,7 @@ class Sparsifier:
         was_trial = self._is_trial
         self.steps += 1
         self._since += 1
+        self._passes = [losses.passes for losses in self._losses]
         self._join_losses()
         if self.steps <= FIRST:
             self._start = _mix(self._start, value, 1 - 1 / self.steps)
@@ -233,9 +235,8 @@ class Sparsifier:
     def _join_losses(self) -> None:
         """Set the weight of auxiliary losses: that of the loss in one of the backward passes of a step."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        for losses in self._losses:
-            losses.weight, losses.scaled = scale / max(1, losses.passes), self.scaler is not None
-            losses.passes = 0
+        for losses, passes in zip(self._losses, self._passes, strict=True):
+            losses.weight, losses.scaled, losses.passes = scale / max(1, passes), self.scaler is not None, 0
 
     @staticmethod
     def _mean_over_processes(loss: float) -> float:
@@ -264,6 +265,7 @@ class Sparsifier:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
         for name in STATE:
             setattr(self, name, math.nan if state[name] is None else state[name])
+        self._join_losses()
         self.history = [Loss._make(math.nan if x is None else x for x in each) for each in state["history"]]
         self._set()
 
@@ -279,7 +281,7 @@ class Sparsifier:
 
 STATE = (
     "steps", "is_sparse", "is_final", "gap", "_dense", "_sparse", "_start", "_recent", "_recent_steps", "_since",
-    "_trials_without_progress", "_best_gap", "_accepted",
+    "_trials_without_progress", "_best_gap", "_accepted", "_passes",
 )  # fmt: skip
 """Attributes of a state."""
 

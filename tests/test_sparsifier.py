@@ -157,6 +157,10 @@ def test_auxiliary_losses_join_the_backward_pass_with_the_weight_of_the_loss(den
     sparsifier.step(1.0)  # now it knows that a step has four passes
     for got, right in zip(gradients(conv, parts=4), wanted, strict=True):
         torch.testing.assert_close(got, right)
+    again, other = make()
+    other.load_state_dict(sparsifier.state_dict() | {"is_sparse": sparsifier.is_sparse})
+    for got, right in zip(gradients(again, parts=4), wanted, strict=True):
+        torch.testing.assert_close(got, right)  # as does one that was restored
 
 
 def test_a_frozen_model_trains_its_source() -> None:
