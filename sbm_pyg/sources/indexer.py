@@ -3,14 +3,14 @@ r"""Sources that select keys by small learned scores of all pairs, by sampling o
 In: :class:`~sbm_pyg.Tokens`. Out: a :class:`~sbm_pyg.Choice` with a graph that follows the scores, and probabilities
 through which an estimator trains them. Not here: the estimators, and rules without parameters (``selectors``).
 
-=====================  ================  ===================================================================
-graph                  estimator         what it is
-=====================  ================  ===================================================================
-``select="bernoulli"`` ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
-``select="bernoulli"`` ``"distill"``     the same draws; attention over the graph trains the probability
-``select="top_k"``     ``"imitate"``     the indexer of DeepSeek-V3.2: a divergence from the attention
-``select="top_k"``     ``"none"``        the same, without training
-=====================  ================  ===================================================================
+======================  ================  ==================================================================
+graph                   estimator         what it is
+======================  ================  ==================================================================
+``select="bernoulli"``  ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
+``select="bernoulli"``  ``"distill"``     the same draws; dense attention on some rows trains them, too
+``select="top_k"``      ``"imitate"``     the indexer of DeepSeek-V3.2: a divergence from the attention
+``select="top_k"``      ``"none"``        the same, without training
+======================  ================  ==================================================================
 
 All pairs are scored, tile by tile, in O(H N M S D) time with S small heads of D channels. Only attention is linear in
 the number of edges.
