@@ -37,10 +37,10 @@ from torch import Tensor
 from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
-from .ops.reference.segments import allowed_keys, segment_logsumexp, segments, upcast
+from .ops.reference.segments import allowed_keys, segment_log_softmax, segments, upcast
 from .ops.values import can_read, require_values
 from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
-from .sources.interface import MIN_PROBABILITY, Choice, EdgeProbability, GraphSource, check_probability
+from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, min_probability
 from .sources.learned import LearnedSource, far_edges, sample_rows, sample_sequences
 
 __all__ = [
@@ -584,7 +584,7 @@ def distillation(
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
         weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
-    log_p, log_degree = (upcast(x).clamp(min=_min_probability(p)).log() for x in (p, degree))
+    log_p, log_degree = (upcast(x).clamp(min=min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
 
 
@@ -633,8 +633,7 @@ def row_distillation(
         distance = -(-(source.forced_distance or 0) // source.block_size)
         far = far_edges(blocks, distance)
         blocks, weight = blocks.select(far), weight[far]
-    log_p = probability.log_on(blocks)
-    log_p = log_p - segment_logsumexp(log_p, blocks.rowptr)[blocks.edge_row]
+    log_p = segment_log_softmax(probability.log_on(blocks), blocks.rowptr)
     return -(weight * log_p).sum() / sampled
 
 
@@ -651,7 +650,7 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
             memory.
     """
     p = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    return p.clamp(_min_probability(p), 1).log()
+    return p.clamp(min_probability(p), 1).log()
 
 
 def concrete_bias(
@@ -676,7 +675,7 @@ def concrete_bias(
     """
     ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
     given = _probability_with_exploration(probability, graph, exploration, numbers=8)
-    p = upcast(given).clamp(_min_probability(given), 1 - 1e-6)
+    p = upcast(given).clamp(min_probability(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
     return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
@@ -714,7 +713,7 @@ def score_function(
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
     given = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    p = upcast(given).clamp(max(1e-6, _min_probability(given)), 1 - 1e-6)
+    p = upcast(given).clamp(max(1e-6, min_probability(given)), 1 - 1e-6)
     log_absent = (
         -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(0, 1 - 1e-6)
     ).log1p()
@@ -749,11 +748,6 @@ def _check_pairs(graph: AttentionGraph, numbers: int, more_bytes: int) -> None:
     """Raise ValueError unless memory holds so many numbers and bytes for each pair, the backward pass included."""
     count, width = graph.heads * int(graph.pairs_per_sequence.sum()), torch.get_default_dtype().itemsize
     ops.checks.memory("graph", count, numbers * width + more_bytes, graph.device, _TAKE_FEWER, "pairs")
-
-
-def _min_probability(p: Tensor) -> float:
-    """Lower clamp of probabilities before a logarithm, at which the dtype still represents the slope."""
-    return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
 
 
 def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:

@@ -95,8 +95,8 @@ class EncoderTrace:
     def expected_density(self) -> Tensor:
         """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before probabilities are cut at 1.
 
-        A graph without probabilities counts with its density, full attention with 1. A source with a target
-        density has about that expected density whatever its graphs are; :attr:`density` is theirs.
+        A graph without probabilities counts with its density, full attention with 1. For a source
+        with a target density it is about that target; :attr:`density` is the density of the graphs that were drawn.
         """
         known = [
             None

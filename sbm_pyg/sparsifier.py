@@ -118,9 +118,8 @@ class Sparsifier:
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
                 "SBMAttentionConv. Fixed patterns have none, nor do ranks with a number of keys 'k'."
             )
-        self.density, self.total_steps, self.every = density, total_steps, checks.integer(
-            "every", every, 2, "One of so many steps is a trial step."
-        )  # fmt: skip
+        self.every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
+        self.density, self.total_steps = density, total_steps
         self.min_dense, self.max_dense, self.tolerance, self.scaler = min_dense, max_dense, tolerance, scaler
         self.steps = 0
         self.is_sparse = False
@@ -185,12 +184,17 @@ class Sparsifier:
             self._decide(over)
             self.history.append(Loss(self.steps, self._dense, self._sparse, self.is_sparse))
         self._set()
-        return 1.0 if not (self.is_sparse or self._is_trial) else self.density
+        return self._next_density
 
     @property
     def _is_trial(self) -> bool:
         """Whether the next step is a trial step."""
         return not self.is_sparse and self.steps % self.every == self.every - 1
+
+    @property
+    def _next_density(self) -> float:
+        """Target density of the next step."""
+        return self.density if self.is_sparse or self._is_trial else 1.0
 
     def _decide(self, over: bool) -> None:
         """Change between dense and sparse training; ``over`` is True after the largest number of dense steps."""
@@ -217,8 +221,7 @@ class Sparsifier:
 
     def _set(self, density: float | None = None) -> None:
         """Set the sources for the next step."""
-        if density is None:
-            density = self.density if self.is_sparse or self._is_trial else 1.0
+        density = self._next_density if density is None else density
         for source, detach in zip(self.sources, self._detach, strict=True):
             source.target_density = density
             source.detach = detach or not self.is_sparse

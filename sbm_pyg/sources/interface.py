@@ -27,6 +27,11 @@ __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 MIN_PROBABILITY = 1e-9  # lower clamp of probabilities before a logarithm
 
 
+def min_probability(p: Tensor) -> float:
+    """Lower clamp of probabilities before a logarithm, at which the dtype still represents the slope."""
+    return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
+
+
 class EdgeProbability(ABC):
     """The probability that a graph source assigns to each pair of a query and a key.
 
@@ -46,8 +51,8 @@ class EdgeProbability(ABC):
 
         By default that of :meth:`on`. Override it if another form is cheaper or more precise.
         """
-        p = upcast(self.on(graph))
-        return p.clamp(min=MIN_PROBABILITY).log()
+        p = self.on(graph)
+        return upcast(p).clamp(min=min_probability(p)).log()
 
     @abstractmethod
     def expected_density(self) -> Tensor:

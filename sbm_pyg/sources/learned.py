@@ -26,7 +26,7 @@ from ..ragged import Tokens, count_pairs, offsets
 from ..rows import index_type
 from .interface import Choice, EdgeProbability, GraphSource
 
-__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "sample_rows", "sample_sequences"]
+__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "far_edges", "sample_rows", "sample_sequences"]
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences

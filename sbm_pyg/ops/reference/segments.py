@@ -131,14 +131,15 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
 
 
-def segment_logsumexp(x: Tensor, ptr: Tensor) -> Tensor:
-    """Logarithm of the sum of exponentials of each segment of ``[E]``, differentiable; ``-inf`` where it is empty."""
+def segment_log_softmax(x: Tensor, ptr: Tensor) -> Tensor:
+    """Logarithm of the softmax of each segment of ``[E]``, differentiable."""
     x = upcast(x)
     row = edge_row(ptr, x.size(0))
     with torch.no_grad():
         top = x.new_full((ptr.numel() - 1,), -torch.inf).scatter_reduce_(0, row, x.detach(), "amax")
         top = top.nan_to_num(neginf=0.0, posinf=torch.inf)
-    return segments((x - top[row]).exp(), ptr).log() + top
+    x = x - top[row]
+    return x - segments(x.exp(), ptr).log()[row]
 
 
 _ORDERS = TensorMemo()
