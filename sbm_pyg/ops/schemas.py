@@ -71,10 +71,9 @@ def _declare(
     op = torch.library.custom_op(
         f"sbm_pyg::{name}", _as_given(getattr(reference, name)), mutates_args=(), schema=schema
     )
-    if "cpu" in kernels:
-        kernel = getattr(import_module(f".cpu.{file}", __package__), name)
-        op.register_kernel("cpu")(_as_given(kernel))
-        op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
+    kernel = getattr(import_module(f".cpu.{file}", __package__), name)  # every op has one
+    op.register_kernel("cpu")(_as_given(kernel))
+    op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
     if "cuda" in kernels:
         op.register_kernel("cuda")(_as_given(_on_cuda(name, file)))
     op.register_fake(fake)
