@@ -6,7 +6,6 @@ Expect logits that agree to 1e-6 over the full graph, and an accuracy of 100 % a
 """
 
 import argparse
-from typing import Any
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
@@ -20,18 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sbm_pyg import SBMMultiheadAttention
-
-
-def replace_attention(model: nn.Module, num_blocks: int | None, **options: Any) -> int:
-    """Replace every `torch.nn.MultiheadAttention` in a model, in place; projections are kept. Returns how many there were."""
-    count = 0
-    for parent in [*model.modules()]:
-        for name, child in [*parent.named_children()]:
-            if isinstance(child, nn.MultiheadAttention):
-                setattr(parent, name, SBMMultiheadAttention.from_torch(child, num_blocks=num_blocks, **options))
-                count += 1
-    return count
+from sbm_pyg import replace_attention
 
 
 class Classifier(nn.Module):
@@ -70,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         before = model(tokens, padding)
         replaced = replace_attention(model, num_blocks=None)  # over the full graph
         difference = (model(tokens, padding) - before).abs().max()
-    print(f"replaced {replaced} layers; over the full graph, logits differ by {difference:.1e} at most")
+    print(f"replaced {len(replaced)} layers; over the full graph, logits differ by {difference:.1e} at most")
 
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)
     replace_attention(model, num_blocks=options.num_blocks)

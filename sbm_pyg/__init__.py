@@ -13,7 +13,7 @@ from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
-from .multihead import SBMMultiheadAttention
+from .multihead import SBMMultiheadAttention, replace_attention
 from .normalizers import Entmax
 from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
@@ -63,6 +63,7 @@ __all__ = [
     "ops",
     "pad",
     "patterns",
+    "replace_attention",
     "sample_edges",
     "selectors",
     "sparsefinder",

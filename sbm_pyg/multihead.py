@@ -22,7 +22,7 @@ from .propagation import converts
 from .ragged import offsets, unmerged
 from .rows import index_type, masked_rows
 
-__all__ = ["SBMMultiheadAttention"]
+__all__ = ["SBMMultiheadAttention", "replace_attention"]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -228,8 +228,8 @@ class SBMMultiheadAttention(nn.Module):
             attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
                 0, elsewhere. These edges are removed from the graph after sampling.
             average_attn_weights: Average the weights over the heads.
-            is_causal: Without ``attn_mask``, no query attends to a later key. With it, ignored: torch passes it as a
-                hint about the mask.
+            is_causal: Without ``attn_mask``, no query attends to a later key. With it, a hint that the mask is the
+                causal one; it is ignored if it is wrong.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
@@ -264,6 +264,8 @@ class SBMMultiheadAttention(nn.Module):
         self_attention, batched, nested = _is_self_attention(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
         # Padding among the keys of cross-attention shifts their positions: then a mask makes the graph causal.
+        if is_causal and attn_mask is not None and _is_causal_mask(attn_mask, query.size(1), key.size(1)):
+            attn_mask = None
         causal = is_causal and attn_mask is None and (self_attention or real_key is None)
         forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
         keys = _PaddedSequences(key, real_key)
@@ -418,6 +420,44 @@ class SBMMultiheadAttention(nn.Module):
         )
 
 
+def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **options: Any) -> list[str]:
+    """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
+
+    Make the optimizer afterwards. A :class:`~sbm_pyg.Sparsifier` then makes the model sparse.
+
+    Args:
+        model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
+        num_blocks: Number of communities K of each head's block model. None: attention over all pairs.
+        **options: Options of :class:`SBMAttentionConv`.
+
+    Returns:
+        The names of the replaced layers, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It contains no such layer, or is one itself.
+
+    Example:
+        >>> from sbm_pyg import Sparsifier
+        >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+        >>> replace_attention(layer, num_blocks=16)
+        ['self_attn']
+        >>> sparsifier = Sparsifier(layer, density=0.1)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Pass a model of torch.")
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    if not found or "" in found:
+        got = "a layer itself; use `SBMMultiheadAttention.from_torch`" if found else "none"
+        raise ValueError(f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}).")
+    for name in found:
+        parent, _, child = name.rpartition(".")
+        layer = cast(nn.MultiheadAttention, model.get_submodule(name))
+        made = SBMMultiheadAttention.from_torch(layer, num_blocks=num_blocks, **options)
+        setattr(model.get_submodule(parent), child, made)
+    return found
+
+
 def _is_self_attention(query: Tensor, key: Tensor) -> bool:
     """True if queries and keys are one tensor, or views of one memory, as activation checkpointing makes them."""
     if query is key:
@@ -431,6 +471,13 @@ def _is_self_attention(query: Tensor, key: Tensor) -> bool:
 def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         checks.flag(name, value, "Check the order of the arguments.")
+
+
+def _is_causal_mask(mask: Tensor, queries: int, keys: int) -> bool:
+    """Whether a mask ``[L, L]`` forbids all later keys and nothing else. True if its values cannot be read."""
+    if mask.shape != (queries, keys) or queries != keys:
+        return False
+    return not can_read(mask) or torch.equal(_as_bool(mask, "attn_mask"), torch.ones_like(mask).triu(1).bool())
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:

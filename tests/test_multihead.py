@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from examples import transformer_encoder
-from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, unpad
+from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, replace_attention, unpad
 from sbm_pyg.sources import patterns
 
 PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
@@ -127,6 +126,39 @@ def test_causality_without_a_mask() -> None:
     expected, _ = theirs(x, x, x, attn_mask=mask, is_causal=True)
     for arguments in ({"is_causal": True}, {"is_causal": True, "attn_mask": mask}):
         torch.testing.assert_close(ours(x, x, x, **arguments)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_a_causal_mask_with_its_hint_makes_the_graph_causal() -> None:
+    layer, x = sampling_layer(window=7), draw(2, 7, 16)
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    floating = torch.zeros(7, 7, dtype=torch.float64).masked_fill(mask, -torch.inf)
+    for each in (mask, floating):
+        assert layer(x, x, x, attn_mask=each, is_causal=True, return_graph=True)[2].is_causal
+    other = mask.clone()
+    other[3, 0] = True
+    for each, hint in ((other, True), (mask, False), (mask.tril(5), True)):
+        graph = layer(x, x, x, attn_mask=each, is_causal=hint, return_graph=True)[2]
+        assert not graph.is_causal
+        assert not bool((graph.to_dense(sequence=0).bool() & each).any())
+
+
+def test_a_model_without_layers_to_replace_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"Expected 'model' to contain torch.nn.MultiheadAttention layers \(got none\)"
+    ):
+        replace_attention(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"got a layer itself; use `SBMMultiheadAttention.from_torch`"):
+        replace_attention(torch_layer())
+    with pytest.raises(TypeError, match="Expected 'model' to be a module"):
+        replace_attention("model")  # type: ignore[arg-type]
+
+
+def test_layers_of_one_model_are_replaced_where_they_are() -> None:
+    model = encoder().eval()
+    names = replace_attention(model, num_blocks=4, window=2)
+    assert names == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert all(cast(Any, model.get_submodule(name)).conv.source.window == 2 for name in names)
+    assert not any(module.training for module in model.modules())
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -289,7 +321,7 @@ def test_transformer_encoder(batch_first: bool, norm_first: bool, mask: str | No
     """In evaluation without gradients torch bypasses the forward pass of a layer it knows, and makes padded batches nested: not of this one."""
     theirs = encoder(batch_first=batch_first, norm_first=norm_first)
     ours = copy.deepcopy(theirs)
-    assert transformer_encoder.replace_attention(ours, num_blocks=None) == 2
+    assert len(replace_attention(ours, num_blocks=None)) == 2
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
     arguments: dict[str, Any] = {"src_key_padding_mask": PADDING if mask else None}
     arguments["mask"] = forbidden_pairs("shared", 3, 7, 7) if mask == "both" else None
@@ -358,7 +390,7 @@ def test_transformer(batch_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     ours = copy.deepcopy(theirs)
-    assert transformer_encoder.replace_attention(ours, num_blocks=None) == 3
+    assert len(replace_attention(ours, num_blocks=None)) == 3
     source, target = (x if batch_first else x.transpose(0, 1) for x in (draw(3, 7, 16), draw(3, 5, 16, seed=2)))
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
@@ -374,7 +406,7 @@ def test_transformer_decoder_layer() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True).double()
     ours = copy.deepcopy(theirs)
-    assert transformer_encoder.replace_attention(ours, num_blocks=None) == 2
+    assert len(replace_attention(ours, num_blocks=None)) == 2
     arguments = {
         "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
         "tgt_is_causal": True,
