@@ -17,6 +17,7 @@ from problems import GRAPHS, random_graph
 from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, sample_edges
 from sbm_pyg.analysis import plots
 from sbm_pyg.sources import patterns
+from sbm_pyg.sparsifier import Loss
 
 LENGTHS = (16, 9, 16, 25)
 
@@ -45,6 +46,11 @@ ROWS = [
 ]
 
 
+def losses() -> list[Loss]:
+    """Dense at first, sparse from step 30 on."""
+    return [Loss(step, 1.0, 2.0 - step / 100, step >= 30) for step in range(10, 60, 10)]
+
+
 def figures(trace: EncoderTrace) -> dict[str, Figure]:
     sbm = model()
     graph = sample_edges(sbm, seed=0)
@@ -62,6 +68,7 @@ def figures(trace: EncoderTrace) -> dict[str, Figure]:
         "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
         "blocks": plots.plot_communities(graph, sbm),
         "training": plots.plot_training_density(ROWS),
+        "losses": plots.plot_losses(losses()),
         "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
     }
 
@@ -262,6 +269,19 @@ def test_figures_go_where_they_are_told() -> None:
     assert len(second.lines) == 2
     assert not figure.get_supxlabel()  # the caption is up to whoever made the figure
     assert str(figure.get_label()).startswith("Random directed graphs of 6 tokens.")
+
+
+def test_losses_show_when_training_became_sparse() -> None:
+    axes = plots.plot_losses(losses()).axes[0]
+    dense, trials, sparse, change = axes.lines
+    assert [*dense.get_xdata()] == [*trials.get_xdata()] == [10, 20, 30]  # type: ignore[misc]
+    assert [*sparse.get_xdata()] == [30, 40, 50]  # type: ignore[misc]
+    assert set(change.get_xdata()) == {30}  # type: ignore[arg-type]
+    assert len(plots.plot_losses(losses()[:1]).axes[0].lines) == 2
+    with pytest.raises(ValueError, match="Expected 'history' to hold losses"):
+        plots.plot_losses([])
+    with pytest.raises(TypeError, match="Expected 'history' to be a list of losses"):
+        plots.plot_losses([1.0])  # type: ignore[list-item]
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:

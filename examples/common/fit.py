@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.common.pictures import save_figure
 from examples.common.runs import claim, read_state, write_checkpoint
 from examples.common.tables import Row, add, read
 from sbm_pyg import LearnedSource, Sparsifier, auxiliary_loss
+from sbm_pyg.analysis import plots
 from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
@@ -45,7 +47,7 @@ def fit(
         rate_at: Factor of the learning rate, from the part of the steps that is over.
 
     Returns:
-        Rows of all evaluations, with "step", "loss" and "seconds".
+        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses lies beside the checkpoint.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
@@ -86,6 +88,8 @@ def fit(
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
                 write_checkpoint(path, state | {"random": torch.get_rng_state()})
+    if sparsifier and sparsifier.history:
+        save_figure(path.with_suffix(".png"), plots.plot_losses(sparsifier.history))
     return rows
 
 

@@ -185,6 +185,8 @@ def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signa
     }
     report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
     save_figure(folder / "density.png", plots.plot_training_density(rows["train"]), dpi=150)
+    if module.sparsifier and module.sparsifier.history:
+        save_figure(folder / "losses.png", plots.plot_losses(module.sparsifier.history), dpi=150)
     draw_masks(folder, module, splits["test"])
     write_record(folder / RESULTS, results)
     return results

@@ -1,8 +1,8 @@
-"""Analysis of attention graphs: statistics, Hamiltonian paths, the conditions of universality, networkx, plots.
+"""Analysis of attention graphs: statistics, losses by head, Hamiltonian paths, universality, networkx, plots.
 
-In: an :class:`~sbm_pyg.AttentionGraph`, sampled or given. Out: numbers per sequence and head, a networkx graph, or a
-figure. The rest of the library does not import this package; scipy, from the ``[analysis]`` extra, is imported when a
-function needs it.
+In: an :class:`~sbm_pyg.AttentionGraph`, sampled or given, or a running model. Out: numbers per sequence and head, a
+networkx graph, or a figure. The rest of the library does not import this package; scipy, from the ``[analysis]`` extra,
+is imported when a function needs it.
 """
 
 from . import plots
@@ -19,10 +19,12 @@ from .conditions import (
     universality,
 )
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
+from .heads import Head, HeadTable, compare_heads
 from .statistics import GraphStatistics, communities_of, graph_statistics, to_networkx
 
 __all__ = [
-    "Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality", "communities_of",
-    "expected_graph", "graph_statistics", "hamiltonian_path", "is_hamiltonian_path", "lemma1", "lemma2",
-    "log10_cycles", "path_probability", "plots", "spread_steps", "to_networkx", "universality",
+    "Certificate", "GraphStatistics", "HamiltonianPath", "Head", "HeadTable", "Lemma1", "Lemma2", "Universality",
+    "communities_of", "compare_heads", "expected_graph", "graph_statistics", "hamiltonian_path",
+    "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "plots", "spread_steps",
+    "to_networkx", "universality",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from ..models import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
 from ..sources.sbm import SBM, check_model
+from ..sparsifier import Loss
 from .conditions import Lemma1, path_probability
 from .statistics import communities_of
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "density_extremes", "plot_communities", "plot_density", "plot_extremes", "plot_inputs", "plot_lemma1", "plot_mask",
-    "plot_pixel_attention", "plot_training_density",
+    "density_extremes", "plot_communities", "plot_density", "plot_extremes", "plot_inputs", "plot_lemma1",
+    "plot_losses", "plot_mask", "plot_pixel_attention", "plot_training_density",
 ]  # fmt: skip
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
@@ -409,6 +410,47 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     words = (
         "Density of the sampled masks over the course of training: colours are layers, line styles heads; "
         "each point is a mean over inputs."
+    )
+    return _caption(figure, words, ax is None)
+
+
+def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
+    """Running losses of dense attention and at the target density over the course of training.
+
+    Args:
+        history: The ``history`` of a :class:`~sbm_pyg.Sparsifier`.
+        ax: Axes to draw on.
+
+    Raises:
+        TypeError, ValueError: ``history`` does not consist of losses, or is empty.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv, Sparsifier
+        >>> sparsifier = Sparsifier(SBMAttentionConv(8, 4, num_blocks=4), 0.1, total_steps=100)
+        >>> for step in range(100):
+        ...     density = sparsifier.step(1 / (step + 1))
+        >>> print(plot_losses(sparsifier.history).get_label()[:57])
+        Running losses of training with dense attention, and at t
+    """
+    if not isinstance(history, Sequence) or not all(isinstance(each, Loss) for each in history):
+        raise TypeError("Expected 'history' to be a list of losses (got another type). `Sparsifier.history` is one.")
+    if not history:
+        raise ValueError("Expected 'history' to hold losses (got none). It has one after the first trial step.")
+    figure, axes = _axes(ax, 7.2, 4.4)
+    change = next((at for at, each in enumerate(history) if each.is_sparse), len(history))
+    dense = history[: change + 1]
+    axes.plot([each.step for each in dense], [each.dense for each in dense], color=COLOURS[0], label="dense attention")
+    for part, style, label in ((dense, "--", "target density, trial steps"), (history[change:], "-", "target density")):
+        if part:
+            steps, losses = [each.step for each in part], [each.sparse for each in part]
+            axes.plot(steps, losses, color=COLOURS[1], ls=style, label=label)
+    if change < len(history):
+        axes.axvline(history[change].step, color="0.6", lw=1, ls=":")
+    _label(axes, "optimiser step", "running loss of training")
+    axes.legend(frameon=False, fontsize=8)
+    words = (
+        "Running losses of training with dense attention, and at the target density: of trial steps, and after the "
+        "dotted line of all steps."
     )
     return _caption(figure, words, ax is None)
 

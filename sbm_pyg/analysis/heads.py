@@ -1,0 +1,202 @@
+"""What sparse attention loses against dense attention, by layer and head.
+
+In: a running model with :class:`~sbm_pyg.AttentionConv` layers. Out: for each head the attention that its graphs keep,
+and the error of its output. Not here: the loss of the task, and training (``sparsifier``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionConv
+from ..graph import AttentionGraph
+from ..normalizers import normalize
+from ..ops import checks, edge_attention
+from ..propagation import OUTPUT_ONLY, Returns
+from ..ragged import Tokens, draw_seed
+from ..sources.learned import sample_rows
+
+__all__ = ["Head", "HeadTable", "compare_heads"]
+
+
+class Head(NamedTuple):
+    """What one head loses, as means over the sampled queries."""
+
+    layer: str
+    """Name of the layer, as in ``model.named_modules()``."""
+    head: int
+    """Number of the head."""
+    density: float
+    """Part of the allowed pairs that are edges."""
+    kept: float
+    """Part of the dense attention weights that lie on edges."""
+    possible: float
+    """The same for the best graph with as many edges in each row: that of the largest weights."""
+    error: float
+    """Norm of the difference between sparse and dense output, divided by the norm of the dense one."""
+
+
+class HeadTable:
+    """Means over the calls of a model since it was made. ``print`` shows a line for each head."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], list[float]] = {}
+
+    @property
+    def heads(self) -> list[Head]:
+        """All heads, in the order of the first call."""
+        found = []
+        for (layer, head), (calls, density, rows, kept, possible, difference, norm) in self._sums.items():
+            rows = max(rows, 1.0)
+            error = (difference / norm) ** 0.5 if norm else 0.0
+            found.append(Head(layer, head, density / calls, kept / rows, possible / rows, error))
+        return found
+
+    def diffuse(self, least: float = 0.5) -> list[Head]:
+        """Heads whose attention is too diffuse for their density: no graph of it keeps this part of the weights.
+
+        Args:
+            least: The part, in [0, 1].
+
+        Raises:
+            TypeError, ValueError: ``least`` is not a number in [0, 1].
+        """
+        checks.number("least", least, "[0, 1]", "It is a part of the attention weights.")
+        return [head for head in self.heads if head.possible < least]
+
+    def __str__(self) -> str:
+        header = ("layer", "head", "density, %", "kept, %", "possible, %", "error")
+        lines = [
+            (each.layer, str(each.head), *(f"{100 * part:.1f}" for part in each[2:5]), f"{each.error:.3f}")
+            for each in self.heads
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        table = [
+            "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(cells))
+            for cells in (zip(line, widths, strict=True) for line in (header, *lines))
+        ]
+        return "\n".join(line.rstrip() for line in table)
+
+    def _add(self, layer: str, numbers: Tensor) -> None:
+        """Add the sums of one call, ``[H, 7]``."""
+        for head, row in enumerate(numbers.tolist()):
+            old = self._sums.setdefault((layer, head), [0.0] * len(row))
+            old[:] = (mine + more for mine, more in zip(old, row, strict=True))
+
+
+@contextmanager
+def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]:
+    r"""Compare the sparse attention of a running model with dense attention over the same queries and keys.
+
+    Each call of a layer is compared on a sample of its queries. A head with a low ``possible`` part is too diffuse for
+    its density, and a :class:`~sbm_pyg.Sparsifier` can keep its layer dense. A head with much less ``kept`` than
+    ``possible`` has not learned its graph. Cost for a sequence of N tokens: O(H N^{3/2} C).
+
+    Args:
+        model: A module with :class:`~sbm_pyg.AttentionConv` layers.
+        rows: Queries of each sequence, as a multiple of the square root of its length; infinity: all.
+
+    Returns:
+        A context manager that returns a :class:`HeadTable`, which calls of the model in the context fill.
+
+    Raises:
+        TypeError, ValueError: ``model`` is not a module or has no such layer, or ``rows`` is not positive.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, target_density=0.25)
+        >>> with compare_heads(conv) as table:
+        ...     out = conv(torch.randn(40, 16), seed=0)
+        >>> head = table.heads[1]
+        >>> head.layer, head.head, 0 < head.kept <= head.possible <= 1
+        ('', 1, True)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). It has attention layers.")
+    checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
+    if not layers:
+        raise ValueError(
+            f"Expected 'model' to have AttentionConv layers (got {type(model).__name__}, which has none). Replace its "
+            "attention first, e.g. by `replace_attention`."
+        )
+    table = HeadTable()
+    try:
+        for name, layer in layers.items():
+            layer.attend = partial(_attend, layer, layer.attend, name, table, rows)  # type: ignore[method-assign]
+        yield table
+    finally:
+        for layer in layers.values():
+            del layer.attend
+
+
+def _attend(
+    layer: AttentionConv, attend: Callable[..., Any], name: str, table: HeadTable, rows: float, query: Tensor,
+    key: Tensor, value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
+) -> Any:  # fmt: skip
+    """Call ``attend`` of a layer, and add what its heads lose to a table."""
+    wanted = Returns(returns.graph, True, returns.attention_weights)
+    out, *more = attend(query, key, value, *graph, returns=wanted, **options)
+    choice = more[1] if returns.graph else more[0]
+    if not returns.choice:
+        del more[1 if returns.graph else 0]
+    if choice.is_stored:
+        inputs = (query.detach(), key.detach(), value.detach())
+        table._add(name, _measure(layer, choice.graph, *inputs, rows, options.get("edge_filter")))
+    else:  # dense attention loses nothing
+        table._add(name, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]).expand(layer.heads, -1))
+    return (out, *more) if more else out
+
+
+@torch.no_grad()
+def _measure(
+    layer: AttentionConv, graph: AttentionGraph, query: Tensor, key: Tensor, value: Tensor, rows: float,
+    edge_filter: Callable[[AttentionGraph], Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Sums of one call, ``[H, 7]``: 1, density, rows, kept, possible, squared difference and squared norm."""
+    tokens = Tokens(query, key, graph.query_ptr, graph.key_ptr, True, graph.is_causal, draw_seed(None))
+    every = sample_rows(tokens, rows)
+    if edge_filter is not None:
+        every = every.select(edge_filter(every))
+    weight = _weights(layer, query, key, every)
+    edge = graph.expand(layer.heads).contains(every.edge_index, every.edge_head)
+    few = every.select(edge)
+    count, of = few.rowptr.diff(), every.edge_row
+    order = weight.argsort(descending=True)
+    order = order[of[order].argsort(stable=True)]  # by row, the largest weights first
+    rank = torch.arange(order.numel(), device=order.device) - every.rowptr[of[order]]
+    best = weight[order] * (rank < count[of[order]])
+    outputs = [
+        edge_attention(query, key, value, each.rows._replace(bias=_log(part)), scale=0.0)[0]
+        for each, part in ((every, weight), (few, _weights(layer, query, key, few)))
+    ]
+    taken = (every.rowptr.diff() > 0).view(layer.heads, -1)
+    per_head = partial(_sum_by, every.edge_head, layer.heads)
+    squares = [x.double().square().sum(2).mul(taken).sum(1) for x in (outputs[1] - outputs[0], outputs[0])]
+    ones = torch.ones(layer.heads, dtype=torch.float64, device=query.device)
+    density = graph.expand(layer.heads).density.double().mean(0)
+    sums = (ones, density, taken.double().sum(1), per_head(weight * edge), per_head(best, order), *squares)
+    return torch.stack(sums, 1)
+
+
+def _weights(layer: AttentionConv, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+    """Attention weight of each edge, ``[E]``."""
+    scores = graph._logits(query, key, layer._score_bias(query, key, graph), layer.scale)
+    return normalize(layer.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]
+
+
+def _log(weight: Tensor) -> Tensor:
+    """Scores whose softmax over a row is the weights, which add up to 1."""
+    return weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
+
+
+def _sum_by(head: Tensor, heads: int, values: Tensor, order: Tensor | None = None) -> Tensor:
+    """Sums over the edges of each head, ``[H]`` float64."""
+    head = head if order is None else head[order]
+    return torch.zeros(heads, dtype=torch.float64, device=values.device).index_add_(0, head, values.double())
