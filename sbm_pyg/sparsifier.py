@@ -7,7 +7,7 @@ Not here: dense attention and what sources learn from it (``sources.learned``, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class Sparsifier:
         every: Number of steps from one trial step to the next, at least 2.
         tolerance: Largest gap between both losses at which training becomes sparse, relative to the loss of the first
             steps.
+        keep_dense: Names of modules whose attention stays dense, as in ``model.named_modules()``.
         scaler: The :class:`torch.amp.GradScaler` of the loss. Needed for float16.
 
     Raises:
@@ -96,6 +97,7 @@ class Sparsifier:
         max_dense: float = 0.7,
         every: int = 10,
         tolerance: float = 0.01,
+        keep_dense: Collection[str] = (),
         scaler: Any = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -112,7 +114,7 @@ class Sparsifier:
         checks.number("tolerance", tolerance, "[0, inf]", "It is a part of the loss of the first steps.")
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"Expected 'scaler' to be a GradScaler (got {type(scaler).__name__}). Leave it out.")
-        self.sources = [each for each in model.modules() if isinstance(each, LearnedSource) and each.can_change_density]
+        self.sources = self._find_sources(model, keep_dense)
         if not self.sources:
             raise ValueError(
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
@@ -142,7 +144,20 @@ class Sparsifier:
         self._passes = [1] * len(self._losses)  # calls of each layer in the last step
         self._join_losses()
         self._detach = [source.detach for source in self.sources]
-        self._set()
+        self.set_density()
+
+    @staticmethod
+    def _find_sources(model: torch.nn.Module, keep_dense: Collection[str]) -> list[LearnedSource]:
+        """The sources with a target density; those that stay dense get theirs here, and are left out."""
+        modules = dict(model.named_modules())
+        unknown = [keep_dense] if isinstance(keep_dense, str) else [name for name in keep_dense if name not in modules]
+        if unknown:
+            raise ValueError(f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown}).")
+        kept = [each for name in keep_dense for each in modules[name].modules() if isinstance(each, LearnedSource)]
+        for source in kept:
+            source.target_density = 1.0
+        found = (each for each in modules.values() if isinstance(each, LearnedSource) and each.can_change_density)
+        return [source for source in found if source not in kept]
 
     # ------------------------------------------------------------------ the schedule
 
@@ -182,9 +197,14 @@ class Sparsifier:
         over = self.total_steps is not None and self.steps >= self.max_dense * self.total_steps
         if was_trial or (self.is_sparse and self.steps % self.every == 0) or (over and not self.is_sparse):
             self._decide(over)
-            self.history.append(Loss(self.steps, self._dense, self._sparse, self.is_sparse))
-        self._set()
-        return self._next_density
+            self.history.append(self.losses)
+        self.set_density()
+        return self.next_density
+
+    @property
+    def losses(self) -> Loss:
+        """The running losses now."""
+        return Loss(self.steps, self._dense, self._sparse, self.is_sparse)
 
     @property
     def _is_trial(self) -> bool:
@@ -192,8 +212,8 @@ class Sparsifier:
         return not self.is_sparse and self.steps % self.every == self.every - 1
 
     @property
-    def _next_density(self) -> float:
-        """Target density of the next step."""
+    def next_density(self) -> float:
+        """Target density of the next step: 1 while attention is dense."""
         return self.density if self.is_sparse or self._is_trial else 1.0
 
     def _decide(self, over: bool) -> None:
@@ -219,9 +239,13 @@ class Sparsifier:
         self.is_sparse, self._since = is_sparse, 0
         self._trials_without_progress, self._best_gap = 0, math.inf
 
-    def _set(self, density: float | None = None) -> None:
-        """Set the sources for the next step."""
-        density = self._next_density if density is None else density
+    def set_density(self, density: float | None = None) -> None:
+        """Set the target density of all sources, e.g. for an evaluation, without a change of the schedule.
+
+        Args:
+            density: The density in (0, 1]; None: that of the next training step.
+        """
+        density = self.next_density if density is None else density
         for source, detach in zip(self.sources, self._detach, strict=True):
             source.target_density = density
             source.detach = detach or not self.is_sparse
@@ -229,11 +253,11 @@ class Sparsifier:
     @contextmanager
     def sparse(self) -> Iterator[None]:
         """Context in which the model runs at the target density, e.g. to evaluate it before training is sparse."""
-        self._set(self.density)
+        self.set_density(self.density)
         try:
             yield
         finally:
-            self._set()
+            self.set_density()
 
     def _join_losses(self) -> None:
         """Set the weight of auxiliary losses: that of the loss in one of the backward passes of a step."""
@@ -270,7 +294,7 @@ class Sparsifier:
             setattr(self, name, math.nan if state[name] is None else state[name])
         self._join_losses()
         self.history = [Loss._make(math.nan if x is None else x for x in each) for each in state["history"]]
-        self._set()
+        self.set_density()
 
     def __str__(self) -> str:
         """Progress: the running losses, and the number of steps."""

@@ -48,10 +48,13 @@ ORDER = [
     "analysis.walks",
     "analysis.hamiltonian",
     "analysis.conditions",
+    "analysis.heads",
     "analysis.statistics",
     "analysis.plots",
+    "integrations.lightning",
+    "integrations.hugging_face",
 ]
-WINGS = "analysis", "sparsefinder"  # imported when asked, by nothing else in the library
+WINGS = "analysis", "integrations", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [
     "lightning",
     "matplotlib",
@@ -64,7 +67,7 @@ OPTIONAL = [
     "torchmetrics",
     "tensorboard",
 ]
-OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "triton"]
+OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "accelerate", "triton"]
 
 
 def test_public_names_are_listed_and_documented() -> None:

@@ -105,6 +105,20 @@ def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
     ]  # fmt: skip
 
 
+def test_named_modules_stay_dense() -> None:
+    model = nn.ModuleList([layer(), layer(), layer()])
+    sparsifier = Sparsifier(model, 0.2, total_steps=2, every=2, min_dense=0.5, max_dense=0.5, keep_dense=["1"])
+    sparsifier.step(1.0)
+    sparsifier.step(1.0)
+    assert sparsifier.is_sparse
+    assert [cast(Any, each).source.target_density for each in model] == [0.2, 1.0, 0.2]
+    for wrong in (["3"], "1"):
+        with pytest.raises(ValueError, match="Expected 'keep_dense' to be names of modules"):
+            Sparsifier(model, 0.2, keep_dense=wrong)
+    with pytest.raises(ValueError, match="Expected 'model' to have a source with a target density"):
+        Sparsifier(model, 0.2, keep_dense=[""])
+
+
 def test_layers_learn_by_distillation_unless_they_have_another_estimator() -> None:
     model = nn.ModuleList([layer(probes=5.0), layer(estimator="mask"), layer(estimator=Distill(0.2))])
     Sparsifier(model, 0.2)
@@ -140,7 +154,7 @@ def test_auxiliary_losses_join_the_backward_pass_with_the_weight_of_the_loss(den
         conv = layer(estimator="distill", exploration=0.01)
         sparsifier = Sparsifier(conv, 0.3, scaler=scaler)
         sparsifier.is_sparse = density < 1
-        sparsifier._set()
+        sparsifier.set_density()
         return conv, sparsifier
 
     plain = layer(estimator="distill", target_density=density, exploration=0.01, detach=density == 1)

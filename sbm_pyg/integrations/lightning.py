@@ -1,0 +1,87 @@
+"""A :class:`~sbm_pyg.Sparsifier` as a callback of Lightning.
+
+In: a ``LightningModule`` whose layers have learned graph sources. Out: its training, from dense attention to sparse.
+Needs the package ``lightning``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+from torch import Tensor
+
+from ..sparsifier import Sparsifier
+
+__all__ = ["SparsifierCallback"]
+
+
+class SparsifierCallback(lightning.Callback):
+    """Trains a model with dense attention first and with sparse graphs later, by a :class:`~sbm_pyg.Sparsifier`.
+
+    The number of steps and the scaler of float16 are those of the trainer. ``loss_dense``, ``loss_sparse`` and
+    ``target_density`` are logged and in the progress bar, validation runs at the target density, and checkpoints
+    contain the state.
+
+    Args:
+        density: Target density in (0, 1).
+        **options: Options of :class:`~sbm_pyg.Sparsifier`.
+
+    Example:
+        >>> import lightning
+        >>> callback = SparsifierCallback(density=0.05)
+        >>> trainer = lightning.Trainer(max_steps=1000, callbacks=[callback], logger=False)  # doctest: +SKIP
+    """
+
+    def __init__(self, density: float = 0.05, **options: Any) -> None:
+        self.density, self.options = density, options
+        self.sparsifier: Sparsifier | None = None
+        """Made when training starts."""
+        self._state: dict[str, Any] = {}
+        self._losses: list[Tensor] = []
+        self._steps = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the sparsifier, and continue from the state of a checkpoint."""
+        steps = trainer.estimated_stepping_batches
+        usual: dict[str, Any] = {"scaler": getattr(trainer.precision_plugin, "scaler", None)}
+        usual |= {} if steps == float("inf") else {"total_steps": int(steps)}
+        self.sparsifier = Sparsifier(pl_module, self.density, **usual | self.options)
+        if self._state:
+            self.sparsifier.load_state_dict(self._state)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the number of the first step."""
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>` after each step of the optimizer."""
+        assert self.sparsifier is not None
+        self._losses.append(outputs["loss"])
+        if trainer.global_step == self._steps:  # gradients are accumulated
+            return
+        self._steps = trainer.global_step
+        density = self.sparsifier.step(sum(self._losses))  # each is divided by the number of batches
+        self._losses.clear()
+        last = self.sparsifier.losses
+        pl_module.log_dict({"loss_dense": last.dense, "loss_sparse": last.sparse}, prog_bar=True)
+        pl_module.log("target_density", density)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validate at the target density."""
+        if self.sparsifier is not None:
+            self._sparse = self.sparsifier.sparse()
+            self._sparse.__enter__()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Return to the density of training."""
+        if self.sparsifier is not None:
+            self._sparse.__exit__(None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the sparsifier, for checkpoints."""
+        return self._state if self.sparsifier is None else self.sparsifier.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until training starts."""
+        self._state = state_dict

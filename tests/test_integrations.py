@@ -1,0 +1,144 @@
+"""Callbacks for Lightning and Hugging Face: from dense to sparse, states in checkpoints, evaluation at the target density."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainingArguments
+
+from examples import hugging_face
+from sbm_pyg import LearnedSource, SBMAttentionConv
+from sbm_pyg.integrations.hugging_face import SparsifierCallback as HuggingFaceCallback
+from sbm_pyg.integrations.lightning import SparsifierCallback as LightningCallback
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own remarks
+
+
+def densities(model: torch.nn.Module) -> set[float | None]:
+    return {module.target_density for module in model.modules() if isinstance(module, LearnedSource)}
+
+
+# ------------------------------------------------------------------ Lightning
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, self_loops=True)
+        self.seen: list[tuple[bool, set[float | None]]] = []
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        self.seen.append((self.training, densities(self)))
+        return self.conv(batch[0], seed=number).square().mean()
+
+    def validation_step(self, batch: Tensor, number: int) -> None:
+        self.seen.append((self.training, densities(self)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def fit(folder: Path, steps: int, checkpoint: Path | None = None, accumulate: int = 1) -> tuple[Module, Any, Any]:
+    module, callback = Module(), LightningCallback(0.2, every=2, total_steps=20, min_dense=0.5)
+    loader: Any = DataLoader(torch.linspace(-1, 1, 10 * 20 * 8).view(10, 20, 8), shuffle=False)  # type: ignore[arg-type]
+    trainer = lightning.Trainer(
+        default_root_dir=folder, max_steps=steps, callbacks=[callback], logger=False, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=accumulate,
+        enable_checkpointing=False, num_sanity_val_steps=1, val_check_interval=10,
+    )  # fmt: skip
+    trainer.fit(module, loader, loader, ckpt_path=checkpoint, weights_only=False)
+    return module, callback, trainer
+
+
+def test_lightning_trains_from_dense_to_sparse(tmp_path: Path) -> None:
+    module, callback, trainer = fit(tmp_path, 20)
+    trained = [each for training, each in module.seen if training]
+    assert trained[:4] == [{1.0}, {0.2}, {1.0}, {0.2}]
+    assert trained[-3:] == [{0.2}] * 3
+    assert {0.2} == {density for training, each in module.seen if not training for density in each}
+    assert callback.sparsifier.steps == 20
+    assert {"loss_dense", "loss_sparse", "target_density"} <= {*trainer.callback_metrics}
+
+
+def test_lightning_resumes_to_the_same_end(tmp_path: Path) -> None:
+    whole, callback, _ = fit(tmp_path, 20)
+    _, _, trainer = fit(tmp_path, 10)  # an epoch, after which the loader starts again
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, other, _ = fit(tmp_path, 20, tmp_path / "half.ckpt")
+    assert callback.state_dict() == other.state_dict()
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_lightning_counts_steps_of_the_optimizer(tmp_path: Path) -> None:
+    module, callback, _ = fit(tmp_path, 10, accumulate=2)
+    assert callback.sparsifier.steps == 10
+    assert [density for training, each in module.seen if training for density in each][:8] == [1, 1, 0.2, 0.2] * 2
+    losses = cast(Any, module.conv).auxiliary_losses
+    assert losses.weight == 0.5  # of two backward passes
+
+
+# ------------------------------------------------------------------ Hugging Face
+
+
+class Sentences(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        tokens = torch.randint(1, 16, (24,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[0] % 2}
+
+
+def train(folder: Path, steps: int, resume: bool = False, **options: Any) -> tuple[Any, Any, Trainer]:
+    torch.manual_seed(0)
+    model = hugging_face.small_bert()
+    hugging_face.attach(model, num_blocks=4)
+    callback = HuggingFaceCallback(0.2, every=2, total_steps=12, min_dense=0.5)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, save_steps=5, logging_steps=2,
+        use_cpu=True, report_to=[], disable_tqdm=True, restore_callback_states_from_checkpoint=True,
+        learning_rate=1e-3, lr_scheduler_type="constant", **options,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5") if resume else None)
+    return model, next(c for c in trainer.callback_handler.callbacks if isinstance(c, HuggingFaceCallback)), trainer
+
+
+def test_hugging_face_trains_from_dense_to_sparse_and_resumes(tmp_path: Path) -> None:
+    model, callback, trainer = train(tmp_path, 12)
+    assert callback.sparsifier.steps == 12
+    assert densities(model) == {0.2}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs
+    assert not model._forward_hooks
+    resumed, other, _ = train(tmp_path, 12, resume=True)
+    assert other.sparsifier.state_dict() == callback.sparsifier.state_dict()
+    for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_hugging_face_evaluates_at_the_target_density(tmp_path: Path) -> None:
+    model, _, trainer = train(tmp_path, 3, eval_strategy="steps", eval_steps=1)
+    seen: list[set[float | None]] = []
+    model.register_forward_hook(lambda *_: seen.append(densities(model)))
+    trainer.train()
+    dense = [each for each in seen if each == {1.0}]
+    assert len(dense) == 2  # of three training steps, the second of which is a trial
+    assert seen.count({0.2}) > 3 * 8
+
+
+def test_hugging_face_needs_a_loss(tmp_path: Path) -> None:
+    callback = HuggingFaceCallback(0.2)
+    model = hugging_face.small_bert()
+    hugging_face.attach(model, num_blocks=4)
+    callback.on_train_begin(None, cast(Any, type("State", (), {"max_steps": 4})), None, model)
+    with pytest.raises(ValueError, match="Expected 'model' to return its loss in training"):
+        callback.on_step_end(None, None, None)
