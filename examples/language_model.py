@@ -1,9 +1,11 @@
 """A small causal language model: how much does it lose where tokens see a share of those before them?
 
+    python examples/language_model.py --corpus stdlib --methods full window sbm random --densities 0.075 --window 26 --length 1024
     python examples/language_model.py --train train.txt --test test.txt --methods full sbm:estimator=local --densities 0.1
 
-Texts are yours, or WikiText-2. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing and sbm; all share the tokens,
-the steps, and layers of a gated short convolution and then attention, as in examples/recall.
+Texts are yours, or the source code of Python's standard library. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing
+and sbm; all share the tokens, the steps, and layers of a gated short convolution and then attention, as in examples/recall. With
+--window, sbm and random attend to the last tokens and to others; both count in the density. sbm:estimator=none does not learn its graphs.
 Out: bits per byte; and bits per token where a token completes a pair of tokens that stood before, but not within the last 16. What has
 ended is in rows.csv and is not run again; what was killed goes on.
 """
@@ -20,12 +22,14 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.common.command import Command, program
+from examples.common.corpus import stdlib_files
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     command = Command(None, __doc__)
-    command.add_argument("--train", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
-    command.add_argument("--test", type=Path, nargs="+", required=True, metavar="FILE", help="texts to be tested on")
+    command.add_argument("--corpus", choices=["stdlib"], help="take source code of Python for both texts")
+    command.add_argument("--train", type=Path, nargs="+", metavar="FILE", help="texts to learn from")
+    command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help="texts to be tested on")
     command.option("methods", ["full", "sbm:estimator=local"])
     command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops")
     command.option("seeds", [0])
@@ -34,11 +38,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("length", 256, "tokens of a sequence", above=0)
     for name, usual in {"steps": 1000, "batch-size": 8, "channels": 64, "layers": 2, "heads": 2, "threads": 1}.items():
         command.option(name, usual, above=0)
-    command.option("window", 0, "tokens before it that sbm always attends to", least=0)
+    command.option("window", 0, "tokens before it that sbm and random always attend to", least=0)
     command.option("learning-rate", 2e-3)
     command.option("output", Path("runs/language"))
     given = command.read(arguments)
-    command.require_files(train=given.train, test=given.test)
+    if given.corpus:
+        command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
+        given.train, given.test = stdlib_files()
+    command.require_files(train=given.train or [], test=given.test or [])
     right = 0 < min(given.densities) <= max(given.densities) <= 1
     command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
@@ -53,7 +60,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import DENSE, Recaller, beyond, make_recaller, options_of, run_name
+from examples.common.hybrid import DENSE, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
 from examples.common.runs import checksums, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import Sparsifier
@@ -119,10 +126,7 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
     model, options = make_recaller(run, num_tokens, run.window)
     if options is None:
         return model, None
-    final = run.density - 2 * run.window / (run.length - 1)
-    if final <= 0:
-        words = f"'densities' beyond those of the window of {run.window} (got {run.density})"
-        raise ValueError(f"Expected {words}. Give a smaller --window.")
+    final = beyond_window(run.density, run.window, run.length)
     return model, make_sparsifier(model, final, options["control"], run.steps)
 
 

@@ -43,6 +43,10 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "--train TEXT --test TEXT --vocabulary 256 --length 32 --steps 24 --batch-size 2 --channels 16 --window 1 "
         "--methods full sbm --densities 0.2 --seeds 0 1",
     ),
+    "trained": (
+        "examples.dense_to_sparse",
+        "--model recall --length 32 --steps 40 --batch-size 4 --channels 16 --layers 1 --heads 1 --num-blocks 4",
+    ),
     "sparsefinder": (
         "examples.sparsefinder.__main__",
         "--train TEXT --test TEXT --words 30 --length 16 --steps 24 --batch-size 2 --channels 16 --heads 2 --fit-sequences 8 "

@@ -79,11 +79,12 @@ class FixedDensity(GraphSource):
             Transformer), whose densities follow the tokens and are near to what is asked.
         density: Share of the pairs.
         channels, heads: Of the attention.
+        window: Of "random", tokens before each that it attends to in any case; they count in the density.
     """
 
-    def __init__(self, rule: str, density: float, channels: int, heads: int) -> None:
+    def __init__(self, rule: str, density: float, channels: int, heads: int, window: int = 0) -> None:
         super().__init__()
-        self.rule, self.density = rule, density
+        self.rule, self.density, self.window = rule, density, window
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
 
@@ -110,10 +111,20 @@ class FixedDensity(GraphSource):
         elif self.rule == "routing":
             graph = self.clusters(tokens).graph
         else:
-            rate = query.new_full((len(query), query.size(1), 1), self.density)
+            loops = patterns.window(None, self.window, is_causal=True, ptr=ptr)
+            rate = query.new_full((len(query), query.size(1), 1), beyond_window(self.density, self.window, length))
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
             graph = sample_edges(sbm, seed=seed)
         return Choice(graph).force(loops)
+
+
+def beyond_window(density: float, window: int, length: int) -> float:
+    """What a window leaves of a density, of which each of its tokens takes two parts in the length."""
+    rest = density - 2 * window / (length - 1)
+    if rest <= 0:
+        words = f"'densities' beyond those of the window of {window} (got {density})"
+        raise ValueError(f"Expected {words}. Give a smaller --window.")
+    return rest
 
 
 def _reached(size: int, length: int) -> float:
@@ -159,13 +170,14 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         every = patterns.PatternSource(patterns.full)
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method not in OPTIONS:
-        return AttentionConv(channels, width, heads, FixedDensity(method, density, width, heads), is_causal=True)
+        source = FixedDensity(method, density, width, heads, options.get("window", 0))
+        return AttentionConv(channels, width, heads, source, is_causal=True)
     if method != "sbm":
         scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads)
         target, detach = None if options["control"] == "none" else density, bool(options["detach"])
         own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
-        source = indexer.IndexerSource(scorer, target_density=target, **own)
-        return AttentionConv(channels, width, heads, source, estimator=options["estimator"], is_causal=True)
+        selected = indexer.IndexerSource(scorer, target_density=target, **own)
+        return AttentionConv(channels, width, heads, selected, estimator=options["estimator"], is_causal=True)
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size")}

@@ -1,0 +1,244 @@
+"""Makes a trained dense model sparse: what does it lose, and how much of that do random graphs or a window lose?
+
+    python examples/dense_to_sparse.py                                     a masked language model of Python's standard library
+    python examples/dense_to_sparse.py --model recall --density 0.05
+
+A model with torch's attention is trained. Then it is trained for a tenth of the steps again: as it is ("dense"), with block models and a
+Sparsifier ("sparse"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the
+loss of each on test data, and the loss of sparse attention by layer and head. Half an hour on one core. The same command goes on after a
+kill, and skips what is in rows.csv.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from examples.common.command import Command, program
+from examples.common.corpus import stdlib_files
+
+ARMS = ("trained", "dense", "sparse", "random", "window")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = Command(None, __doc__)
+    command.option("model", "language", "what is trained", choices=("language", "recall"))
+    command.option("arms", [*ARMS[1:]], choices=ARMS[1:])
+    command.option("density", 0.1, "part of the pairs, beyond self-loops", above=0)
+    command.option("seeds", [0], least=0)
+    usual = {"steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-blocks": 64}
+    for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
+        words = "of the dense model; the others have a tenth" if name == "steps" else ""
+        command.option(name, value, words, above=0)
+    command.option("learning-rate", 1e-3)
+    command.option("output", Path("runs/dense_to_sparse"))
+    given = command.read(arguments)
+    command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
+    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    given.train, given.test = stdlib_files()
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from examples.common.fit import file_name, fit, make_sparsifier, train_missing
+from examples.common.runs import checksums, read_state, settings_of, write_text
+from examples.common.tables import Row, by, deviation, finished, markdown
+from examples.language_model import read_texts
+from examples.recall.tasks import TASKS
+from sbm_pyg import SBMMultiheadAttention, patterns, replace_attention
+from sbm_pyg.analysis import HeadTable, compare_heads
+
+MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that decides the outcome of a run, apart from the texts."""
+
+    task: str
+    method: str
+    density: float
+    seed: int
+    steps: int
+    length: int
+    batch_size: int
+    channels: int
+    layers: int
+    heads: int
+    num_blocks: int
+    learning_rate: float
+    weight_decay: float = 0.1
+    evaluations: int = 1
+
+    @property
+    def known(self) -> Row:
+        return {"task": self.task, "run": self.method, "density": self.density, "seed": self.seed}
+
+    @property
+    def file(self) -> str:
+        return file_name(self.task, self.method, self.density, self.seed)
+
+
+class Model(nn.Module):
+    """Torch's encoder between an embedding and a distribution over tokens."""
+
+    def __init__(self, num_tokens: int, run: Run) -> None:
+        super().__init__()
+        width = run.channels
+        layer = nn.TransformerEncoderLayer(width, run.heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.token, self.position = nn.Embedding(num_tokens, width), nn.Embedding(run.length, width)
+        self.near = nn.Conv1d(width, width, 3, groups=width)  # binds a token to the ones before it
+        self.encoder = nn.TransformerEncoder(layer, run.layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_tokens)
+        nn.init.normal_(self.token.weight, std=0.5)
+        nn.init.normal_(self.position.weight, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.size(1)]
+        x = x + self.near(nn.functional.pad(x.mT, (2, 0))).mT
+        return self.head(self.encoder(x))
+
+
+Batch = Callable[
+    [int], tuple[Tensor, Tensor, Tensor]
+]  # of a number: tokens [B, L], a mask of questions [B, L], answers [B, L]
+
+
+def language(run: Run, texts: tuple[Tensor, Tensor, Tensor]) -> tuple[int, Batch, Batch, int]:
+    """Masked tokens of texts. Number of tokens, batches to train on, batches to test on, and how many of these."""
+    mask = len(texts[2])
+
+    def batch(source: Tensor, seed: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        random = torch.Generator().manual_seed(2**32 * seed + number)
+        start = torch.randint(len(source) - run.length, (run.batch_size, 1), generator=random)
+        tokens = source[start + torch.arange(run.length)]
+        asked = torch.rand(tokens.shape, generator=random) < MASKED
+        kind = torch.rand(tokens.shape, generator=random)
+        other = torch.randint(mask, tokens.shape, generator=random)
+        shown = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, other, tokens))
+        return torch.where(asked, shown, tokens), asked, tokens
+
+    return mask + 1, partial(batch, texts[0], run.seed + 1), partial(batch, texts[1], 0), 20
+
+
+def recall(run: Run) -> tuple[int, Batch, Batch, int]:
+    """Values of keys, by associative recall."""
+    task = TASKS["mqar-small"]
+
+    def batch(split: str, seed: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        random = torch.Generator().manual_seed(2**32 * seed + 2 * number + (split == "test"))
+        size = (run.length, RECALLED)
+        tokens, places, answers, _ = task.make(*size, task.num_tokens, run.batch_size, random)
+        asked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, places, True)
+        return tokens, asked, torch.zeros_like(tokens).scatter(1, places, answers)
+
+    return task.num_tokens, partial(batch, "train", run.seed + 1), partial(batch, "test", 0), 20
+
+
+def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
+    """The model of a run, with the weights of the trained one."""
+    torch.manual_seed(run.seed)
+    model = Model(num_tokens, run)
+    if trained is not None:
+        model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
+    if run.method in ("sparse", "random"):
+        estimator = "none" if run.method == "random" else None
+        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator)
+    elif run.method == "window":
+        replace_attention(model, num_blocks=None)
+        for module in model.modules():
+            if isinstance(module, SBMMultiheadAttention):  # pairs beyond self-loops, as of the others
+                size = max(1, round(run.density * run.length / 2))
+                module.conv.source = patterns.PatternSource(patterns.window, size=size)
+    return model
+
+
+def trained_run(run: Run) -> Run:
+    """The run whose end is the start of this one."""
+    return dataclasses.replace(run, method="trained", density=1.0, steps=10 * run.steps)
+
+
+def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -> list[Row]:
+    """Trains one model, or goes on from its checkpoint; returns its row."""
+    num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
+    model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)
+    control = "sparsifier" if run.method in ("sparse", "random") else "none"
+    sparsifier = make_sparsifier(model, run.density, control, run.steps)
+
+    def answer(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of a batch."""
+        tokens, asked, answers = part
+        logits = model(tokens)[asked]
+        right = (logits.argmax(1) == answers[asked]).double().mean()
+        return cross_entropy(logits, answers[asked]), right
+
+    def measure() -> list[Row]:
+        torch.manual_seed(0)  # of graphs
+        is_torch = run.method in ("trained", "dense")
+        with nullcontext(HeadTable()) if is_torch else compare_heads(model) as table:
+            found = [answer(test(number)) for number in range(count)]
+        heads = table.heads
+        if heads:
+            write_text(folder / f"{run.file}.txt", f"{table}\n")
+        density = sum(head.density for head in heads) / len(heads) if heads else 1.0
+        loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*found, strict=True))
+        return [run.known | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
+
+    return fit(model, sparsifier, run, folder / run.file, lambda step: answer(batch(step))[0], measure)
+
+
+def report(rows: list[Row]) -> str:
+    """A table: means over seeds, and what is lost against dense attention, seed by seed."""
+    lines = []
+    for task, methods in by(rows, "task", "run").items():
+        dense = {row["seed"]: row["test_loss"] for row in methods.get("dense", [])}
+        for name, mine in methods.items():
+            lost = [row["test_loss"] - dense[row["seed"]] for row in mine if row["seed"] in dense]
+            loss, accuracy, density = (
+                sum(row[key] for row in mine) / len(mine) for key in ("test_loss", "accuracy", "density_of_graphs")
+            )
+            cells = [
+                f"{loss:.4f}",
+                deviation(lost, 4, "+") if lost else "",
+                f"{100 * accuracy:.2f}",
+                f"{100 * density:.1f}",
+            ]
+            lines.append([task, name, len(mine), *cells])
+    header = ["model", "run", "seeds", "test loss", "more than dense", "accuracy, %", "density, %"]
+    return markdown(header, lines)
+
+
+def work(given: argparse.Namespace) -> Iterator[Path]:
+    torch.set_num_threads(given.threads)
+    own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
+    own |= {"task": given.model}
+    texts = read_texts(given) if given.model == "language" else None
+    few = {**own, "steps": max(1, given.steps // 10)}
+    runs = []
+    for seed in given.seeds:
+        others = [Run(**few | {"method": arm, "seed": seed}) for arm in given.arms]
+        runs += [dataclasses.replace(trained_run(others[0]), method="trained"), *others]
+    settings = settings_of(runs[0], given.model) | checksums(train=given.train, test=given.test)
+    del settings[f"steps of {given.model}"]
+    settings |= {f"steps of {given.model}": 10 * runs[1].steps}
+    train_missing(given.output, "dense_to_sparse", settings, runs, lambda run: train(run, texts, given.output))
+    print(report(finished(given.output)))
+    yield from given.output.glob("*.txt")
+
+
+main = program(parse, work)
+
+if __name__ == "__main__":
+    main()
