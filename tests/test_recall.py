@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from examples import language_model
 from examples.common import hybrid
+from examples.common.corpus import stdlib_files
 from examples.recall import __main__ as program
 from examples.recall import tasks, train
 from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
@@ -411,3 +412,37 @@ def test_examples_are_made_a_thousand_at_a_time(count: int) -> None:
     )
     assert len(task.examples("train")[3, 2].tokens) == sum(made) == count
     assert 0 < min(made) <= max(made) <= 1000
+
+
+def test_the_corpus_of_code_is_ascii_and_its_test_is_of_other_files() -> None:
+    train, test = stdlib_files(train_bytes=100_000, test_bytes=20_000)
+    for paths, size in ((train, 100_000), (test, 20_000)):
+        sizes = [len(path.read_bytes()) for path in paths]
+        assert size <= sum(sizes) < size + max(sizes)
+        assert all(path.read_bytes().isascii() for path in paths)
+        assert not {"test", "tests"} & {part for path in paths for part in path.parts}
+    assert not {*train} & {*test}
+    assert stdlib_files(train_bytes=100_000, test_bytes=20_000) == (train, test)
+    given = language_model.parse(["--corpus", "stdlib", "--channels", "16"])
+    assert (given.length, given.channels, given.window, given.densities) == (512, 16, 6, [0.075])
+
+
+def test_texts_are_files_or_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--corpus", "stdlib", "--train", "README.md"], []):
+        with pytest.raises(SystemExit):
+            language_model.parse(words)
+    shown = capsys.readouterr().err
+    assert "Expected no files with 'corpus' (got both)" in shown
+    assert "Expected 'train' and 'test' to be files of text (got none)" in shown
+
+
+def test_random_edges_next_to_a_window_have_the_density_of_both() -> None:
+    ptr = torch.tensor([0, 200, 400])
+    x = torch.randn(2, 400, 4, generator=generator())
+    source = hybrid.FixedDensity("random", 0.1, 4, 2, window=5)
+    graph = source(Tokens(x, x, ptr, ptr, is_causal=True, seed=1)).graph
+    assert hybrid.beyond(graph) == pytest.approx(0.1, rel=0.05)
+    near = patterns.window(None, 5, is_causal=True, ptr=ptr)
+    assert bool(graph.contains(near.edge_index.repeat(1, 2), torch.arange(2).repeat_interleave(near.num_edges)).all())
+    with pytest.raises(ValueError, match="Expected 'densities' beyond those of the window of 30"):
+        hybrid.beyond_window(0.1, 30, 200)
