@@ -164,18 +164,21 @@ class Estimator:
         """The part of this call in :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
         return None
 
-    def dense_loss(self, call: AttentionCall) -> Tensor | None:
-        """The same while attention is dense; by default :func:`row_distillation`, since there are no edges to train."""
+    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
+        """The same while attention is dense; by default :func:`row_distillation`, since there are no edges to train.
+
+        ``few`` is a part of the usual rows.
+        """
         if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
             return None
         assert call.tokens is not None
-        return row_distillation(call.source, call.tokens, scale=call.scale)
+        return row_distillation(call.source, call.tokens, scale=call.scale, rows=few, part=few / 4)
 
 
 class NoEstimator(Estimator):
     """``"none"``: no loss sends a gradient to the probabilities."""
 
-    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
         """None."""
         return None
 
@@ -271,7 +274,8 @@ class Imitate(Estimator):
 class Distill(Local):
     """``"distill"``: :class:`Local`, plus :func:`row_distillation` as an auxiliary loss.
 
-    :class:`~sbm_pyg.Sparsifier` uses it in place of :class:`Local`.
+    :class:`~sbm_pyg.Sparsifier` uses it in place of :class:`Local`. Over a sampled graph, where the task trains the
+    probabilities too, the loss takes a quarter of the rows that it takes while attention is dense.
 
     Args:
         weight: Weight of the distillation loss, in [0, inf).
@@ -282,14 +286,14 @@ class Distill(Local):
         super().__init__(probes)
         self.weight = Imitate(weight).weight
 
-    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
         """As :meth:`Estimator.dense_loss`."""
-        loss = super().dense_loss(call)
+        loss = super().dense_loss(call, few)
         return loss if loss is None else self.weight * loss
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
         """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode, or if gradients are disabled."""
-        return self.dense_loss(call)
+        return self.dense_loss(call, few=0.25)
 
 
 class Relaxed(Estimator):

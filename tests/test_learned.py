@@ -317,7 +317,8 @@ def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> No
     layer = layers[0]
     layer.zero_grad()
     query, key = (lin(x).view(30, 2, 8).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
-    (0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, seed=1), scale=layer.scale)).backward()
+    few: dict[str, Any] = {"scale": layer.scale, "rows": 0.25, "part": 1 / 16}
+    (0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, seed=1), **few)).backward()
     assert layer.lin_query.weight.grad is None  # trains the source alone
     torch.testing.assert_close(grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(SBMHead, layer.sbm).clusters.grad))
     layers[1].eval()
