@@ -3,10 +3,10 @@
     python examples/dense_to_sparse.py                                     a masked language model of Python's standard library
     python examples/dense_to_sparse.py --model recall --density 0.05
 
-A model with torch's attention is trained. Then it is trained for a tenth of the steps again: as it is ("dense"), with block models and a
-Sparsifier ("sparse"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the
-loss of each on test data, and the loss of sparse attention by layer and head. Half an hour on one core. The same command goes on after a
-kill, and skips what is in rows.csv.
+A model with torch's attention is trained. Then it is trained for a fifth of the steps again: as it is ("dense"), with block models that
+learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), with block models that do not learn
+("random"), or with a window of the same density ("window"). The table has the loss of each on test data; a file next to each
+checkpoint has what its layers and heads lose. Half an hour on one core. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("seeds", [0], least=0)
     usual = {"steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-blocks": 64}
     for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
-        words = "of the dense model; the others have a tenth" if name == "steps" else ""
+        words = "of the dense model; the others have a fifth" if name == "steps" else ""
         command.option(name, value, words, above=0)
     command.option("learning-rate", 1e-3)
     command.option("output", Path("runs/dense_to_sparse"))
@@ -52,15 +52,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples.common.fit import file_name, fit, make_sparsifier, train_missing
+from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, by, deviation, finished, markdown
 from examples.language_model import read_texts
 from examples.recall.tasks import TASKS
-from sbm_pyg import SBMMultiheadAttention, patterns, replace_attention
+from sbm_pyg import SBMMultiheadAttention, Sparsifier, patterns, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 
 MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
+PART = 5  # steps of the dense model for each step of the others
+SOURCE_RATE = 5.0  # of block models, which are new, relative to the learning rate of the trained model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +169,15 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
 
 def trained_run(run: Run) -> Run:
     """The run whose end is the start of this one."""
-    return dataclasses.replace(run, method="trained", density=1.0, steps=10 * run.steps)
+    return dataclasses.replace(run, method="trained", density=1.0, steps=PART * run.steps)
 
 
 def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns its row."""
     num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
     model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)
-    control = "sparsifier" if run.method in ("sparse", "random") else "none"
-    sparsifier = make_sparsifier(model, run.density, control, run.steps)
+    has_source = run.method in ("sparse", "random")
+    sparsifier = Sparsifier(model, run.density, run.steps, dense_part=0.5) if has_source else None
 
     def answer(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of a batch."""
@@ -196,7 +198,9 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -
         loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*found, strict=True))
         return [run.known | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
 
-    return fit(model, sparsifier, run, folder / run.file, lambda step: answer(batch(step))[0], measure)
+    return fit(
+        model, sparsifier, run, folder / run.file, lambda step: answer(batch(step))[0], measure, source_rate=SOURCE_RATE
+    )
 
 
 def report(rows: list[Row]) -> str:
@@ -225,14 +229,14 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
     own |= {"task": given.model}
     texts = read_texts(given) if given.model == "language" else None
-    few = {**own, "steps": max(1, given.steps // 10)}
+    few = {**own, "steps": max(1, given.steps // PART)}
     runs = []
     for seed in given.seeds:
         others = [Run(**few | {"method": arm, "seed": seed}) for arm in given.arms]
         runs += [dataclasses.replace(trained_run(others[0]), method="trained"), *others]
     settings = settings_of(runs[0], given.model) | checksums(train=given.train, test=given.test)
     del settings[f"steps of {given.model}"]
-    settings |= {f"steps of {given.model}": 10 * runs[1].steps}
+    settings |= {f"steps of {given.model}": PART * runs[1].steps}
     train_missing(given.output, "dense_to_sparse", settings, runs, lambda run: train(run, texts, given.output))
     print(report(finished(given.output)))
     yield from given.output.glob("*.txt")

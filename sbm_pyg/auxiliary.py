@@ -98,7 +98,7 @@ class AuxiliaryLosses:
         if not self.scaled and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             raise ValueError(
                 "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
-                "`Sparsifier(model, density, scaler=scaler)`."
+                "`Sparsifier(model, density, total_steps, scaler=scaler)`."
             )
         if not in_backward():
             self.passes += 1

@@ -442,7 +442,7 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **optio
         >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
         >>> replace_attention(layer, num_blocks=16)
         ['self_attn']
-        >>> sparsifier = Sparsifier(layer, density=0.1)
+        >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Pass a model of torch.")

@@ -90,7 +90,7 @@ def test_calls_add_up_and_a_sample_of_rows_is_near_to_all() -> None:
 
 def test_dense_attention_loses_nothing() -> None:
     conv = SBMAttentionConv(8, 4, 2, num_blocks=3).double()
-    Sparsifier(conv, 0.3)
+    Sparsifier(conv, 0.3, 10)
     with compare_heads(conv) as table:
         conv(X, ptr=PTR)
     assert table.heads == [Head("", head, 1.0, 1.0, 1.0, 0.0) for head in range(2)]

@@ -46,7 +46,7 @@ class Module(lightning.LightningModule):
 
 
 def fit(folder: Path, steps: int, checkpoint: Path | None = None, accumulate: int = 1) -> tuple[Module, Any, Any]:
-    module, callback = Module(), LightningCallback(0.2, every=2, total_steps=20, min_dense=0.5)
+    module, callback = Module(), LightningCallback(0.2, every=2, total_steps=20, dense_part=0.5)
     loader: Any = DataLoader(torch.linspace(-1, 1, 10 * 20 * 8).view(10, 20, 8), shuffle=False)  # type: ignore[arg-type]
     trainer = lightning.Trainer(
         default_root_dir=folder, max_steps=steps, callbacks=[callback], logger=False, accelerator="cpu",
@@ -101,7 +101,7 @@ def train(folder: Path, steps: int, resume: bool = False, **options: Any) -> tup
     torch.manual_seed(0)
     model = hugging_face.small_bert()
     hugging_face.attach(model, num_blocks=4)
-    callback = HuggingFaceCallback(0.2, every=2, total_steps=12, min_dense=0.5)
+    callback = HuggingFaceCallback(0.2, every=2, total_steps=12, dense_part=0.5)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, save_steps=5, logging_steps=2,
         use_cpu=True, report_to=[], disable_tqdm=True, restore_callback_states_from_checkpoint=True,

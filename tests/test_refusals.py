@@ -122,7 +122,7 @@ def test_a_loss_of_a_projection_of_other_tensors() -> None:
     ],
 )
 def test_what_is_not_one_loss(loss: Any, message: str) -> None:
-    sparsifier = Sparsifier(SBMSource(SBMHead(8, num_blocks=4)), 0.1)
+    sparsifier = Sparsifier(SBMSource(SBMHead(8, num_blocks=4)), 0.1, 10)
     for one in (2, 0.5, torch.tensor([0.5], requires_grad=True)):
         sparsifier.step(one)
     check(lambda: sparsifier.step(loss), message)

@@ -34,6 +34,7 @@ def fit(
     losses: Callable[[int], Tensor],
     measure: Callable[[], list[Row]],
     rate_at: Callable[[float], float] = trapezoid,
+    source_rate: float = 1.0,
 ) -> list[Row]:
     """Trains a model, or goes on from its checkpoint.
 
@@ -45,11 +46,13 @@ def fit(
         losses: The loss of a step, counted from 0.
         measure: Rows of an evaluation, at the target density.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
+        source_rate: Factor of the learning rate of graph sources.
 
     Returns:
-        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses lies beside the checkpoint.
+        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses is saved next to the checkpoint.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
+    groups[1]["lr"] = source_rate * run.learning_rate
     for name, parameter in model.named_parameters():
         groups[".source." in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], run.learning_rate)

@@ -43,9 +43,14 @@ class SparsifierCallback(lightning.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the sparsifier, and continue from the state of a checkpoint."""
-        steps = trainer.estimated_stepping_batches
-        usual: dict[str, Any] = {"scaler": getattr(trainer.precision_plugin, "scaler", None)}
-        usual |= {} if steps == float("inf") else {"total_steps": int(steps)}
+        steps = self.options.get("total_steps", trainer.estimated_stepping_batches)
+        if steps == float("inf"):
+            raise ValueError(
+                "Expected 'total_steps' for a trainer without an end (got none). Pass it, or `max_steps` or "
+                "`max_epochs` to the trainer."
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        usual: dict[str, Any] = {"total_steps": int(steps), "scaler": scaler}
         self.sparsifier = Sparsifier(pl_module, self.density, **usual | self.options)
         if self._state:
             self.sparsifier.load_state_dict(self._state)

@@ -223,7 +223,7 @@ class LearnedSource(GraphSource):
         ...         sbm = self.predict(tokens).with_density(self.target_density)
         ...         return Choice(sample_edges(sbm, clamp=True, seed=tokens.seed), sbm)
         >>> source = Linear(8, 4)
-        >>> sparsifier = Sparsifier(source, density=0.2)
+        >>> sparsifier = Sparsifier(source, density=0.2, total_steps=1000)
         >>> source(Tokens(torch.randn(2, 10, 8)))  # dense at first
         DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
     """
