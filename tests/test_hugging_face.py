@@ -283,6 +283,23 @@ def test_gradient_checkpointing_changes_no_gradient(use_reentrant: bool, density
     assert any("sbm" in name and grad is not None and grad.any() for name, grad in found[0].items())
 
 
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_autocast_of_rotary_positions(density: float) -> None:
+    """They are in single precision, and values are not."""
+    model = make_sparse(llama())
+    for source in sources(model):
+        source.target_density = density
+    given = inputs(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.train()(**given, labels=given["input_ids"])
+        (out.loss + auxiliary_loss(model)).backward()
+        low = run(model, given).logits
+    assert low.dtype == torch.bfloat16
+    assert all(source.head.clusters.grad.isfinite().all() for source in sources(model))
+    if density == 1:
+        torch.testing.assert_close(low[REAL].float(), run(model, given).logits[REAL], rtol=0, atol=0.1)
+
+
 # ------------------------------------------------------------------ generation
 
 

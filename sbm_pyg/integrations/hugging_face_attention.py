@@ -104,6 +104,9 @@ def attend(
                 f"Expected attention without '{name}' (got it from {type(module).__name__}). Choose another model, or "
                 "another attn_implementation."
             )
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # rotary positions are float32, which torch's attention casts by itself
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     heads = query.size(1)
     key, value = (x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1) for x in (key, value))
     if attention_mask is None:
