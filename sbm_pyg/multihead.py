@@ -268,8 +268,8 @@ class SBMMultiheadAttention(nn.Module):
             attn_mask = None
         causal = is_causal and attn_mask is None and (self_attention or real_key is None)
         forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
-        keys = _PaddedSequences(key, real_key)
-        layout = _PaddedBatch(keys if self_attention else _PaddedSequences(query, real_query), keys)
+        keys = PaddedSequences(key, real_key)
+        layout = PaddedBatch(keys if self_attention else PaddedSequences(query, real_query), keys)
         edge_filter = None
         if graph is not None:
             self._check_graph(graph, layout)
@@ -385,7 +385,7 @@ class SBMMultiheadAttention(nn.Module):
             real["key"] = ~_as_bool(key_padding_mask, "key_padding_mask")
         return tensors["query"], tensors["key"], tensors["value"], real["query"], real["key"]
 
-    def _check_graph(self, graph: AttentionGraph, layout: _PaddedBatch) -> None:
+    def _check_graph(self, graph: AttentionGraph, layout: PaddedBatch) -> None:
         total, keys = layout.query.total, layout.key.total
         if torch.compiler.is_compiling():  # compiled code checks when it runs
             same = (graph.query_ptr == layout.query.ptr).all() & (graph.key_ptr == layout.key.ptr).all()
@@ -519,10 +519,16 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 
 
-class _PaddedSequences:
-    """Positions of the real tokens of queries or keys in the padded tensor; with ``real=None`` all tokens are real."""
+class PaddedSequences:
+    """Positions of the real tokens of queries or keys in the padded tensor; with ``real=None`` all tokens are real.
 
-    def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
+    Args:
+        padded: ``[B, length, ...]``.
+        real: True at real tokens, ``[B, length]`` bool, or None.
+        name: The mask in errors.
+    """
+
+    def __init__(self, padded: Tensor, real: Tensor | None = None, name: str = "key_padding_mask") -> None:
         batch, self.length = padded.shape[:2]
         self.shape, self.real = (batch, self.length), real
         if real is None:
@@ -531,12 +537,10 @@ class _PaddedSequences:
             return
         lengths = real.sum(1)
         if not can_read(real):
-            torch._assert_async(
-                (lengths > 0).all(), "Expected 'key_padding_mask' to leave a real key in each sequence."
-            )
+            torch._assert_async((lengths > 0).all(), f"Expected '{name}' to leave a real key in each sequence.")
         elif bool((lengths == 0).any()):
             raise ValueError(
-                "Expected 'key_padding_mask' to leave a real key in each sequence (got one that is all padding). "
+                f"Expected '{name}' to leave a real key in each sequence (got one that is all padding). "
                 "Leave empty sequences out of the batch."
             )
         self.slots, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
@@ -561,10 +565,10 @@ class _PaddedSequences:
         return token if self.slots is None else self.slots[token]
 
 
-class _PaddedBatch:
+class PaddedBatch:
     """Queries and keys of a padded batch."""
 
-    def __init__(self, query: _PaddedSequences, key: _PaddedSequences) -> None:
+    def __init__(self, query: PaddedSequences, key: PaddedSequences) -> None:
         self.query, self.key = query, key
 
     def coordinates(self, graph: AttentionGraph) -> tuple[Tensor, Tensor, Tensor, Tensor]:

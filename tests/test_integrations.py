@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from examples import hugging_face
 from sbm_pyg import LearnedSource, SBMAttentionConv
 from sbm_pyg.integrations.hugging_face import SparsifierCallback as HuggingFaceCallback
+from sbm_pyg.integrations.hugging_face import replace_attention
 from sbm_pyg.integrations.lightning import SparsifierCallback as LightningCallback
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own remarks
@@ -97,10 +97,18 @@ class Sentences(Dataset):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[0] % 2}
 
 
+def small_bert() -> Any:
+    """A classifier of two layers with block models."""
+    sizes: Any = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(**sizes, attention_probs_dropout_prob=0.0))
+    replace_attention(model, num_blocks=4)
+    return model
+
+
 def train(folder: Path, steps: int, resume: bool = False, **options: Any) -> tuple[Any, Any, Trainer]:
     torch.manual_seed(0)
-    model = hugging_face.small_bert()
-    hugging_face.attach(model, num_blocks=4)
+    model = small_bert()
     callback = HuggingFaceCallback(0.2, every=2, total_steps=12, dense_part=0.5)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, save_steps=5, logging_steps=2,
@@ -137,8 +145,7 @@ def test_hugging_face_evaluates_at_the_target_density(tmp_path: Path) -> None:
 
 def test_hugging_face_needs_a_loss(tmp_path: Path) -> None:
     callback = HuggingFaceCallback(0.2)
-    model = hugging_face.small_bert()
-    hugging_face.attach(model, num_blocks=4)
+    model = small_bert()
     callback.on_train_begin(None, cast(Any, type("State", (), {"max_steps": 4})), None, model)
     with pytest.raises(ValueError, match="Expected 'model' to return its loss in training"):
         callback.on_step_end(None, None, None)

@@ -52,6 +52,7 @@ ORDER = [
     "analysis.statistics",
     "analysis.plots",
     "integrations.lightning",
+    "integrations.hugging_face_attention",
     "integrations.hugging_face",
 ]
 WINGS = "analysis", "integrations", "sparsefinder"  # imported when asked, by nothing else in the library

@@ -1,1 +1,1 @@
-"""Callbacks for training loops of other libraries, which are imported by the module of that library only."""
+"""What the library adds to others: each of these is imported by the module of its name only."""

@@ -1,21 +1,265 @@
-"""A :class:`~sbm_pyg.Sparsifier` as a callback of Hugging Face's ``Trainer``.
+"""Learned sparse attention in models of Hugging Face's ``transformers``, and its training by their ``Trainer``.
 
-In: a model whose layers have learned graph sources. Out: its training, from dense attention to sparse. Needs the
-packages ``transformers`` and ``accelerate``.
+In: a model that selects its attention by ``attn_implementation``. Out: the same model with a graph source in each
+self-attention; its weights and the sources are saved and loaded together. Not here: what a layer computes
+(``hugging_face_attention``).
+
+Importing this module registers ``"sbm"`` as an attention implementation, and extends two methods of
+``PreTrainedModel``: ``post_init`` adds the sources that a config describes, before weights are loaded, and
+``initialize_weights`` resets those that no file contained. Needs the packages ``transformers`` and ``accelerate``.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainerCallback
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.trainer_callback import ExportableState
 
+from ..attention import AttentionConv, SBMAttentionConv
+from ..sources import patterns, selectors
+from ..sources.indexer import Indexer, IndexerSource
+from ..sources.interface import GraphSource
 from ..sparsifier import Sparsifier
+from .hugging_face_attention import NAME, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback"]
+__all__ = ["SparsifierCallback", "replace_attention"]
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads")
+CHANNELS = ("head_dim", "attention_head_size")
+LAYER_OPTIONS = ("estimator", "normalizer")
+INDEXER_OPTIONS = ("index_heads", "index_channels")
+PATTERNS = [name for name in patterns.__all__ if name != "PatternSource"]
+RULES = [name for name in selectors.__all__ if name.islower() and name != "routing"]
+CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
+
+
+def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options: Any) -> list[str]:
+    """Give each self-attention of a model a graph source, in place, and select ``attn_implementation="sbm"``.
+
+    The projections stay those of the model. Its config then contains the options, so ``save_pretrained`` and
+    ``from_pretrained`` save and load weights and sources together. Make the optimizer afterwards. Attention in a window
+    and cross attention stay dense.
+
+    A learned source begins at a target density of 1, dense attention, so the outputs of the model do not change. A
+    :class:`SparsifierCallback` or :class:`~sbm_pyg.Sparsifier` then trains it and makes the model sparse.
+
+    ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_blocks": 16})`` does the same while it loads a model.
+
+    Args:
+        model: Model of ``transformers`` whose attention can be selected by ``attn_implementation``.
+        source: ``"sbm"``, a block model; ``"indexer"``, an :class:`~sbm_pyg.indexer.Indexer` with its source; a pattern
+            of :mod:`sbm_pyg.patterns` such as ``"window"``; or a rule of :mod:`sbm_pyg.selectors` such as ``"top_k"``.
+        **options: Options of :class:`~sbm_pyg.SBMAttentionConv`, or of the source and its layer, as numbers, strings,
+            lists and dicts. The model sets sizes, dropout and causality.
+
+    Returns:
+        The names of the attention modules with a source, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: ``model`` is not a ``PreTrainedModel``, or an option is unknown or not of such a type.
+        ValueError: ``model`` has no attention that can be replaced, or an option is out of range.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2))
+        >>> replace_attention(model, num_blocks=4, self_loops=True)
+        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"Expected 'model' to be a PreTrainedModel (got {type(model).__name__}). For torch's layers take "
+            "`sbm_pyg.replace_attention`."
+        )
+    options = {"source": source, **options}
+    names = _attach(model, options, replaced=True)
+    model.set_attn_implementation(NAME)
+    return names
+
+
+# ------------------------------------------------------------------ sources in models
+
+
+def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> list[str]:
+    """Add a part with a source to the self-attention modules of a model; returns the names of those that have one."""
+    found = dict(_find_attention(model))
+    stays = {name for name, each in found.items() if CROSS.search(f"{name} {type(each).__name__}") or _is_local(each)}
+    if len(stays) == len(found) and (found or replaced):
+        got = f"{len(found)} of them in windows or between encoder and decoder" if found else "none"
+        raise ValueError(
+            f"Expected 'model' to have self-attention over all tokens that 'attn_implementation' selects (got {got} in "
+            f"{type(model).__name__}). Choose another model, or set 'sliding_window' of its config to None."
+        )
+    made = {}
+    for name, module in found.items():
+        if replaced or not hasattr(module, NAME):
+            made[name] = None if name in stays else _make_part(module, options)
+    for name, part in made.items():
+        setattr(found[name], NAME, part)
+    owners: list[Any] = [each for each in (model, *found.values()) if hasattr(each, "config")]
+    configs = {id(each.config): each.config for each in owners}
+    for config in configs.values() if made else ():
+        config.sbm, config.attn_implementation = dict(options), NAME
+    return [name for name, module in found.items() if getattr(module, NAME) is not None]
+
+
+def _find_attention(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules that call the attention interface."""
+    return ((name, module) for name, module in model.named_modules() if _calls_interface(type(module).forward))
+
+
+@cache
+def _calls_interface(forward: Callable[..., Any]) -> bool:
+    """Whether a forward pass selects its attention by the config; ``transformers`` reads code likewise."""
+    try:
+        return "ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+
+
+def _is_local(module: Any) -> bool:
+    """Whether the attention of a module has a window, so that its model passes it another mask."""
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window is not None
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and number is not None:
+        return bool(kinds[number] != "full_attention")
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+
+
+def _size(module: Any, names: tuple[str, ...]) -> int | None:
+    """The first of the attributes of a module, or of its config, that is a number."""
+    owners = (module, getattr(module, "config", None))
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((size for size in found if isinstance(size, int)), None)
+
+
+def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
+    """The part of one attention module, in its type and on its device."""
+    heads, channels = _size(module, HEADS), _size(module, CHANNELS)
+    width = _size(module, ("hidden_size",))
+    channels = width // heads if channels is None and width and heads else channels
+    if heads is None or channels is None:
+        raise ValueError(
+            f"Expected 'model' with attention modules that have one of {[*HEADS]}, and one of {[*CHANNELS]} (got "
+            f"{type(module).__name__}, which does not). Set these attributes."
+        )
+    try:
+        json.dumps(dict(options))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Expected 'options' to be what a config can save (got {error}). Take numbers, strings, lists and dicts, "
+            "or set `module.sbm.conv.source` afterwards."
+        ) from None
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # that of a loaded model may be one in which torch cannot initialize
+    try:
+        with torch.device("cpu"):  # models are made on no device before weights are loaded
+            part = GraphAttention(_make_layer(channels, heads, dict(options)))
+    finally:
+        torch.set_default_dtype(usual)
+    if like is not None:
+        part.to(dtype=like.dtype, device=None if like.device.type == "meta" else like.device)
+    for tensor in part.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # one that is missing in the files gives way to one without this mark
+    for each in part.modules():
+        each._is_hf_initialized = True  # type: ignore[assignment]
+    return part.train(module.training)
+
+
+def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> AttentionConv:
+    """An attention layer without projections, and with the source that the options describe."""
+    kind = options.pop("source", "sbm")
+    fixed = sorted({"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"} & {*options})
+    if kind in ("sbm", "indexer") and fixed:
+        raise TypeError(f"Expected 'options' without {fixed} (got them). The model sets them.")
+    if kind in ("sbm", "indexer") and "k" not in options:
+        options.setdefault("target_density", 1.0)
+    if kind == "sbm":
+        density = options.pop("target_density")
+        layer: AttentionConv = SBMAttentionConv(-1, channels, heads, target_density=1.0, **options)
+        if layer.source is not None:
+            layer.source.target_density = density  # after 1, so that the running mean is there to be loaded
+    else:
+        of_layer = {name: options.pop(name) for name in LAYER_OPTIONS if name in options}
+        layer = AttentionConv(-1, channels, heads, _make_source(kind, channels, heads, options), **of_layer)
+    if layer.source is None:
+        raise ValueError("Expected 'num_blocks' to be a number (got None). Take source='full' for all pairs.")
+    layer.lin_query = layer.lin_key = layer.lin_value = None
+    return layer
+
+
+def _make_source(kind: Any, channels: int, heads: int, options: dict[str, Any]) -> GraphSource:
+    if kind == "indexer":
+        sizes = {name: options.pop(name) for name in INDEXER_OPTIONS if name in options}
+        return IndexerSource(Indexer(channels, heads, **sizes), **options)
+    if kind == "routing":
+        return selectors.RoutingSource(channels, heads, **options)
+    if kind in RULES:
+        return selectors.SelectorSource(getattr(selectors, kind), **options)
+    if kind in PATTERNS:
+        return patterns.PatternSource(getattr(patterns, kind), **options)
+    raise ValueError(
+        f"Expected 'source' to be one of {['sbm', 'indexer', 'routing', *RULES, *PATTERNS]} (got {kind!r}). Set "
+        "`module.sbm.conv.source` for one of your own."
+    )
+
+
+def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) -> None:
+    """Add the sources that the config describes, before the weights of the model are initialized or loaded."""
+    options, selected = getattr(self.config, NAME, None), self.config._attn_implementation == NAME
+    if selected and not self._can_set_attn_implementation():
+        raise ValueError(
+            f"Expected a model whose attention 'attn_implementation' selects (got {type(self).__name__}, which has its "
+            "own). Choose another model, or write its attention with `AttentionConv.attend`."
+        )
+    if selected or options is not None:
+        _attach(self, {"source": "sbm", **(options or {})})
+    original(self, *args, **kwargs)
+
+
+def _initialize_weights(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) -> None:
+    """Reset the parts of which the files that have just been loaded contained no weights."""
+    for module in self.modules():
+        if isinstance(module, GraphAttention):
+            module.reset_if_missing()
+    original(self, *args, **kwargs)
+
+
+def _extend(name: str, extension: Any) -> None:
+    """Replace a method of ``PreTrainedModel`` by an extension that gets it as ``original``; once, even if reloaded."""
+    method = getattr(PreTrainedModel, name)
+    original = getattr(method, "_sbm_original", method)
+
+    @wraps(original)
+    def extended(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        extension(self, *args, original=original, **kwargs)
+
+    extended._sbm_original = original  # type: ignore[attr-defined]
+    setattr(PreTrainedModel, name, extended)
+
+
+# ------------------------------------------------------------------ registration
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
+setattr(PreTrainedConfig, NAME, None)  # an attribute of each config, so that `from_pretrained(folder, sbm=...)` sets it
+_extend("post_init", _post_init)
+_extend("initialize_weights", _initialize_weights)
+
+
+# ------------------------------------------------------------------ training
 
 
 class SparsifierCallback(TrainerCallback, ExportableState):

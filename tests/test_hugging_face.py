@@ -1,0 +1,582 @@
+"""Models of Hugging Face over the graphs of sources: as dense ones where all pairs attend, trained, saved and loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from sbm_pyg import AttentionConv, SBMSource, Sparsifier, auxiliary_loss
+from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT: dict[str, Any] = SIZES | {
+    "vocab_size": 50,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+OPTIONS: dict[str, Any] = {"num_blocks": 4, "self_loops": True}
+LENGTH = 12
+REAL = torch.arange(LENGTH) < torch.tensor([[12], [7], [5], [1]])
+
+
+def bert(**options: Any) -> Any:
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT | options))
+
+
+def roberta() -> Any:
+    return transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**TEXT | {"pad_token_id": 1}))
+
+
+def distilbert() -> Any:
+    sizes: Any = {
+        "vocab_size": 50,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 48,
+        "max_position_embeddings": 40,
+    }
+    config = transformers.DistilBertConfig(**sizes, initializer_range=0.2)
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+def modernbert() -> Any:
+    tokens: Any = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.ModernBertConfig(**TEXT | tokens | {"num_hidden_layers": 4}, local_attention=4)
+    return transformers.ModernBertForSequenceClassification(config)
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(**SIZES, image_size=12, patch_size=4, initializer_range=0.2)
+    return transformers.ViTForImageClassification(config)
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=2))
+
+
+def gpt2(**options: Any) -> Any:
+    sizes: Any = {
+        "vocab_size": 50,
+        "n_positions": 40,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.2,
+    }
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
+
+
+MODELS = {  # and names of the modules with a source
+    "bert": (bert, [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]),
+    "roberta": (roberta, [f"roberta.encoder.layer.{n}.attention.self" for n in (0, 1)]),
+    "distilbert": (distilbert, [f"distilbert.transformer.layer.{n}.attention" for n in (0, 1)]),
+    "modernbert": (modernbert, [f"model.layers.{n}.attn" for n in (0, 3)]),  # others are local
+    "vit": (vit, [f"vit.layers.{n}.attention" for n in (0, 1)]),
+    "llama": (llama, [f"model.layers.{n}.self_attn" for n in (0, 1)]),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_seeded() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    transformers.logging.set_verbosity(before)
+
+
+def inputs(model: Any, real: Tensor | None = REAL) -> dict[str, Tensor]:
+    """Four sequences with padding on the right, or four images."""
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(4, 3, 12, 12)}
+    tokens = torch.randint(3, 50, (4, LENGTH))
+    return {"input_ids": tokens} | ({} if real is None else {"attention_mask": real.long()})
+
+
+@torch.no_grad()
+def run(model: Any, given: dict[str, Tensor], seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return model.eval()(**given, **options)
+
+
+def logits(out: Any) -> Tensor:
+    """Logits of all sequences, or of all real tokens."""
+    return out.logits[REAL] if out.logits.dim() == 3 else out.logits
+
+
+def sources(model: nn.Module) -> list[Any]:
+    return [module.source for module in model.modules() if isinstance(module, AttentionConv)]
+
+
+def make_sparse(model: Any, density: float = 0.3, **options: Any) -> Any:
+    """The model with sources at a density, whose running means have seen a batch."""
+    replace_attention(model, **OPTIONS | options, target_density=density)
+    model.train()
+    for _ in range(2):
+        model(**inputs(model))
+    return model.eval()
+
+
+# ------------------------------------------------------------------ attention over all pairs
+
+
+@each_model
+def test_all_pairs_give_the_outputs_and_weights_of_eager_attention(name: str) -> None:
+    make, expected = MODELS[name]
+    model = make()
+    given = inputs(model)
+    model.set_attn_implementation("eager")
+    eager = run(model, given, output_attentions=True)
+    for options in (OPTIONS, {"source": "full"}):  # torch's dense kernel, and stored edges
+        assert replace_attention(model, **options) == expected
+        torch.testing.assert_close(logits(run(model, given)), logits(eager), rtol=0, atol=1e-5)
+        out = run(model, given, output_attentions=True)
+        torch.testing.assert_close(logits(out), logits(eager), rtol=0, atol=1e-5)
+        assert len(out.attentions) == len(eager.attentions)
+        rows = REAL[:, None, :, None] if name != "vit" else torch.ones(1, 1, 1, 1)
+        for ours, theirs in zip(out.attentions, eager.attentions, strict=True):
+            torch.testing.assert_close(ours * rows, theirs * rows, rtol=0, atol=1e-5)
+    model.set_attn_implementation("eager")
+    assert torch.equal(logits(run(model, given)), logits(eager))
+
+
+def test_the_dense_kernel_attends_as_long_as_the_target_density_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    called = []
+    monkeypatch.setattr(SBMSource, "choose", lambda *_: called.append(1))
+    run(model, inputs(model))
+    for source in sources(model):
+        source.target_density = 0.3
+    with pytest.raises(TypeError, match="Choice"):
+        run(model, inputs(model))
+    assert called == [1]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_causal_attention_with_padding_on_either_side(left: bool) -> None:
+    model = llama()
+    real = REAL.flip(1) if left else REAL
+    given = inputs(model, real)
+    model.set_attn_implementation("eager")
+    eager = run(model, given).logits[real]
+    replace_attention(model, **OPTIONS)
+    torch.testing.assert_close(run(model, given).logits[real], eager, rtol=0, atol=1e-5)
+
+
+def test_an_encoder_and_a_decoder_keep_dense_cross_attention() -> None:
+    sizes: Any = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "vocab_size": 50,
+        "max_position_embeddings": 40,
+    }
+    heads: Any = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    config = transformers.BartConfig(**sizes, **heads, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.2)
+    model = transformers.BartForConditionalGeneration(config)
+    given = inputs(model) | {"decoder_input_ids": torch.randint(3, 50, (4, 9))}
+    model.set_attn_implementation("eager")
+    eager = run(model, given, output_attentions=True)
+    parts = ["encoder.layers.0", "decoder.layers.0", "decoder.layers.1"]
+    assert replace_attention(model, **OPTIONS) == [f"model.{part}.self_attn" for part in parts]
+    out = run(model, given, output_attentions=True)
+    torch.testing.assert_close(out.logits, eager.logits, rtol=0, atol=1e-5)
+    for ours, theirs in zip(out.cross_attentions, eager.cross_attentions, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_weights_come_back_from_models_that_do_not_pass_the_argument_on() -> None:
+    model = gpt2()
+    replace_attention(model, **OPTIONS)
+    assert [each.shape for each in run(model, inputs(model), output_attentions=True).attentions] == [(4, 4, 12, 12)] * 2
+    assert run(model, inputs(model)).attentions is None
+
+
+# ------------------------------------------------------------------ sampled graphs
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_values_of_padding_do_not_matter(make: Any) -> None:
+    model = make_sparse(make())
+    given = inputs(model)
+    expected = run(model, given)
+    given["input_ids"] = torch.where(REAL, given["input_ids"], 7)
+    assert torch.equal(logits(run(model, given)), logits(expected))
+
+
+def test_no_output_depends_on_later_tokens() -> None:
+    model = make_sparse(llama())
+    given = inputs(model, None)
+    expected = run(model, given).logits
+    given["input_ids"][:, 8:] = 7
+    changed = run(model, given).logits
+    torch.testing.assert_close(changed[:, :8], expected[:, :8], rtol=0, atol=1e-6)
+    assert (changed[:, 8:] - expected[:, 8:]).abs().amax(-1).min() > 1e-3
+
+
+def test_weights_are_those_of_the_graph() -> None:
+    model = make_sparse(bert(), 0.2)
+    out = run(model, inputs(model), output_attentions=True)
+    pairs = (REAL[:, None, :, None] & REAL[:, None, None]).expand(4, 4, LENGTH, LENGTH)
+    for weights in out.attentions:
+        assert not weights[~pairs].any()
+        torch.testing.assert_close(weights.sum(-1), REAL[:, None].expand(4, 4, LENGTH).float())
+        assert 0.15 < (weights[pairs] > 0).float().mean() < 0.5  # and self-loops
+        assert (weights.diagonal(dim1=2, dim2=3)[REAL[:, None].expand(4, 4, LENGTH)] > 0).all()
+    torch.testing.assert_close(logits(run(model, inputs(model))).shape, logits(out).shape)
+
+
+def test_weights_of_blocks_are_those_of_their_tokens() -> None:
+    model = make_sparse(bert(), 0.4, block_size=2)
+    weights = run(model, inputs(model), output_attentions=True).attentions[0][0]  # no padding
+    edges = weights > 0
+    assert torch.equal(edges[:, 0::2, 0::2], edges[:, 1::2, 1::2])
+    assert 0 < edges.float().mean() < 0.9
+
+
+def test_dropout_is_that_of_the_model() -> None:
+    model = bert(attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
+    given = inputs(model)
+    model.set_attn_implementation("eager")
+    eager = run(model, given).logits
+    replace_attention(model, source="full")
+    torch.testing.assert_close(run(model, given).logits, eager, rtol=0, atol=1e-5)
+    model.train()
+    first, second = model(**given).logits, model(**given).logits
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_gradient_checkpointing_changes_no_gradient(use_reentrant: bool, density: float) -> None:
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        replace_attention(model, **OPTIONS)
+        Sparsifier(model, 0.3, 10).set_density(density)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        torch.manual_seed(1)
+        model.train()(**inputs(model), labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert (grad is None) == (found[1][name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(found[1][name], grad, msg=name)
+    assert any("sbm" in name and grad is not None and grad.any() for name, grad in found[0].items())
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_autocast_of_rotary_positions(density: float) -> None:
+    """They are in single precision, and values are not."""
+    model = make_sparse(llama())
+    for source in sources(model):
+        source.target_density = density
+    given = inputs(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.train()(**given, labels=given["input_ids"])
+        (out.loss + auxiliary_loss(model)).backward()
+        low = run(model, given).logits
+    assert low.dtype == torch.bfloat16
+    assert all(source.head.clusters.grad.isfinite().all() for source in sources(model))
+    if density == 1:
+        torch.testing.assert_close(low[REAL].float(), run(model, given).logits[REAL], rtol=0, atol=0.1)
+
+
+# ------------------------------------------------------------------ generation
+
+
+def generate(model: Any, **options: Any) -> Any:
+    """Ten tokens after prompts with padding on the left."""
+    real = REAL.flip(1)[:3]
+    tokens = torch.randint(3, 50, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    return model.eval().generate(
+        tokens, attention_mask=real.long(), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_generation_equals_that_of_eager_attention(make: Any) -> None:
+    model = make()
+    model.set_attn_implementation("eager")
+    expected = generate(model)
+    replace_attention(model, **OPTIONS)
+    assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model, use_cache=False), expected)
+
+
+def test_a_cache_changes_nothing_where_the_graph_is_not_random() -> None:
+    model = llama()
+    dense = generate(model)
+    replace_attention(model, source="top_k", k=3, window=1)
+    assert torch.equal(generate(model), generate(model, use_cache=False))
+    assert not torch.equal(generate(model), dense)
+
+
+def test_new_tokens_attend_to_sampled_keys_and_to_their_window() -> None:
+    model = make_sparse(llama(), 0.3, window=1)
+    out = generate(model, output_attentions=True, return_dict_in_generate=True)
+    found = [step[0][0, :, 0] for step in out.attentions[1:]]  # of the sequence without padding, [H, S]
+    assert [each.size(1) for each in found] == [*range(13, 22)]
+    for weights in found:
+        assert (weights[:, -2:] > 0).all()
+        torch.testing.assert_close(weights.sum(1), torch.ones(4))
+    density = torch.cat([(each[:, :-2] > 0).float().flatten() for each in found]).mean()
+    assert 0.1 < density < 0.6
+
+
+def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
+    model = llama()
+    for options in ({"source": "window", "size": 2}, {**OPTIONS, "block_size": 2, "target_density": 0.5}):
+        replace_attention(model, **options)
+        assert generate(model, use_cache=False).shape == (3, 22)
+        with pytest.raises(ValueError, match=r"rows do not depend on each other, .* Pass use_cache=False"):
+            generate(model)
+    with pytest.raises(ValueError, match=r"Expected a cache that grows .* use_cache=False"):
+        generate(model, cache_implementation="static")
+    with torch.no_grad():
+        cache = model(torch.randint(3, 50, (1, 4))).past_key_values
+        with pytest.raises(ValueError, match=r"Expected one new token per step with a cache \(got 3 of 7\)"):
+            model(torch.randint(3, 50, (1, 3)), past_key_values=cache)
+
+
+# ------------------------------------------------------------------ training, saving and loading
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, model: Any) -> None:
+        torch.manual_seed(0)
+        self.batches = [inputs(model) for _ in range(4)]
+        self.causal = model.can_generate()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        row = {name: each[number % 4] for name, each in self.batches[number // 4].items()}
+        return row | {"labels": row["input_ids"] if self.causal else torch.tensor(number % 2)}
+
+
+@pytest.mark.slow
+@each_model
+def test_trainer_trains_saves_and_loads(name: str, tmp_path: Path) -> None:
+    make, expected = MODELS[name]
+    model = make()
+    replace_attention(model, **OPTIONS)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=True, learning_rate=1e-3,
+    )  # fmt: skip
+    callback = SparsifierCallback(0.3, every=2, dense_part=0.5)
+    trainer = Trainer(model, arguments, train_dataset=Rows(model), callbacks=[callback])
+    trainer.train()
+    assert {source.target_density for source in sources(model)} == {0.3}
+    still = [name for name, each in model.named_parameters() if "sbm" in name and torch.equal(each, before[name])]
+    assert not still
+    trainer.save_model()
+    again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert len(sources(again)) == len(expected)
+    assert {source.target_density for source in sources(again)} == {0.3}
+    given = inputs(model)
+    assert torch.equal(run(again, given).logits, run(model, given).logits)
+    assert not torch.equal(run(again, given, seed=1).logits, run(model, given).logits)  # another graph
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    again.save_pretrained(tmp_path / "twice")
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "twice"), given).logits, run(model, given).logits)
+
+
+def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: Path) -> None:
+    dense = bert()
+    dense.save_pretrained(tmp_path)
+    load: Any = AutoModelForSequenceClassification.from_pretrained
+    model, report = load(tmp_path, attn_implementation="sbm", sbm={"num_blocks": 4}, output_loading_info=True)
+    assert report["missing_keys"]
+    assert all(".sbm." in key for key in report["missing_keys"])
+    assert model.config.sbm == {"source": "sbm", "num_blocks": 4}
+    given = inputs(model)
+    torch.testing.assert_close(run(model, given).logits, run(dense, given).logits, rtol=0, atol=1e-5)
+    for source in sources(model):
+        assert source.target_density == 1
+        clusters = source.head.clusters.detach()
+        torch.testing.assert_close(clusters @ clusters.mT, torch.eye(4).expand(4, 4, 4), rtol=0, atol=1e-5)
+        assert not source.running_mean.any()
+        assert 0.25 < source.head.mlp[0].weight.abs().max() < 0.36  # that of torch, not of the model's initializer
+    half = load(tmp_path, attn_implementation="sbm", dtype=torch.bfloat16)
+    assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
+    assert run(half, given).logits.isfinite().all()
+    assert sources(half)[0].head.num_blocks == 128
+
+
+def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path: Path) -> None:
+    model = make_sparse(bert())
+    model.save_pretrained(tmp_path)
+    given = inputs(model)
+    eager = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager")
+    model.set_attn_implementation("eager")
+    assert torch.equal(run(eager, given).logits, run(model, given).logits)
+    model.set_attn_implementation("sbm")
+    body = AutoModel.from_pretrained(tmp_path)
+    expected = run(model.bert, given).last_hidden_state
+    assert torch.equal(run(body, given).last_hidden_state, expected)
+    fresh = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert len(sources(fresh)) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"source": "indexer", "index_heads": 2, "target_density": 0.3},
+        {"source": "indexer", "select": "top_k", "k": 3, "estimator": "imitate"},
+        {"source": "routing", "num_clusters": 3, "window": 1},
+        {"source": "top_k", "k": 3},
+        {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
+        {"num_blocks": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
+        {"num_blocks": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},
+    ],
+    ids=lambda options: f"{options.get('source', 'sbm')}-{len(options)}",
+)
+def test_every_kind_of_source_is_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    model = bert()
+    replace_attention(model, **options)
+    model.train()
+    for _ in range(2):
+        out = model(**inputs(model), labels=torch.tensor([0, 1, 0, 1]))
+        (out.loss + auxiliary_loss(model)).backward()
+    model.save_pretrained(tmp_path)
+    again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    given = inputs(model)
+    assert torch.equal(run(again, given).logits, run(model, given).logits)
+    for one, two in zip(sources(model), sources(again), strict=True):
+        assert getattr(one, "target_density", 0) == getattr(two, "target_density", 0)
+
+
+def test_state_dict_restores_the_target_density() -> None:
+    model, other = make_sparse(bert()), bert()
+    replace_attention(other, **OPTIONS)
+    assert {source.target_density for source in sources(other)} == {1.0}
+    other.load_state_dict(model.state_dict())
+    assert {source.target_density for source in sources(other)} == {0.3}
+    assert all(isinstance(value, Tensor) for value in model.state_dict().values())
+
+
+@pytest.mark.slow
+def test_only_the_sources_of_a_frozen_model_are_distilled(tmp_path: Path) -> None:
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    for name, each in model.named_parameters():
+        each.requires_grad_(".sbm." in name or "classifier" in name)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    Trainer(model, arguments, train_dataset=Rows(model), callbacks=[SparsifierCallback(0.3, every=2)]).train()
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == {name for name in before if ".sbm." in name or "classifier" in name}
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_models_without_such_attention_are_refused() -> None:
+    sizes: Any = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config: Any = transformers.DebertaV2Config(**sizes, intermediate_size=48)
+    with pytest.raises(ValueError, match=r"Expected 'model' to have self-attention .* \(got none in DebertaV2Model\)"):
+        replace_attention(transformers.DebertaV2Model(config))
+    with pytest.raises(ValueError, match=r"'attn_implementation' selects \(got DebertaV2Model, which has its own\)"):
+        AutoModel.from_config(config, attn_implementation="sbm")
+    config = transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=4)
+    with pytest.raises(ValueError, match="2 of them in windows or between encoder and decoder in MistralModel"):
+        replace_attention(transformers.MistralModel(config))
+    config.sliding_window = None
+    assert len(replace_attention(transformers.MistralModel(config), **OPTIONS)) == 2
+    with pytest.raises(TypeError, match=r"Expected 'model' to be a PreTrainedModel \(got Linear\)"):
+        replace_attention(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_options_are_checked() -> None:
+    model = bert()
+    with pytest.raises(ValueError, match=r"Expected 'source' to be one of \['sbm', 'indexer', .*\(got 'nothing'\)"):
+        replace_attention(model, source="nothing")
+    with pytest.raises(TypeError, match=r"unknown arguments \['num_block'\]"):
+        replace_attention(model, num_block=4)
+    with pytest.raises(TypeError, match=r"Expected 'options' to be what a config can save .*function"):
+        replace_attention(model, score_bias=lambda *_: 0)
+    with pytest.raises(TypeError, match=r"Expected 'options' without \['dropout'\]"):
+        replace_attention(model, dropout=0.1)
+    with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be a number \(got None\)"):
+        replace_attention(model, num_blocks=None)
+    assert model.config.sbm is None
+    assert not sources(model)
+
+
+def test_calls_that_are_not_supported_are_refused() -> None:
+    model = bert()
+    model.set_attn_implementation("sbm")
+    with pytest.raises(ValueError, match=r"Expected 'model' with graph sources .*\.replace_attention\(model\)"):
+        run(model, inputs(model))
+    replace_attention(model, **OPTIONS)
+    with pytest.raises(ValueError, match=r"Expected 'attention_mask' \[B, S\] of padding \(got one of pairs"):
+        run(model, inputs(model) | {"attention_mask": torch.ones(4, 1, LENGTH, LENGTH, dtype=torch.bool)})
+    with pytest.raises(ValueError, match="Expected 'attention_mask' to leave a real key in each sequence"):
+        run(model, inputs(model) | {"attention_mask": torch.zeros(4, LENGTH, dtype=torch.long)})
+    packed = {"input_ids": torch.randint(3, 50, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    model = llama()
+    replace_attention(model, **OPTIONS)
+    with pytest.raises(ValueError, match="as for packed sequences"):
+        run(model, packed, use_cache=False)
+    sizes: Any = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "d_ff": 48}
+    model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
+    replace_attention(model, **OPTIONS)
+    with pytest.raises(ValueError, match=r"Expected attention without 'position_bias' \(got it from T5Attention\)"):
+        run(model, inputs(model))
+    model = transformers.Gemma2Model(transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8))
+    assert replace_attention(model, **OPTIONS) == ["layers.1.self_attn"]
+    with pytest.raises(ValueError, match=r"Expected attention without 'softcap' \(got it from Gemma2Attention\)"):
+        run(model, inputs(model))
+
+
+@pytest.mark.slow
+def test_only_this_module_registers_the_implementation(tmp_path: Path) -> None:
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    model.save_pretrained(tmp_path)
+    code = f"""
+import sbm_pyg, transformers
+assert "sbm" not in transformers.AttentionInterface().valid_keys()
+try:
+    transformers.AutoModel.from_pretrained({str(tmp_path)!r})
+except ValueError as error:
+    assert 'attn_implementation="sbm"` is not supported' in str(error)
+else:
+    raise AssertionError("a sparse model is not loaded as a dense one")
+before = transformers.PreTrainedModel.post_init
+import importlib, sbm_pyg.integrations.hugging_face as ours
+assert "sbm" in transformers.AttentionInterface().valid_keys()
+importlib.reload(ours)
+assert transformers.PreTrainedModel.post_init._sbm_original is before
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
