@@ -123,9 +123,7 @@ class AttentionConv(EdgeAttention):
     ) -> None:
         unknown = [name for name in kwargs if name not in {*inspect.signature(MessagePassing).parameters} - {"kwargs"}]
         if unknown:
-            raise TypeError(
-                f"{type(self).__name__} got unknown arguments {unknown}. See its docstring for those it has."
-            )
+            raise TypeError(f"{type(self).__name__} got unknown arguments {unknown}. See its docstring.")
         for name, fixed in FIXED.items():
             if kwargs.setdefault(name, fixed[0]) not in fixed:
                 raise ValueError(
@@ -140,7 +138,7 @@ class AttentionConv(EdgeAttention):
         pair = channel_pair(in_channels)
         if source is not None and not isinstance(source, GraphSource):
             raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). A graph goes into the call."
+                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Pass a graph to the call."
             )
         if score_bias is not None and not callable(score_bias):
             raise TypeError(

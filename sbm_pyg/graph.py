@@ -264,7 +264,7 @@ class AttentionGraph(CompressedRows):
         """
         if not isinstance(data, Data | HeteroData):
             raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `from_edge_index` takes edges."
+                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). See `from_edge_index`."
             )
         store, source, target, head_name = _stores(data, edge_type)
         edges = store.get("edge_index")
@@ -321,7 +321,7 @@ class AttentionGraph(CompressedRows):
         queries = [node for node in graph if side[node] == 1] if split else keys
         if not keys or not queries:
             raise ValueError(
-                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes first."
+                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes."
             )
         if not split and {*keys} == {*range(len(keys))}:
             keys = queries = [*range(len(keys))]
@@ -571,14 +571,12 @@ class AttentionGraph(CompressedRows):
             ValueError: ``data`` has other nodes or sequences than the graph, or the edge type does not fit.
         """
         if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one."
-            )
+            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Use `to_data()`.")
         if isinstance(data, Data) and edge_type is not None:
             raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
         if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
             raise ValueError(
-                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges to replace."
+                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges."
             )
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])

@@ -66,13 +66,9 @@ class EncoderTrace:
 
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple) or not all(isinstance(each, Choice | None) for each in self.choices):
-            raise TypeError(
-                f"Expected 'choices' to be a tuple of one Choice or None per layer (got {repr(self.choices)[:80]})."
-            )
+            raise TypeError(f"Expected 'choices' to be a tuple of Choice or None (got {repr(self.choices)[:80]}).")
         if not self.choices:
-            raise ValueError(
-                "Expected 'choices' to hold one Choice or None per layer (got none). A model has at least one layer."
-            )
+            raise ValueError("Expected 'choices' to hold one Choice or None per layer (got none). A model has layers.")
         if not isinstance(self.shape, tuple) or len(self.shape) != 2:
             raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
         for choice in self.choices:

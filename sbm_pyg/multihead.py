@@ -373,7 +373,7 @@ class SBMMultiheadAttention(nn.Module):
         if key_padding_mask is not None:
             if key.is_nested:
                 raise ValueError(
-                    "Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding."
+                    "Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors need none."
                 )
             if query.dim() == 2:
                 key_padding_mask = key_padding_mask[None]

@@ -100,9 +100,7 @@ class Pretrained(nn.Module):
 
         target = _path(folder).resolve()
         if not isinstance(task, str | None):
-            raise TypeError(
-                f"Expected 'task' to be a text or None (got {type(task).__name__}). It goes into the model card."
-            )
+            raise TypeError(f"Expected 'task' to be a text or None (got {type(task).__name__}). The card shows it.")
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
@@ -149,7 +147,7 @@ class Pretrained(nn.Module):
         weights = source / WEIGHTS
         if not weights.is_file():
             raise ValueError(
-                f"Expected '{weights}' to be a file (got none). Copy the whole folder that `save_pretrained` wrote."
+                f"Expected '{weights}' to be a file (got none). Copy the folder that `save_pretrained` wrote."
             )
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
@@ -366,9 +364,7 @@ def _check_finite(tensor: Tensor, name: str, way_out: str) -> None:
 def _path(folder: Any) -> Path:
     """The folder as a path that the file system accepts."""
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(
-            f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path."
-        )
+        raise TypeError(f"Expected 'folder' to be a path (got {type(folder).__name__}). Give a text or a pathlib.Path.")
     path = Path(folder)
     try:
         path.stat() if "\0" in str(path) else path.exists()  # `exists` is False for a name with a null byte

@@ -101,14 +101,12 @@ class EdgeAttention(MessagePassing):
         checks.tensors(query=query, key=key, value=value)
         checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
         checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
-        checks.shape(
-            "value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'."
-        )
+        checks.shape("value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has heads and tokens of 'key'.")
         checks.same_device("query", query, key=key, value=value)
         for name, x in (("query", query), ("key", key)):
             if edge_index is not None and x.size(1) < 1:
                 raise ValueError(
-                    f"Expected '{name}' of at least one token (got {list(x.shape)}). A graph has tokens on both sides."
+                    f"Expected '{name}' of at least one token (got {list(x.shape)}). Both sides have tokens."
                 )
         if not isinstance(returns, Returns):
             raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
@@ -140,9 +138,7 @@ class EdgeAttention(MessagePassing):
         if self.score_bias is None:
             return None
         bias = self.score_bias(query, key, graph)
-        checks.shape(
-            "score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph that it is given."
-        )
+        checks.shape("score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph.")
         return bias
 
     def _attend_over_graph(
@@ -340,7 +336,7 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
         return
     if tokens.device != weight.device:
         raise ValueError(
-            f"Expected 'x' on {weight.device}, as the layer is (got {tokens.device}). Move one of them with `.to`."
+            f"Expected 'x' on {weight.device}, as the layer is (got {tokens.device}). Move one with `.to`."
         )
     if tokens.dtype == weight.dtype:
         return

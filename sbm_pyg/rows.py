@@ -45,7 +45,7 @@ class CompressedRows:
                 "Offsets of large graphs overflow int32: convert it with `.long()`."
             )
         if self.col.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
+            raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Call `.long()`.")
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
@@ -53,15 +53,11 @@ class CompressedRows:
                 "It holds one row per head and query, heads outermost."
             )
         if self.col.dim() != 1:
-            raise ValueError(
-                f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge."
-            )
+            raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key of each edge.")
         self._fill_offsets()
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
-                raise TypeError(
-                    f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`."
-                )
+                raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Call `.long()`.")
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
                 f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} "
@@ -357,9 +353,7 @@ class CompressedRows:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            raise ValueError(
-                f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
-            )
+            raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Try `graph.head(h)`.")
         way_out = "Take fewer heads, or pass the graph of one head to the layer."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
@@ -379,9 +373,7 @@ class CompressedRows:
             ValueError: The list is empty, or numbers of heads or devices differ.
         """
         if isinstance(graphs, CompressedRows) or not isinstance(graphs, Sequence):
-            raise TypeError(
-                f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put a single graph in a list."
-            )
+            raise TypeError(f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Pass [graph].")
         for graph in graphs:
             check_graph(graph, "graphs")
             require_values(graph.col, "graphs")
@@ -392,9 +384,7 @@ class CompressedRows:
             )
         heads, devices = graphs[0].heads, {graph.device for graph in graphs}
         if len(devices) != 1:
-            raise ValueError(
-                f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `graph.to(device)`."
-            )
+            raise ValueError(f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `to`.")
         starts = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
@@ -611,7 +601,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
         check_tensor(value, name, optional=name == "edge_head")
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-            raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
+            raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Call `.long()`.")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). "
@@ -623,7 +613,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(
-            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds the head of each edge."
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It has one per edge."
         )
     return key, query, edge_head.long()
 

@@ -514,16 +514,12 @@ def _chosen(
     if sequences is not None and (
         not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0
     ):
-        raise TypeError(
-            f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four."
-        )
+        raise TypeError(f"Expected 'sequences' to be a list of numbers (got {sequences!r}). None draws the first four.")
     chosen = [
         resolve_index(each, total, "sequences") for each in (range(min(4, total)) if sequences is None else sequences)
     ]
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
-        raise TypeError(
-            f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r})."
-        )
+        raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each drawn input (got {titles!r}).")
     return chosen, [f"input {each}" for each in chosen] if titles is None else titles[: len(chosen)]
 
 
@@ -545,14 +541,10 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
         figure = _figure(width, height)
         return figure, figure.subplots()
     if not hasattr(ax, "get_figure") or isinstance(ax, type):
-        raise TypeError(
-            f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). `figure.subplots()` makes some."
-        )
+        raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). Call `figure.subplots()`.")
     owner = ax.get_figure(root=True)
     if owner is None:
-        raise ValueError(
-            "Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`."
-        )
+        raise ValueError("Expected 'ax' to belong to a figure (got a removed one). Make it with `figure.subplots()`.")
     return owner, ax
 
 
@@ -641,9 +633,7 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     if not isinstance(found, Sequence) or not all(
         graph is None or isinstance(graph, AttentionGraph) for graph in found
     ):
-        raise TypeError(
-            f"Expected 'graphs' to be a trace, or the graph or None of each layer (got {type(graphs).__name__})."
-        )
+        raise TypeError(f"Expected 'graphs' to be a trace, or a graph or None per layer (got {type(graphs).__name__}).")
     layers = [(number, graph) for number, graph in enumerate(found) if graph is not None]
     if not layers:
         raise ValueError(
@@ -652,6 +642,6 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     counts = [graph.num_sequences for _, graph in layers]
     if len({*counts}) > 1:
         raise ValueError(
-            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass the graphs of one batch."
+            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass those of one batch."
         )
     return layers

@@ -131,9 +131,7 @@ def reach_dot(
     """
     checks.tensors(query=query, key=key)
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
-    checks.shape(
-        "key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'."
-    )
+    checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has heads and blocks of 'query'.")
     checks.floating(query=query, key=key)
     _check_ptr(query_ptr, key_ptr, query.size(1), key.size(1))
     checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
@@ -330,9 +328,7 @@ def edge_effect(
     checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
     checks.floating(grad_out=grad_out)
     _check_scores(scale, exploration)
-    checks.shape(
-        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
-    )
+    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the output's shape.")
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
     _check_model(rate, member, chance, query, key)
@@ -381,7 +377,7 @@ def local_expectation(
     _check_rows_tuple(probes, "probes")
     if (factors is None) == (prob is None):
         raise ValueError(
-            f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
+            f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). Pass one pair."
         )
     for name, pair in (("factors", factors), ("prob", prob)):
         if pair is not None:
@@ -517,9 +513,7 @@ def block_effect(
         *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
     )
     checks.floating(grad_out=grad_out)
-    checks.shape(
-        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
-    )
+    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the output's shape.")
     return schemas.block_effect(
         grad_out, query, key, value, *rows, *probes, query_ptr, key_ptr, block_size, is_causal, scale
     )
@@ -671,9 +665,7 @@ def segment_entmax(
     checks.no_tangent(src)
     if ptr is not None:
         if ptr.size(0) < 1:
-            raise ValueError(
-                "Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on."
-            )
+            raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of the segments.")
         return _entmax_columns(src, ptr, alpha)
     assert index is not None
     if index.numel() and not torch.compiler.is_compiling():
@@ -797,7 +789,7 @@ def sample_sbm(
     checks.tensors(rate=rate, member=member)
     checks.shape("rate", rate, (None, None, None), "[H, N, K]", "Heads come first.")
     checks.shape(
-        "member", member, (rate.size(0), None, rate.size(2)), "[H, M, K]", "It has the heads and blocks of 'rate'."
+        "member", member, (rate.size(0), None, rate.size(2)), "[H, M, K]", "It has heads and blocks of 'rate'."
     )
     checks.floating(rate=rate, member=member)
     _check_sequences(("rate", rate), (rate.size(1), member.size(1)), query_ptr, key_ptr, sequence_ids)

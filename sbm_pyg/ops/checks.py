@@ -101,9 +101,7 @@ def forced(forced: Tensor | None, col: Tensor) -> None:
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
     same_device("col", col, forced=forced)
     if forced is not None and forced.dtype != torch.bool:
-        raise TypeError(
-            f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that do not depend on p."
-        )
+        raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It marks edges that do not depend on p.")
 
 
 def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
@@ -125,12 +123,8 @@ def _check_attention_tokens(
             f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
         )
     shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
-    shape(
-        second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has the heads and channels of '{first}'."
-    )
-    shape(
-        "value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has the heads and tokens of '{second}'."
-    )
+    shape(second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has heads and channels of '{first}'.")
+    shape("value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has heads and tokens of '{second}'.")
     others: dict[str, Tensor | None] = {second: key, "value": value}
     same_device(first, query, **others)
     no_tangent(query, key, value)
@@ -342,7 +336,7 @@ def device(value: Any) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, TypeError, AssertionError):
         raise ValueError(
-            f"Expected 'device' to be one that torch has here (got {value!r}). Name it as in 'cpu' or 'cuda:0'."
+            f"Expected 'device' to be one that torch has here (got {value!r}). Try 'cpu' or 'cuda:0'."
         ) from None
     return found
 

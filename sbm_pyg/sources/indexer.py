@@ -201,7 +201,7 @@ class IndexProbability(EdgeProbability):
         require_values(query, "query")
         if min(small, channels) < 1:
             raise ValueError(
-                f"Expected 'query' of at least one small head and channel (got {list(query.shape)}). They make scores."
+                f"Expected 'query' of at least one head and channel (got {list(query.shape)}). They score."
             )
         for name, x, shape, words in (("degree", degree, (count,), "[N]"), ("bias", bias, (heads,), "[H]")):
             if x is not None:

@@ -301,9 +301,7 @@ class SourceGraph(BaseTransform):
     def forward(self, data: Data) -> Data:
         """Choose the edges."""
         if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
+            raise TypeError(f"Expected 'data' to be Data (got {type(data).__name__}). Call `to_homogeneous()`.")
         query = self._features(data) if self.source.reads_vectors else self._ones(data)
         ptr = cast(Tensor, stored_ptr(data, device=query.device))
         tokens = Tokens(query, query_ptr=ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
@@ -334,9 +332,7 @@ class SourceGraph(BaseTransform):
 def _check_choice(choice: object, tokens: Tokens) -> None:
     """Check that a source returned a :class:`Choice` over the tokens that it was given."""
     if not isinstance(choice, Choice):
-        raise TypeError(
-            f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
-        )
+        raise TypeError(f"Expected 'source' to return a Choice (got {type(choice).__name__}). Try `Choice(graph)`.")
     choice.check_tokens(tokens)
 
 
@@ -364,12 +360,10 @@ def check_over(
         )
     if not graph.same_offsets(query_ptr, key_ptr):
         raise ValueError(
-            f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with the same 'ptr'."
+            f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with this 'ptr'."
         )
     if is_causal and not graph.is_causal:
-        raise ValueError(
-            f"Expected '{name}' to be causal, as this {owner} is (got {graph}). `graph.causal()` leaves later keys out."
-        )
+        raise ValueError(f"Expected '{name}' to be causal, as this {owner} is (got {graph}). Take `graph.causal()`.")
 
 
 def drop_forbidden_edges(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:

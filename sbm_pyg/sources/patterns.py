@@ -172,9 +172,7 @@ def random(
         >>> random(6, 2, seed=0).degree
         tensor([[2, 2, 2, 2, 2, 2]])
     """
-    num_keys_per_query = checks.integer(
-        "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
-    )
+    num_keys_per_query = checks.integer("num_keys_per_query", num_keys_per_query, 0, "Each query draws them.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
@@ -374,9 +372,7 @@ class _Positions:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
             known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
             if known and ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr[-1] != n:
-                raise ValueError(
-                    f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
-                )
+                raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Pass None.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
@@ -547,9 +543,7 @@ class PatternSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
         if tokens.bipartite:
-            raise ValueError(
-                "Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
-            )
+            raise ValueError("Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph.")
         graph = self.rule(
             None, **{name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
         )

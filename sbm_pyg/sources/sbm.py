@@ -433,9 +433,7 @@ def check_sbm(sbm: SBM) -> float:
                 "Look for a diverged loss or a division by zero before the SBM."
             )
         if low < 0:
-            raise ValueError(
-                f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
-            )
+            raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax.")
         largest[name] = high
     bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
     if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
@@ -546,9 +544,7 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
                 "See the docstring of SBMHead."
             )
-        ops.checks.number(
-            "initial_density", initial_density, "(0, 1)", "It is the probability of an edge at the start."
-        )
+        ops.checks.number("initial_density", initial_density, "(0, 1)", "It is an edge's probability at first.")
         ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
         ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
         ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")

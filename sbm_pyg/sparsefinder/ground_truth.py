@@ -117,9 +117,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
                 "weight; build the layer with normalizer='entmax15', or leave it out of 'layers'."
             )
         if conv.training:
-            raise ValueError(
-                f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `model.eval()` first."
-            )
+            raise ValueError(f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `eval()`.")
     found: dict[str, list[Sample]] = {name: [] for name in chosen}
     before = {name: conv.score_bias for name, conv in chosen.items()}
     try:

@@ -275,9 +275,7 @@ def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | N
     if block_size is None:
         return [*points]
     if not rest:
-        raise ValueError(
-            "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
-        )
+        raise ValueError("Expected 'samples' with graphs for 'block_size' (got pairs). Graphs say where sequences end.")
     ptrs = (rest[0].query_ptr, rest[0].key_ptr)
     return [block_means(x, ptr, block_size)[0] for x, ptr in zip(points, ptrs, strict=True)]
 
@@ -326,9 +324,7 @@ class SparsefinderSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
         if tokens.bipartite and self.num_global:
-            raise ValueError(
-                "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
-            )
+            raise ValueError("Expected the same tokens on both sides with 'num_global' (got a pair). Leave it out.")
         graph = self.rule(tokens.with_vectors(*self.projection(tokens.query, tokens.key))).graph
         if self.num_global:
             wide = patterns.global_tokens(None, self.num_global, is_causal=tokens.is_causal, ptr=tokens.query_ptr)
