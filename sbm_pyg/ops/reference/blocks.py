@@ -310,8 +310,7 @@ def pair_gains(
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, is_causal: bool, scale: float,
-    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
+    block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
@@ -326,8 +325,7 @@ def block_effect(
 
 def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, is_causal: bool, scale: float,
-    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
+    block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> Tensor:  # fmt: skip
     cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains

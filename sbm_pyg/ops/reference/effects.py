@@ -100,10 +100,10 @@ def edge_effect(
     probe_col: Tensor,
     probe_bias: Tensor | None,
     scale: float,
-    rate: Tensor | None = None,
-    member: Tensor | None = None,
-    chance: Tensor | None = None,
-    exploration: float = 0.0,
+    rate: Tensor | None,
+    member: Tensor | None,
+    chance: Tensor | None,
+    exploration: float,
 ) -> tuple[Tensor, Tensor]:
     measured = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
