@@ -393,7 +393,9 @@ class Lemma2:
             or not all(isinstance(each, int) for each in order)
             or sorted(order) != [1, 2, 3]
         ):
-            raise ValueError(f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). Try (1, 2, 3).")
+            raise ValueError(
+                f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3)."
+            )
         return spread_steps([self.graphs[number - 1] for number in order])
 
 

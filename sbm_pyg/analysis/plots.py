@@ -544,7 +544,9 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
         raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). Call `figure.subplots()`.")
     owner = ax.get_figure(root=True)
     if owner is None:
-        raise ValueError("Expected 'ax' to belong to a figure (got a removed one). Make it with `figure.subplots()`.")
+        raise ValueError(
+            "Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`."
+        )
     return owner, ax
 
 

@@ -197,7 +197,9 @@ class SBMSource(LearnedSource, FollowingSource):
     ) -> None:
         super().__init__()
         if not isinstance(head, torch.nn.Module):
-            raise TypeError(f"Expected 'head' to be a module like SBMHead (got {type(head).__name__}). It makes SBMs.")
+            raise TypeError(
+                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
+            )
         ops.checks.one_of("method", method, ops.METHODS)
         if exploration is not None:
             ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
