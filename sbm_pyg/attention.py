@@ -136,15 +136,9 @@ class AttentionConv(EdgeAttention):
             for name, size in (("heads", heads), ("out_channels", out_channels))
         )
         pair = channel_pair(in_channels)
-        if source is not None and not isinstance(source, GraphSource):
-            raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Pass a graph to the call."
-            )
-        if score_bias is not None and not callable(score_bias):
-            raise TypeError(
-                f"Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got {type(score_bias).__name__}). "
-                "Wrap a tensor in a function."
-            )
+        checks.kind("source", source, GraphSource | None, "a GraphSource", "A graph goes into the call.")
+        what = "a callable (query, key, graph) -> [E]"
+        checks.kind("score_bias", score_bias, Callable | None, what, "Wrap a tensor in a function.")
         check_normalizer(normalizer, heads)
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
@@ -427,11 +421,7 @@ class SBMAttentionConv(AttentionConv):
         estimator = resolve_estimator(estimator, normalizer, method, probes)
         super().__init__(in_channels, out_channels, heads, estimator=estimator, **options)
         self.num_blocks = num_blocks
-        if sbm_options is not None and not isinstance(sbm_options, Mapping):
-            raise TypeError(
-                "Expected 'sbm_options' to be a dict of arguments of SBMHead "
-                f"(got {type(sbm_options).__name__}). Name each option."
-            )
+        checks.kind("sbm_options", sbm_options, Mapping | None, "a dict of arguments of SBMHead", "Name each option.")
         if num_blocks is not None:
             if of_source.get("exploration") is None:
                 of_source["exploration"] = self.estimator.exploration

@@ -262,10 +262,7 @@ class AttentionGraph(CompressedRows):
             >>> AttentionGraph.from_data(graph.to_data()) == graph
             True
         """
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). See `from_edge_index`."
-            )
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "`from_edge_index` takes edges.")
         store, source, target, head_name = _stores(data, edge_type)
         edges = store.get("edge_index")
         edges = store.get("adj_t") if edges is None else edges
@@ -305,11 +302,7 @@ class AttentionGraph(CompressedRows):
             >>> AttentionGraph.from_networkx(nx.DiGraph([(0, 1), (1, 1)])).to_dense()[0].int().tolist()
             [[0, 0], [1, 1]]
         """
-        if not isinstance(graph, nx.Graph):
-            raise TypeError(
-                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). "
-                "Build one with `nx.DiGraph(edges)`."
-            )
+        checks.kind("graph", graph, nx.Graph, "a networkx graph", "Build one with `nx.DiGraph(edges)`.")
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
@@ -570,8 +563,7 @@ class AttentionGraph(CompressedRows):
             TypeError: ``data`` is not a PyG data object.
             ValueError: ``data`` has other nodes or sequences than the graph, or the edge type does not fit.
         """
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Use `to_data()`.")
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "`to_data()` makes a new one.")
         if isinstance(data, Data) and edge_type is not None:
             raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
         if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
@@ -677,11 +669,9 @@ class AttentionGraph(CompressedRows):
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     """Edges ``[2, E]`` of any PyG adjacency, in its order: row 0 the keys (sources), row 1 the queries (targets)."""
-    if not isinstance(adjacency, Tensor | SparseTensor):
-        raise TypeError(
-            "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph "
-            f"(got {type(adjacency).__name__}). Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
-        )
+    what = "a tensor [2, E], a sparse adjacency or an AttentionGraph"
+    way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
+    checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
             adjacency = adjacency.coalesce()  # else `to_edge_index` marks the caller's tensor as coalesced

@@ -247,11 +247,7 @@ class SequenceEncoder(Pretrained):
         super().__init__()
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if attention_options is not None:
-            if not isinstance(attention_options, Mapping):
-                raise TypeError(
-                    "Expected 'attention_options' to be a dict "
-                    f"(got {type(attention_options).__name__}). Name each option."
-                )
+            checks.kind("attention_options", attention_options, Mapping, "a dict", "Name each option.")
             self._options["attention_options"] = dict(attention_options)
         channels, heads = (
             checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in (("channels", channels), ("heads", heads))
@@ -282,11 +278,7 @@ class SequenceEncoder(Pretrained):
         for name, count in counts.items():
             _check_parameters(name, count)
         checks.memory("num_layers", num_layers, LAYER_BYTES, torch.device("cpu"), "Build a smaller model.", "layers")
-        if not (isinstance(attention, str) or callable(attention)):
-            raise TypeError(
-                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). "
-                f"The names are {[*ATTENTION]}."
-            )
+        checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {[*ATTENTION]}.")
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
@@ -480,11 +472,7 @@ class _Head(Pretrained):
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int, width: str) -> None:
         super().__init__()
-        if not isinstance(encoder, SequenceEncoder):
-            raise TypeError(
-                f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). "
-                "It turns tokens into vectors."
-            )
+        checks.kind("encoder", encoder, SequenceEncoder, "a SequenceEncoder", "It turns tokens into vectors.")
         self.encoder = encoder
         self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
         _check_parameters("num_classes", self.num_classes * getattr(encoder, width))

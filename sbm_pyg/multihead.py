@@ -144,11 +144,9 @@ class SBMMultiheadAttention(nn.Module):
             TypeError: ``attention`` is not a layer of torch.
             ValueError: It appends a bias or zeros to its keys.
         """
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(
-                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). "
-                "Pass the layer itself."
-            )
+        checks.kind(
+            "attention", attention, nn.MultiheadAttention, "a torch.nn.MultiheadAttention", "Pass the layer itself."
+        )
         weight = attention.out_proj.weight
         made = cls(
             attention.embed_dim,
@@ -444,8 +442,7 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **optio
         ['self_attn']
         >>> sparsifier = Sparsifier(layer, density=0.1)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Pass a model of torch.")
+    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     found = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     if not found or "" in found:
         got = "a layer itself; use `SBMMultiheadAttention.from_torch`" if found else "none"

@@ -99,8 +99,7 @@ class Pretrained(nn.Module):
         from safetensors.torch import save_file
 
         target = _path(folder).resolve()
-        if not isinstance(task, str | None):
-            raise TypeError(f"Expected 'task' to be a text or None (got {type(task).__name__}). The card shows it.")
+        checks.kind("task", task, str | None, "a text or None", "It goes into the model card.")
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
@@ -363,8 +362,7 @@ def _check_finite(tensor: Tensor, name: str, way_out: str) -> None:
 
 def _path(folder: Any) -> Path:
     """The folder as a path that the file system accepts."""
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"Expected 'folder' to be a path (got {type(folder).__name__}). Give a text or a pathlib.Path.")
+    checks.kind("folder", folder, str | os.PathLike, "a path", "Give it as a text or a pathlib.Path.")
     path = Path(folder)
     try:
         path.stat() if "\0" in str(path) else path.exists()  # `exists` is False for a name with a null byte

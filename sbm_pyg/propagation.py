@@ -108,13 +108,9 @@ class EdgeAttention(MessagePassing):
                 raise ValueError(
                     f"Expected '{name}' of at least one token (got {list(x.shape)}). Both sides have tokens."
                 )
-        if not isinstance(returns, Returns):
-            raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
-        if edge_filter is not None and not callable(edge_filter):
-            raise TypeError(
-                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). "
-                "Wrap a mask in a function."
-            )
+        checks.kind("returns", returns, Returns, "a Returns", "See the docstring.")
+        way_out = "Wrap a mask in a function."
+        checks.kind("edge_filter", edge_filter, Callable | None, "a callable graph -> [E]", way_out)
         if edge_head is not None and not isinstance(edge_index, Tensor):
             raise ValueError(
                 f"Expected 'edge_head' with an 'edge_index' tensor alone (got it with {type(edge_index).__name__}). "
@@ -314,10 +310,7 @@ def converts(tokens: Tensor, weight: Tensor) -> bool:
 
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     """Check that a projection accepts the tokens."""
-    if not isinstance(tokens, Tensor):
-        raise TypeError(
-            f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it."
-        )
+    checks.kind("x", tokens, Tensor, "a tensor, or a pair of keys and queries", "Convert it.")
     checks.dense("x", tokens)
     if tokens.dim() != 2:
         raise ValueError(

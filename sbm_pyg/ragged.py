@@ -168,8 +168,7 @@ class Tokens:
 
 def check_record(tokens: object) -> None:
     """Raise TypeError unless ``tokens`` is a :class:`Tokens`."""
-    if not isinstance(tokens, Tokens):
-        raise TypeError(f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Build `Tokens(query, key)`.")
+    checks.kind("tokens", tokens, Tokens, "Tokens", "Build them with `Tokens(query, key)`.")
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
@@ -382,10 +381,7 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
         if generator is not None:
             raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
         return checks.seed(seed)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Or pass `seed`."
-        )
+    checks.kind("generator", generator, torch.Generator | None, "a torch.Generator", "Pass a number as `seed`.")
     device = "cpu" if generator is None else generator.device
     drawn = torch.randint(2**63 - 1, (), generator=generator, device=device).item()
     return cast(int, drawn)  # `int(...)` would need the number, which `torch.export` does not have yet

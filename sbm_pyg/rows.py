@@ -576,11 +576,7 @@ def masked_rows(
 
 def check_graph(graph: object, name: str = "graph") -> None:
     """Raise TypeError unless ``graph`` is an :class:`~sbm_pyg.AttentionGraph`."""
-    if not isinstance(graph, CompressedRows):
-        raise TypeError(
-            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). "
-            "Build one with `AttentionGraph.from_edge_index`."
-        )
+    checks.kind(name, graph, CompressedRows, "an AttentionGraph", "Build one with `AttentionGraph.from_edge_index`.")
 
 
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:

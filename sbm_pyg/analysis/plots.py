@@ -462,8 +462,7 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
         result: Result of :func:`sbm_pyg.analysis.lemma1`.
         ax: Axes for the probabilities; the expectation gets an axis on their right.
     """
-    if not isinstance(result, Lemma1):
-        raise TypeError(f"Expected 'result' to be a Lemma1 (got {type(result).__name__}). `analysis.lemma1` makes one.")
+    checks.kind("result", result, Lemma1, "a Lemma1", "`analysis.lemma1` makes one.")
     figure, axes = _axes(ax, 7.6, 4.8)
     p, n, (low, high) = result.probabilities, result.n, result.interval
     smooth = np.linspace(float(p.min()), float(p.max()), 200)

@@ -42,12 +42,15 @@ def tensors(**given: Any) -> None:
         dense(name, x)
 
 
+def kind(name: str, x: Any, kinds: Any, what: str, way_out: str) -> None:
+    """Refuse anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
+    if not isinstance(x, kinds):
+        raise TypeError(f"Expected '{name}' to be {what} (got {type(x).__name__}). {way_out}")
+
+
 def dense(name: str, x: Any) -> None:
     """Refuse anything that is not a tensor, and sparse and nested tensors."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`."
-        )
+    kind(name, x, Tensor, "a tensor", "Convert it with `torch.as_tensor`.")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(
             f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). "
@@ -69,8 +72,7 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
     """
     if x is None or torch.compiler.is_compiling():
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"Expected '{name}' to be a tensor {symbols} (got {type(x).__name__}). {way_out}")
+    kind(name, x, Tensor, f"a tensor {symbols}", way_out)
     dense(name, x)
     if x.dim() != len(wanted) or any(
         size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)
@@ -81,18 +83,18 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
 
 def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
     """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
-    kind, like = type(module).__name__, next(module.parameters())
+    owner, like = type(module).__name__, next(module.parameters())
     tensors(query=query, key=key)
     floating(query=query, key=key)
     for name, x, symbols in (("query", query, "[H, N, C]"), ("key", key, "[H, M, C]")):
-        shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {kind}.")
+        shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {owner}.")
         if x.device != like.device:
             raise ValueError(
-                f"Expected '{name}' on {like.device}, as the {kind} is (got {x.device}). Move one of them with `.to`."
+                f"Expected '{name}' on {like.device}, as the {owner} is (got {x.device}). Move one of them with `.to`."
             )
         if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"Expected '{name}' to be {like.dtype}, as the {kind} is (got {x.dtype}). Convert one of them."
+                f"Expected '{name}' to be {like.dtype}, as the {owner} is (got {x.dtype}). Convert one of them."
             )
 
 

@@ -502,10 +502,7 @@ class IndexerSource(LearnedSource):
         window: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(scorer, nn.Module):
-            raise TypeError(
-                f"Expected 'scorer' to be a module such as Indexer (got {type(scorer).__name__}). Make one."
-            )
+        checks.kind("scorer", scorer, nn.Module, "a module such as Indexer", "Make one.")
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")

@@ -288,11 +288,8 @@ class SourceGraph(BaseTransform):
     def __init__(
         self, source: GraphSource, *, heads: int = 1, is_causal: bool = False, seed: int | None = None
     ) -> None:
-        if not isinstance(source, GraphSource):
-            raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Wrap a rule in "
-                "`selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
-            )
+        way_out = "Wrap a rule in `selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
+        checks.kind("source", source, GraphSource, "a GraphSource", way_out)
         self.heads = checks.integer("heads", heads, 1, "Features are divided among them.")
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         self.source, self.is_causal, self.seed = source, is_causal, None if seed is None else checks.seed(seed)
@@ -300,8 +297,7 @@ class SourceGraph(BaseTransform):
     @torch.no_grad()
     def forward(self, data: Data) -> Data:
         """Choose the edges."""
-        if not isinstance(data, Data):
-            raise TypeError(f"Expected 'data' to be Data (got {type(data).__name__}). Call `to_homogeneous()`.")
+        checks.kind("data", data, Data, "Data", "Convert it with `to_homogeneous()`.")
         query = self._features(data) if self.source.reads_vectors else self._ones(data)
         ptr = cast(Tensor, stored_ptr(data, device=query.device))
         tokens = Tokens(query, query_ptr=ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
@@ -338,11 +334,8 @@ def _check_choice(choice: object, tokens: Tokens) -> None:
 
 def check_probability(probability: object) -> None:
     """Raise TypeError unless it is an :class:`EdgeProbability`."""
-    if not isinstance(probability, EdgeProbability):
-        raise TypeError(
-            f"Expected 'probability' to be an EdgeProbability (got {type(probability).__name__}). An SBM is one; "
-            "others are subclasses of `sbm_pyg.EdgeProbability`."
-        )
+    way_out = "An SBM is one; others are subclasses of `sbm_pyg.EdgeProbability`."
+    checks.kind("probability", probability, EdgeProbability, "an EdgeProbability", way_out)
 
 
 def check_over(

@@ -489,8 +489,7 @@ class BoundRule:
     def __init__(
         self, rule: Callable[..., AttentionGraph], options: Mapping[str, Any], given: Collection[str] = ()
     ) -> None:
-        if not callable(rule):
-            raise TypeError(f"Expected 'rule' to be callable (got {type(rule).__name__}). It makes a graph.")
+        checks.kind("rule", rule, Callable, "callable", "It makes a graph.")
         known = inspect.signature(rule).parameters
         general = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [option for option in options if option not in known and not general]

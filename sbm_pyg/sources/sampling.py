@@ -19,6 +19,7 @@ from torch_geometric.transforms import BaseTransform
 from .. import ops
 from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
+from ..ops import checks, values
 from ..ops.reference.blocks import cut_blocks
 from ..ops.values import can_read
 from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
@@ -102,8 +103,8 @@ def sample_edges(
             "Use 'bernoulli' unless you compare with Algorithm 1."
         )
     check_model(sbm)
-    ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
-    ops.checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
+    checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
+    checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
@@ -196,21 +197,18 @@ class SBMSource(LearnedSource, FollowingSource):
         detach: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(head, torch.nn.Module):
-            raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
-            )
-        ops.checks.one_of("method", method, ops.METHODS)
+        checks.kind("head", head, torch.nn.Module, "a module such as SBMHead", "It makes an SBM.")
+        checks.one_of("method", method, ops.METHODS)
         if exploration is not None:
-            ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
+            checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         _check_budget(budget)
         patterns.check_window(window)
         if pool == "learned":
             pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise ValueError(f"Expected 'pool' to be 'mean', 'learned' or a module (got {pool!r}). See `BlockPool`.")
-        self.block_size = ops.checks.integer("block_size", block_size, 1, "It is a number of tokens.")
-        ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
+        self.block_size = checks.integer("block_size", block_size, 1, "It is a number of tokens.")
+        checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
@@ -259,7 +257,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Scale the model to the target density, sample its graph, and note its statistics."""
-        ops.values.require_unbatched(query=tokens.query, key=tokens.key)
+        values.require_unbatched(query=tokens.query, key=tokens.key)
         sbm, saw = self._predict(tokens), None
         if self.target_density is not None:
             sbm, saw = self._scale_to_target_density(sbm, self.target_density, tokens.seed)
@@ -366,25 +364,25 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # 4-byte indices in chunks and joined; 8-byte ones in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
+    if checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
         sbm.query_membership
     ):
         return
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
-    if ops.checks.fits(pairs, bytes_each, device):
+    if checks.fits(pairs, bytes_each, device):
         return
     keys = sbm._allowed_keys().clamp(min=1)
-    degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
+    degree = sbm.expected_degree().to(checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
     expected = float(degree.sum())
     way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
-    ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
+    checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
 
 
 def _check_budget(budget: float | None) -> None:
     if budget is not None:
-        ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+        checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
 
 
 def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -444,21 +442,17 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
                 "Leave it out for Data."
             )
-        ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
+        checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
         self.is_causal, self.block_size = (
             is_causal,
-            ops.checks.integer("block_size", block_size, 1, "It is a number of tokens."),
+            checks.integer("block_size", block_size, 1, "It is a number of tokens."),
         )
         self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from "
-                "`sample_edges`."
-            )
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "Edges of an SBM come from `sample_edges`.")
         hetero = isinstance(data, HeteroData)
         if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
             raise ValueError(
@@ -502,8 +496,8 @@ def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
             f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
             "`SourceGraph(SBMSource(head))`."
         )
-    ops.checks.tensors(**{name: value})
-    ops.checks.floating(**{name: value})
+    checks.tensors(**{name: value})
+    checks.floating(**{name: value})
     if value.dim() not in (2, 3):
         raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
     known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import ops
 from ..graph import AttentionGraph, resolve_index
+from ..ops import checks, values
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
@@ -91,10 +92,10 @@ class SBM(EdgeProbability):
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
         parts = {"query_membership": query, "key_membership": key}
         parts |= {} if block is None else {"block_matrix": block}
-        ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
-        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same position are left out, too.")
-        ops.checks.tensors(**parts)
-        ops.checks.floating(**parts)
+        checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
+        checks.flag("is_strict", self.is_strict, "It says whether keys at the same position are left out, too.")
+        checks.tensors(**parts)
+        checks.floating(**parts)
         for name, tensor in parts.items():
             if tensor.dtype != query.dtype:
                 raise TypeError(
@@ -262,7 +263,7 @@ class SBM(EdgeProbability):
         queries, keys = self._slices()[resolve_index(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
-        ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
+        checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
         p = self.rate[:, queries] @ self.key_membership[:, keys].mT
         return p.tril(-1 if self.is_strict else 0) if self.is_causal else p
 
@@ -334,7 +335,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: ``budget`` is not a positive number.
         """
-        ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
+        checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
         # degrees are in float32 or wider
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return self._scale(factor)
@@ -357,7 +358,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: ``density`` is not a number in (0, 1].
         """
-        ops.checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
+        checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
         return self._scale(self._density_factor(density, self.expected_degree(), self._allowed_keys()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
@@ -406,11 +407,7 @@ class SBM(EdgeProbability):
 
 def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
-    if not isinstance(sbm, SBM):
-        raise TypeError(
-            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). "
-            "`SBMHead` makes one, and so does `SBM(query, key, block)`."
-        )
+    checks.kind("sbm", sbm, SBM, "an SBM", "`SBMHead` makes one, and so does `SBM(query, key, block)`.")
 
 
 def check_sbm(sbm: SBM) -> float:
@@ -449,7 +446,7 @@ def product_bound(sbm: SBM) -> float:
 
     Samplers detect NaN themselves.
     """
-    if sbm._membership_bound is None or ops.values.can_read_without_sync(sbm.rate):
+    if sbm._membership_bound is None or values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
     return sbm.num_blocks**2 * sbm._membership_bound
 
@@ -532,7 +529,7 @@ class SBMHead(torch.nn.Module):
         super().__init__()
         sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
         channels, heads, num_blocks = (
-            ops.checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
+            checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
         )
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
@@ -544,13 +541,13 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
                 "See the docstring of SBMHead."
             )
-        ops.checks.number("initial_density", initial_density, "(0, 1)", "It is an edge's probability at first.")
-        ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
-        ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
-        ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
+        checks.number("initial_density", initial_density, "(0, 1)", "It is an edge's probability at first.")
+        checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
+        checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
+        checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
         few = "It is a number of small models whose product is taken."
-        groups = ops.checks.integer("groups", groups, 1, few)
-        ops.checks.number("groups", groups, "[1, 16]", few)
+        groups = checks.integer("groups", groups, 1, few)
+        checks.number("groups", groups, "[1, 16]", few)
         if groups > 1 and parameterization not in PRODUCTS:
             raise ValueError(
                 f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
@@ -607,7 +604,7 @@ class SBMHead(torch.nn.Module):
         """
         check_record(tokens)
         query, key = tokens.query, tokens.key
-        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
@@ -649,7 +646,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
         """
-        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if not self.degree_corrected:
             raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
         return self._degrees(query, key)

@@ -96,8 +96,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
         >>> query.shape, graph.num_edges < 2 * (4 * 4 + 6 * 6)
         (torch.Size([2, 10, 4]), True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). It has attention layers.")
+    checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     known = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
     if not known:
         raise ValueError(

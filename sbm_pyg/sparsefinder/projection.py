@@ -175,13 +175,8 @@ def fit_projection(
     """
     from ..info import tqdm
 
-    if not isinstance(projection, Projection):
-        raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")
-    if not isinstance(samples, Sequence):
-        raise TypeError(
-            f"Expected 'samples' to be a sequence (got {type(samples).__name__}). Each pass goes over all of them: "
-            "make a list."
-        )
+    checks.kind("projection", projection, Projection, "a Projection", "Make one.")
+    checks.kind("samples", samples, Sequence, "a sequence", "Each pass goes over all of them: make a list.")
     if not samples:
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
@@ -312,11 +307,8 @@ class SparsefinderSource(GraphSource):
         **options: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(projection, nn.Module):
-            raise TypeError(
-                f"Expected 'projection' to be a module such as Projection (got {type(projection).__name__}). "
-                "It takes queries and keys to few dimensions."
-            )
+        way_out = "It takes queries and keys to few dimensions."
+        checks.kind("projection", projection, nn.Module, "a module such as Projection", way_out)
         self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
         self.projection = projection
         self.rule = SelectorSource(rule, window=window, **options)
