@@ -101,22 +101,11 @@ class BlockGraph(AttentionGraph):
 
     @classmethod
     def _trusted_blocks(
-        cls,
-        blocks: AttentionGraph,
-        block_size: int,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        num_queries: int,
-        num_keys: int,
+        cls, blocks: AttentionGraph, size: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
     ) -> BlockGraph:
         """Make a graph without checks, from blocks that fit the tokens by construction."""
         graph: BlockGraph = object.__new__(cls)
-        fields: dict[str, Any] = {
-            "_blocks": blocks,
-            "_block_size": block_size,
-            "query_ptr": query_ptr,
-            "key_ptr": key_ptr,
-        }
+        fields: dict[str, Any] = {"_blocks": blocks, "_block_size": size, "query_ptr": query_ptr, "key_ptr": key_ptr}
         fields |= {"num_queries": num_queries, "num_keys": num_keys}
         for name, value in (fields | {"heads": blocks.heads, "is_causal": blocks.is_causal}).items():
             object.__setattr__(graph, name, value)
@@ -319,11 +308,8 @@ class BlockGraph(AttentionGraph):
         The union of two graphs of the same block size, both causal or neither, is a graph of blocks, and its mask
         ``[E'']`` counts edges of blocks.
         """
-        same = isinstance(other, BlockGraph) and (other.block_size, other.is_causal) == (
-            self.block_size,
-            self.is_causal,
-        )
-        if same and self._same_tokens(other):
+        same = isinstance(other, BlockGraph) and other.block_size == self.block_size
+        if same and other.is_causal == self.is_causal and self._same_tokens(other):
             blocks, from_other = self.blocks.union(other.blocks)
             return self.with_blocks(blocks), from_other
         return self.expand_tokens().union(other.expand_tokens() if isinstance(other, BlockGraph) else other)

@@ -211,16 +211,11 @@ class AttentionGraph(CompressedRows):
         if num_keys is None:
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
         num_queries, num_keys, heads = check_sizes(num_queries, num_keys, heads)
-        for name, index, end in (
-            ("edge_index[0]", key, num_keys),
-            ("edge_index[1]", query, num_queries),
-            ("edge_head", head, heads),
-        ):
+        ends = {"edge_index[0]": (key, num_keys), "edge_index[1]": (query, num_queries), "edge_head": (head, heads)}
+        for name, (index, end) in ends.items():
             if not can_read(index):  # no branch on values, but kernels must never see one that is out of range
-                torch._assert_async(
-                    ((index >= 0) & (index < end)).all(),
-                    f"Expected '{name}' to be at least 0 and below the number of tokens or heads.",
-                )
+                below = f"Expected '{name}' to be at least 0 and below the number of tokens or heads."
+                torch._assert_async(((index >= 0) & (index < end)).all(), below)
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
@@ -443,14 +438,8 @@ class AttentionGraph(CompressedRows):
         require_values(self.col, "graph")
         sequence = resolve_index(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
-        checks.memory(
-            "sequence",
-            self.heads * pairs,
-            1,
-            self.device,
-            "Take one head by `graph.head(h)`, or keep the graph sparse.",
-            "pairs",
-        )
+        way_out = "Take one head by `graph.head(h)`, or keep the graph sparse."
+        checks.memory("sequence", self.heads * pairs, 1, self.device, way_out, "pairs")
         one = self.sequence(sequence)
         mask = torch.zeros(one.heads * one.num_queries, one.num_keys, dtype=torch.bool, device=self.device)
         mask[one.edge_row, one.col.long()] = True
@@ -538,15 +527,10 @@ class AttentionGraph(CompressedRows):
                 "Expected 'graph' to have the same tokens as queries and keys "
                 f"(got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
-        lengths = self.query_ptr.diff()
+        ptr, lengths = self.query_ptr, self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
-        return Data(
-            edge_index=self.edge_index,
-            edge_type=self.edge_head,
-            num_nodes=self.num_queries,
-            batch=batch,
-            ptr=self.query_ptr,
-        )
+        edges = {"edge_index": self.edge_index, "edge_type": self.edge_head}
+        return Data(**edges, num_nodes=self.num_queries, batch=batch, ptr=ptr)
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
         """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.

@@ -94,15 +94,11 @@ class EncoderTrace:
         A graph without probabilities counts with its density, full attention with 1. For a source
         with a target density it is about that target; :attr:`density` is the density of the graphs that were drawn.
         """
-        known = [
-            None
-            if choice is None
-            else choice.density
-            if choice.probability is None
-            else choice.probability.expected_density()
-            for choice in self.choices
-        ]
-        return self._stack(known)
+
+        def density(choice: Choice) -> Tensor:
+            return choice.density if choice.probability is None else choice.probability.expected_density()
+
+        return self._stack([None if choice is None else density(choice) for choice in self.choices])
 
     def density_loss(self, floor: float = 0.0) -> Tensor:
         """Mean expected density over layers, sequences and heads, a scalar to weight and add to the loss.
@@ -260,13 +256,8 @@ class SequenceEncoder(Pretrained):
                 "Tokens are numbers of a vocabulary, or features."
             )
         source = "num_tokens" if in_channels is None else "in_channels"
-        sizes = {
-            source: num_tokens if in_channels is None else in_channels,
-            "num_layers": num_layers,
-            "head_channels": head_channels,
-            "ffn_channels": ffn_channels,
-            "max_length": max_length,
-        }
+        sizes = {source: num_tokens if in_channels is None else in_channels, "num_layers": num_layers}
+        sizes |= {"head_channels": head_channels, "ffn_channels": ffn_channels, "max_length": max_length}
         width, num_layers, head_channels, ffn_channels, max_length = (
             checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in sizes.items()
         )
@@ -285,9 +276,8 @@ class SequenceEncoder(Pretrained):
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
                     "A factory is called with (channels, head_channels, heads)."
                 )
-            make: AttentionFactory = partial(
-                _make_attention, attention, is_causal=is_causal, options=attention_options or {}
-            )
+            options = attention_options or {}
+            make: AttentionFactory = partial(_make_attention, attention, is_causal=is_causal, options=options)
         else:
             if is_causal:
                 raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
@@ -301,9 +291,8 @@ class SequenceEncoder(Pretrained):
         self.token = nn.Embedding(width, channels) if in_channels is None else nn.Linear(width, channels)
         self.position = nn.Embedding(max_length, channels)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            _Layer(channels, heads * head_channels, ffn_channels, dropout, each) for each in attentions
-        )
+        widths = (channels, heads * head_channels, ffn_channels)
+        self.layers = nn.ModuleList(_Layer(*widths, dropout, each) for each in attentions)
         self.norm = nn.LayerNorm(channels)
 
     def constructor_options(self) -> dict[str, Any]:
@@ -370,9 +359,7 @@ class SequenceEncoder(Pretrained):
             checks.floating(tokens=tokens)
             checks.shape("tokens", tokens, (None, self.in_channels), "[N, in_channels]", "They are features.")
             return tokens
-        plain = (
-            isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.dtype in (torch.int64, torch.int32)
-        )
+        plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.dtype in checks.INTEGERS
         if plain and tokens.dim() == 2 and tokens.size(1) == 1:
             tokens = tokens[:, 0]
         if not plain or tokens.dim() != 1:
@@ -404,9 +391,8 @@ class SequenceEncoder(Pretrained):
             )
         check_tensor(positions, "positions")
         if positions is None:
-            return torch.arange(count, device=tokens.device) - torch.repeat_interleave(
-                ptr[:-1], ptr.diff(), output_size=count
-            )
+            start = torch.repeat_interleave(ptr[:-1], ptr.diff(), output_size=count)
+            return torch.arange(count, device=tokens.device) - start
         if not tokens.is_meta:
             require_values(positions, "positions")
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
@@ -432,13 +418,8 @@ class _Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
         self.attention = attention
         self.lin_out = nn.Linear(attended, channels)
-        self.ffn = nn.Sequential(
-            nn.Linear(channels, ffn_channels),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(ffn_channels, channels),
-            nn.Dropout(dropout),
-        )
+        widen, narrow = nn.Linear(channels, ffn_channels), nn.Linear(ffn_channels, channels)
+        self.ffn = nn.Sequential(widen, nn.GELU(), nn.Dropout(dropout), narrow, nn.Dropout(dropout))
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -462,9 +443,8 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``."""
     lengths = ptr.diff()
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
-    return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / (
-        lengths[:, None] if length is None else length
-    )
+    total = x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x)
+    return total / (lengths[:, None] if length is None else length)
 
 
 class _Head(Pretrained):
@@ -495,11 +475,8 @@ class _PoolingHead(_Head):
         if pool_length is not None:
             pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens.")
             checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
-        self.classifier = nn.Sequential(
-            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
-            nn.ReLU(),
-            nn.Linear(encoder.ffn_channels, self.num_classes),
-        )
+        width, hidden = inputs * encoder.channels, encoder.ffn_channels
+        self.classifier = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, self.num_classes))
         self.pool_length = pool_length
 
     def constructor_options(self) -> dict[str, Any]:

@@ -78,13 +78,9 @@ class EdgeAttention(MessagePassing):
     @property
     def _edgewise(self) -> bool:
         """True if hooks or an explainer need PyG's edge-by-edge path."""
-        steps = (
-            self._propagate_forward_pre_hooks,
-            self._propagate_forward_hooks,
-            self._aggregate_forward_pre_hooks,
-            self._aggregate_forward_hooks,
-        )
-        return self._message_hooks or any(steps) or not self.fuse
+        before, after = self._propagate_forward_pre_hooks, self._propagate_forward_hooks
+        hooks = (before, after, self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
+        return self._message_hooks or any(hooks) or not self.fuse
 
     def _check_call(
         self,

@@ -51,13 +51,8 @@ _CAUSAL = "It says whether queries attend to earlier keys, and their own, alone.
 def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | None, query: Tensor, key: Tensor) -> None:
     heads, num_queries, num_keys = *query.shape[:2], key.size(1)
     checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
-    checks.shape(
-        "member",
-        member,
-        (heads, num_keys, None if rate is None else rate.size(-1)),
-        "[H, M, K]",
-        "It has the blocks of 'rate'.",
-    )
+    num_blocks = None if rate is None else rate.size(-1)
+    checks.shape("member", member, (heads, num_keys, num_blocks), "[H, M, K]", "It has the blocks of 'rate'.")
     checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
     checks.same_device("query", query, rate=rate, member=member, chance=chance)
     checks.floating(rate=rate, member=member, chance=chance)

@@ -229,15 +229,8 @@ def block_rows(
         cut, _ = cut_blocks((query.size(1), key.size(1)), ptrs, block_size)
         count = query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    _check_rows(
-        rows,
-        "[H*n+1]",
-        count,
-        ("query", query),
-        "query block",
-        per_edge,
-        ("[E, block_size, block_size]", (block_size, block_size)),
-    )
+    numbers = ("[E, block_size, block_size]", (block_size, block_size))
+    _check_rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, numbers)
     return *ptrs, block_size
 
 
@@ -420,19 +413,14 @@ def available(device: torch.device) -> float:
     Those of the CPU are without swap, and within the limits of this process.
     """
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type != "cpu":
         return math.inf
     left = [_system(), _address_space()]
     for usage, stat, cache_name, limit in _cgroups():
-        cached = next(
-            (int(line.split()[1]) for line in stat.read_text().splitlines() if line.split()[0] == cache_name), 0
-        )
-        left.append(limit - int(usage.read_text()) + cached)
+        numbers = dict(line.split()[:2] for line in stat.read_text().splitlines())
+        left.append(limit - int(usage.read_text()) + int(numbers.get(cache_name, 0)))
     return max(min(left), 0)
 
 
@@ -474,12 +462,8 @@ def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str,
         if controllers == "":  # version 2
             root, maximum, usage, cache_name = mount, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, maximum, usage, cache_name = (
-                mount / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            root, maximum, usage = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_name = "total_inactive_file"
         else:
             continue
         folder = root / path.strip("/")
@@ -500,9 +484,8 @@ def no_tangent(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
             "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."

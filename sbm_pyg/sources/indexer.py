@@ -416,14 +416,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        packed: Tensor,
-        key: Tensor,
-        bias: Tensor | None,
-        value: Tensor,
-        tokens: Tokens,
-        small: int,
-        rule: RowReduction,
+        ctx: Any, packed: Tensor, key: Tensor, bias: Any, value: Tensor, tokens: Tokens, small: int, rule: RowReduction
     ) -> Tensor:
         ctx.save_for_backward(packed, key, bias, value, tokens.query_ptr, tokens.key_ptr)
         ctx.tokens, ctx.small, ctx.rule = tokens, small, rule

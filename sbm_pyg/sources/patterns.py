@@ -39,10 +39,11 @@ __all__ = [
 ]  # fmt: skip
 
 Device = torch.device | str | None
+Ptr = Tensor | None
 
 
 def full(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Every token attends to every token of its sequence.
 
@@ -69,13 +70,7 @@ def full(
 
 
 def window(
-    n: int | None,
-    size: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, size: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends to itself and to the tokens at most ``size`` positions away.
 
@@ -100,19 +95,12 @@ def window(
     if size == 0:  # one edge per token: no synchronization with the device
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
     half_width = positions.length.clamp(max=size)
-    return positions.consecutive(
-        torch.maximum(token - half_width, positions.start), torch.minimum(token + half_width + 1, positions.end)
-    )
+    end = torch.minimum(token + half_width + 1, positions.end)
+    return positions.consecutive(torch.maximum(token - half_width, positions.start), end)
 
 
 def global_tokens(
-    n: int | None,
-    num_global: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_global: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
@@ -145,7 +133,7 @@ def random(
     sequence_ids: Tensor | None = None,
     is_causal: bool = False,
     heads: int = 1,
-    ptr: Tensor | None = None,
+    ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
@@ -194,7 +182,7 @@ def bigbird(
     sequence_ids: Tensor | None = None,
     is_causal: bool = False,
     heads: int = 1,
-    ptr: Tensor | None = None,
+    ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
@@ -234,13 +222,7 @@ def bigbird(
 
 
 def block_diagonal(
-    n: int | None,
-    num_blocks: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_blocks: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
@@ -271,13 +253,7 @@ def block_diagonal(
 
 
 def relay_keys(
-    n: int | None,
-    num_relays: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
@@ -301,13 +277,7 @@ def relay_keys(
 
 
 def relay_queries(
-    n: int | None,
-    num_relays: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
@@ -332,7 +302,7 @@ def relay_queries(
 
 
 def self_loops(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends only to itself.
 
@@ -431,11 +401,8 @@ class _Draws:
         sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
         head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
         self.row = torch.arange(head.numel(), device=sequence_ids.device)
-        self.position, self.sequence_ids, self.head = (
-            positions.position.repeat(positions.heads),
-            sequence_ids.repeat(positions.heads),
-            head | RANDOM_KEY,
-        )
+        self.position, self.head = positions.position.repeat(positions.heads), head | RANDOM_KEY
+        self.sequence_ids = sequence_ids.repeat(positions.heads)
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -543,9 +510,8 @@ class PatternSource(GraphSource):
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
         if tokens.bipartite:
             raise ValueError("Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph.")
-        graph = self.rule(
-            None, **{name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
-        )
+        given = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
+        graph = self.rule(None, **given)
         return Choice(graph.causal() if tokens.is_causal else graph)
 
     def extra_repr(self) -> str:

@@ -32,6 +32,7 @@ from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
+FACTORS = ("query_membership", "key_membership", "block_matrix")
 SAFE_IN_FLOAT32 = 2.0**60
 """If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
 
@@ -274,10 +275,8 @@ class SBMSource(LearnedSource, FollowingSource):
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
         exploration = self._exploration
         # probabilities exceed 1 only by a target density, or by rounding in low precision
-        graph = sample_edges(
-            sbm, method=self.method, exploration=exploration, clamp=True, seed=tokens.seed,
-            sequence_ids=tokens.sequence_ids,
-        )  # fmt: skip
+        how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
+        graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
         size = size if size is None else -(-size // self.block_size)
@@ -295,9 +294,7 @@ class SBMSource(LearnedSource, FollowingSource):
                 f"(got {self.running_mean.numel()}). With a target density, each has a running mean."
             )
         allowed, degree = sbm._allowed_keys(), sbm.expected_degree()
-        edges, pairs = (
-            sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None])
-        )  # [H, B], [1, B]
+        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None]))  # [H or 1, B]
         mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
         pooled = density / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
@@ -325,16 +322,13 @@ class SBMSource(LearnedSource, FollowingSource):
 def _widen(sbm: SBM, bound: float) -> SBM:
     """The model in float64."""
     if bound > 2.0**900:
-        sizes = {
-            name: float(getattr(sbm, name).max()) for name in ("query_membership", "key_membership", "block_matrix")
-        }
+        sizes = {name: float(getattr(sbm, name).max()) for name in FACTORS}
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
             "Scale memberships and block matrix towards 1."
         )
-    wide = {name: getattr(sbm, name).double() for name in ("query_membership", "key_membership", "block_matrix")}
-    return replace(sbm, **wide)
+    return replace(sbm, **{name: getattr(sbm, name).double() for name in FACTORS})
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
@@ -364,9 +358,8 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # 4-byte indices in chunks and joined; 8-byte ones in plain torch
-    if checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
-        sbm.query_membership
-    ):
+    every = sbm.heads * sbm.num_queries * sbm.num_keys
+    if checks.fits(every, bytes_each, device) or not can_read(sbm.query_membership):
         return
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if checks.fits(pairs, bytes_each, device):
@@ -433,21 +426,16 @@ class SBMGraph(BaseTransform):
         block_size: int = 1,
         seed: int | None = None,
     ) -> None:
-        if (
-            not isinstance(edge_type, tuple | list)
-            or len(edge_type) != 3
-            or not all(isinstance(name, str) for name in edge_type)
-        ):
+        three = isinstance(edge_type, tuple | list) and len(edge_type) == 3
+        if not three or not all(isinstance(name, str) for name in edge_type):
             raise TypeError(
                 f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
                 "Leave it out for Data."
             )
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
-        self.is_causal, self.block_size = (
-            is_causal,
-            checks.integer("block_size", block_size, 1, "It is a number of tokens."),
-        )
+        self.is_causal = is_causal
+        self.block_size = checks.integer("block_size", block_size, 1, "It is a number of tokens.")
         self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
@@ -475,9 +463,8 @@ class SBMGraph(BaseTransform):
             sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
         sbm = (sbm.strict() if self.block_size > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.block_size
-        graph = sample_edges(
-            sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
-        )
+        how: dict[str, Any] = {"method": self.method, "exploration": self.exploration, "clamp": self.clamp}
+        graph = sample_edges(sbm, budget=budget, seed=self.seed, **how)
         if self.block_size > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)

@@ -191,14 +191,9 @@ class SBM(EdgeProbability):
         return self.query_ptr.numel() - 1
 
     def __repr__(self) -> str:
-        named = (
-            (self.num_sequences, "sequence"),
-            (self.heads, "head"),
-            (self.num_queries, "querie"),
-            (self.num_keys, "key"),
-            (self.num_blocks, "block"),
-        )
-        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in named)
+        named = {"sequence": self.num_sequences, "head": self.heads, "querie": self.num_queries, "key": self.num_keys}
+        named["block"] = self.num_blocks
+        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for noun, count in named.items())
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
     def validate(self) -> SBM:
@@ -379,9 +374,7 @@ class SBM(EdgeProbability):
         """The model with the rates of each query scaled by a factor, ``[H, N]``."""
         rate = self.rate * factor[..., None]
         member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
-        most = (
-            self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY
-        )  # the largest factor is 1 / MIN_MEAN_PROBABILITY
+        most = self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY  # which divides at the most
         return self._with(query_membership=member, rate=rate, _membership_bound=most)
 
     def _allowed_keys(self) -> Tensor:
@@ -557,9 +550,7 @@ class SBMHead(torch.nn.Module):
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
-        self.start = (
-            initial_density**0.5 if degree_corrected else initial_density
-        )  # of Y S Z; two degrees make the rest
+        self.start = initial_density ** (0.5 if degree_corrected else 1)  # of Y S Z; two degrees make the rest
         self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
@@ -704,15 +695,11 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
 
     Global hooks, as those of torch's FLOP counter, do not count.
     """
-    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
-        torch.nn.Linear,
-        torch.nn.ReLU,
-        torch.nn.Linear,
-    ]:
+    plain = [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
+    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != plain:
         return False
-    watched = any(
-        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp)
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    watched = any(getattr(x, kind) for x in (mlp, *mlp) for kind in kinds)
     replaced = any("forward" in vars(x) for x in (mlp, *mlp))
     return not (watched or replaced or mlp[2].bias is None)
 

@@ -181,12 +181,8 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     """
     check_graph(ground_truth, "ground_truth")
     check_graph(graph)
-    same = (ground_truth.heads, ground_truth.num_queries, ground_truth.num_keys) == (
-        graph.heads,
-        graph.num_queries,
-        graph.num_keys,
-    )
-    if not (same and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
+    sizes = {(each.heads, each.num_queries, each.num_keys) for each in (graph, ground_truth)}
+    if not (len(sizes) == 1 and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(
             f"Expected 'graph' over the tokens and heads of 'ground_truth' (got {graph} for {ground_truth})."
         )
