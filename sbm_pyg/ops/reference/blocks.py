@@ -114,10 +114,7 @@ def _cached_cut(ptr: Tensor, total: int, block_size: int, count: int | None) -> 
 
 
 def cut_blocks(
-    totals: tuple[int, int],
-    ptrs: tuple[Tensor, Tensor],
-    block_size: int,
-    counts: tuple[int | None, int | None] = (None, None),
+    totals: tuple[int, int], ptrs: tuple[Tensor, Tensor], block_size: int, counts: Sequence[int | None] = (None, None)
 ) -> tuple[Cut, Cut]:
     """Cut queries and keys into blocks: one cut for both if they are the same tokens."""
     mine = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
@@ -171,9 +168,8 @@ class Pairs:
         Yields:
             Pairs ``[e]``, their query blocks and key blocks ``[e]``, and scores ``[e, block_size, block_size]``.
         """
-        for which in torch.arange(len(self), device=self.row.device).split(
-            max(1, SCORES_PER_CHUNK // self.block_size**2)
-        ):
+        every, chunk = torch.arange(len(self), device=self.row.device), SCORES_PER_CHUNK // self.block_size**2
+        for which in every.split(max(1, chunk)):
             row, block = self.row[which], self.key[which]
             score = torch.bmm(query[row], key[block].mT).mul_(scale)
             score = score if bias is None else score.add_(bias[which])
@@ -315,9 +311,8 @@ def block_effect(
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
-    edges, probes = (
-        (edge_row(pointer, keys.numel()), *each) for (pointer, keys, _), each in zip(sets, found, strict=True)
-    )
+    rows = (edge_row(pointer, keys.numel()) for pointer, keys, _ in sets)
+    edges, probes = ((row, *each) for row, each in zip(rows, found, strict=True))
     known = find_edges(edges[0] * cuts[1].count + col, probes[0] * cuts[1].count + probe_col)
     effect, probe_effect = leave_one_out(rowptr, edges, probes, known)
     return effect.sum(-1).to(query.dtype), probe_effect.sum(-1).to(query.dtype)
