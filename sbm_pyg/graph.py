@@ -367,20 +367,18 @@ class AttentionGraph(CompressedRows):
         if not isinstance(edge_index, AttentionGraph):
             edges = edge_list(edge_index)
             query_ptr, key_ptr = resolve_sides(num_queries, num_keys, ptr, batch, edges.device)
-            own = 1 if edge_head is None else heads
-            graph = cls.from_edge_index(
-                edges, num_queries, num_keys, edge_head=edge_head, heads=own, query_ptr=query_ptr, key_ptr=key_ptr
-            )
+            own: dict[str, Any] = {"edge_head": edge_head, "heads": 1 if edge_head is None else heads}
+            graph = cls.from_edge_index(edges, num_queries, num_keys, query_ptr=query_ptr, key_ptr=key_ptr, **own)
             return graph.expand(heads)
         if (edge_index.num_queries, edge_index.num_keys) != (num_queries, num_keys):
             raise ValueError(
                 f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
             )
-        has_offsets = ptr is not None or batch is not None
-        if has_offsets and not edge_index.same_offsets(
-            *resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)
-        ):
+        same = True
+        if ptr is not None or batch is not None:
+            same = edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device))
+        if not same:
             raise ValueError(
                 f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
@@ -465,18 +463,12 @@ class AttentionGraph(CompressedRows):
             ImportError: SciPy is not installed.
             ValueError: The head or sequence does not exist, or the head is None and there are several.
         """
-        try:
-            import scipy.sparse
-        except ImportError:
-            raise ImportError(
-                f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
-            ) from None
+        sparse = checks.imported("scipy.sparse", "analysis")
         head = resolve_index(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
-        return scipy.sparse.csr_array(
-            (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy()), shape=(graph.num_queries, graph.num_keys)
-        )
+        parts = (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy())
+        return sparse.csr_array(parts, shape=(graph.num_queries, graph.num_keys))
 
     def to_sparse_tensor(self, head: int | None = None, value: Tensor | None = None) -> SparseTensor:
         """torch-sparse ``SparseTensor`` of one head, transposed for PyG layers: ``[N, M]``, rows = queries.
@@ -506,14 +498,8 @@ class AttentionGraph(CompressedRows):
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
-        return SparseTensor(
-            rowptr=graph.rowptr,
-            col=graph.col.long(),
-            value=value,
-            sparse_sizes=(self.num_queries, self.num_keys),
-            is_sorted=True,
-            trust_data=True,
-        )
+        known = {"sparse_sizes": (self.num_queries, self.num_keys), "is_sorted": True, "trust_data": True}
+        return SparseTensor(rowptr=graph.rowptr, col=graph.col.long(), value=value, **known)
 
     def to_data(self) -> Data:
         """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head), ``batch`` and ``ptr`` (the sequences).

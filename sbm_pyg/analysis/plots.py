@@ -398,12 +398,9 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     figure, axes = _axes(ax, 7.2, 4.4)
     steps = [float(row["step"]) for row in rows]
     for layer, head, name in names:
-        style: dict[str, Any] = {
-            "color": COLOURS[layer % len(COLOURS)],
-            "ls": ("-", "--", ":", "-.")[head % 4],
-            "lw": 1.4,
-        }
-        axes.plot(steps, [100 * float(row[name]) for row in rows], label=f"layer {layer}, head {head}", **style)
+        values, colour = [100 * float(row[name]) for row in rows], COLOURS[layer % len(COLOURS)]
+        style = ("-", "--", ":", "-.")[head % 4]
+        axes.plot(steps, values, color=colour, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
     axes.set_ylim(bottom=0)
     _label(axes, "optimiser step", DENSITY)
     axes.legend(frameon=False, fontsize=8, ncols=2)
@@ -510,26 +507,17 @@ def _chosen(
 ) -> tuple[list[int], Sequence[str]]:
     """The sequences to draw, the first four if None, and their titles."""
     total = layers[0][1].num_sequences
-    if sequences is not None and (
-        not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0
-    ):
+    wanted = range(min(4, total)) if sequences is None else sequences
+    if not isinstance(wanted, Sequence) or isinstance(wanted, str) or len(wanted) == 0:
         raise TypeError(f"Expected 'sequences' to be a list of numbers (got {sequences!r}). None draws the first four.")
-    chosen = [
-        resolve_index(each, total, "sequences") for each in (range(min(4, total)) if sequences is None else sequences)
-    ]
+    chosen = [resolve_index(each, total, "sequences") for each in wanted]
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
         raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each drawn input (got {titles!r}).")
     return chosen, [f"input {each}" for each in chosen] if titles is None else titles[: len(chosen)]
 
 
 def _figure(width: float, height: float, title: str = "") -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            f"Expected 'matplotlib' to be installed (it is not). Run {checks.install('analysis')}."
-        ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = checks.imported("matplotlib.figure", "analysis").Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -566,9 +554,8 @@ def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options:
     """Draw a matrix of queries and keys, with axes in tokens."""
     from matplotlib.ticker import MaxNLocator
 
-    image = axes.imshow(
-        picture, interpolation="nearest", extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5), **options
-    )
+    ends = (-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5)
+    image = axes.imshow(picture, interpolation="nearest", extent=ends, **options)
     axes.set(xlabel="key (token)", ylabel="query (token)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, integer=True))

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -362,6 +363,15 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
     """Refuse a name that is not one of the options."""
     if choice not in options:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
+
+
+def imported(module: str, extra: str) -> Any:
+    """The module of an optional package; an ImportError names the extra that brings it."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ImportError(f"Expected '{package}' to be installed (it is not). Run {install(extra)}.") from None
 
 
 def install(extra: str, options: str = "") -> str:

@@ -246,11 +246,8 @@ def segment_entmax_backward(
     dsrc = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
     dalpha = torch.empty(alpha.shape if need_alpha else 0, dtype=torch.float64)
     arguments = (longest, slopes, p, offsets, alphas, need_alpha, dsrc.view(-1).numpy(), dalpha.view(-1).numpy())
-    run(
-        _entmax_backward_rows,
-        [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces],
-        task_count(p.size),
-    )
+    tasks = [(*piece, column) for column in range(out.shape[0]) for piece in pieces]
+    run(_entmax_backward_rows, [(*task, *arguments) for task in tasks], task_count(p.size))
     return dsrc.to(out.dtype), dalpha.to(alpha.dtype)
 
 
