@@ -285,9 +285,8 @@ class AttentionConv(EdgeAttention):
         bias = score_bias(choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
         inputs = (query, key, value, gate, bias)
-        out, weights = self._attend_over_graph(
-            choice.graph, edge_index, edge_head, inputs, drop, seed, returns.attention_weights
-        )
+        asked = (inputs, drop, seed, returns.attention_weights)
+        out, weights = self._attend_over_graph(choice.graph, edge_index, edge_head, *asked)
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
         loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
@@ -348,16 +347,14 @@ def takes_options_of(*owners: Callable[..., Any], but: tuple[str, ...] = ()) -> 
         ]
         cls.__init__.__signature__ = own.replace(parameters=[*listed, *passed, options])  # type: ignore[attr-defined]
         described: dict[str, str] = {}
+        entry = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", re.MULTILINE)
         for owner in owners:
-            for names, text in re.findall(
-                r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", owner.__doc__ or "", re.MULTILINE
-            ):
+            for names, text in entry.findall(owner.__doc__ or ""):
                 for name in names.split(", "):
                     described.setdefault(name, text)
         added = "".join(f"        {each.name}: {described[each.name]}" for each in passed if each.name in described)
-        cls.__doc__ = re.sub(
-            rf"(^ {{8}}\*\*{options.name}: )", lambda m: added + m[1], cls.__doc__ or "", flags=re.MULTILINE
-        )
+        end = re.compile(rf"(^ {{8}}\*\*{options.name}: )", re.MULTILINE)
+        cls.__doc__ = end.sub(lambda m: added + m[1], cls.__doc__ or "")
         return cls
 
     return decorate

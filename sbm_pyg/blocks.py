@@ -237,9 +237,8 @@ class BlockGraph(AttentionGraph):
             for graph, bias in zip((self, probes), biases, strict=True)
         )
         ptrs, block_size, is_causal = self._layout
-        return ops.block_expectation(
-            *inputs, edges, probed, ptrs=ptrs, block_size=block_size, is_causal=is_causal, prob=prob(), **options
-        )
+        options |= {"ptrs": ptrs, "block_size": block_size, "is_causal": is_causal}
+        return ops.block_expectation(*inputs, edges, probed, prob=prob(), **options)
 
     @property
     def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
@@ -366,9 +365,8 @@ class BlockGraph(AttentionGraph):
             return found & (key - starts[1][key] <= query - starts[0][query]) if self.is_causal else found
 
         count, index, full_count, full_index = found
-        return BlockMask.from_kv_blocks(
-            count, index, full_count, full_index, BLOCK_SIZE=self.block_size, mask_mod=is_edge
-        )
+        options: dict[str, Any] = {"BLOCK_SIZE": self.block_size, "mask_mod": is_edge}
+        return BlockMask.from_kv_blocks(count, index, full_count, full_index, **options)
 
 
 # ------------------------------------------------------------------ pooling

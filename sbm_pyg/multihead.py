@@ -335,9 +335,10 @@ class SBMMultiheadAttention(nn.Module):
                     f"sequences of 'query', and as many keys as values (got {list(x.shape)} with batch_first). "
                     "See the docstring of SBMMultiheadAttention."
                 )
-        if key.is_nested != value.is_nested or (
-            key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
-        ):
+        same = key.is_nested == value.is_nested
+        if same and key.is_nested:
+            same = torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
+        if not same:
             raise ValueError("Expected 'value' to be nested like 'key' (got other lengths). Each key has one value.")
         if key_padding_mask is not None:
             if key.is_nested:

@@ -45,9 +45,6 @@ METHODS = ("bernoulli", "fastrg")
 _CAUSAL = "It says whether queries attend to earlier keys, and their own, alone."
 
 
-# ------------------------------------------------------------------ the functions
-
-
 def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | None, query: Tensor, key: Tensor) -> None:
     heads, num_queries, num_keys = *query.shape[:2], key.size(1)
     checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
@@ -398,9 +395,6 @@ def local_expectation(
     return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
 
 
-# ------------------------------------------------------------------ blocks of tokens
-
-
 def block_attention(
     query: Tensor,
     key: Tensor,
@@ -572,9 +566,6 @@ def block_expectation(
     constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
     more = (chance, forced, layout[2], is_causal, scale, exploration)
     return schemas.BlockExpectation.apply(out, *prob, *constants, *layout[:2], *more)
-
-
-# ------------------------------------------------------------------ alpha-entmax over rows
 
 
 def segment_entmax(

@@ -99,9 +99,8 @@ class Indexer(nn.Module):
 
     def extra_repr(self) -> str:
         """Its sizes."""
-        return (
-            f"{self.channels}, heads={self.heads}, index_heads={self.index_heads}, index_channels={self.index_channels}"
-        )
+        small = f"index_heads={self.index_heads}, index_channels={self.index_channels}"
+        return f"{self.channels}, heads={self.heads}, {small}"
 
 
 class KeyScorer(nn.Module):
@@ -568,6 +567,5 @@ class IndexerSource(LearnedSource):
     def extra_repr(self) -> str:
         """Its options."""
         names = ("k", "target_density", "exploration", "window")
-        return ", ".join(
-            [f"select={self.select!r}", *(f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)]
-        )
+        given = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
+        return ", ".join([f"select={self.select!r}", *given])

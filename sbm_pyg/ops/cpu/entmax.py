@@ -37,9 +37,6 @@ ROUNDING_SHIFT, ROUNDING_BITS, SQRT_HALF = 1.5 * 2.0**52, np.int64(0x43380000000
 LOG2_HIGH, LOG2_LOW, MIN_EXPONENT = 0.6931471803691238, 1.9082149292705877e-10, -700.0
 
 
-# ------------------------------------------------------------------ one row
-
-
 @njit(inline="always")
 def _polynomial(x, factors):
     result = 0.0
@@ -141,9 +138,6 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
     return count, mass
 
 
-# ------------------------------------------------------------------ kernels
-
-
 @numba_kernel
 def _entmax_rows(begin, end, column, longest, src, rowptr, alpha, out):
     index, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
@@ -214,9 +208,6 @@ def _entmax_backward_rows(begin, end, column, longest, grad, p, rowptr, alpha, n
                 entropy += part
             less = alpha[number] - 1
             dalpha[number] = (shared - mean) / less**2 + (mixed - mean * entropy) / less
-
-
-# ------------------------------------------------------------------ the ops
 
 
 def _work(rowptr: Tensor) -> tuple[np.ndarray, list[tuple[int, int]], int]:

@@ -45,8 +45,6 @@ from .rows import (
     work_item,
 )
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton_kernel
 def _edge_dot_kernel(
@@ -159,9 +157,6 @@ def _edge_attention_backward_kernel(
         tl.store(shares + edge, share, mask=there)
         sums += weighted_sum(slope, k)
     store_row(grad_query, parts, slot, sums, WIDTH)
-
-
-# ------------------------------------------------------------------ the ops
 
 
 def _segment_sums(

@@ -29,8 +29,6 @@ _ROOT_TOLERANCE = tl.constexpr(reference_entmax.ROOT_TOLERANCE)
 PIECES_PER_STEP = 16
 """Pieces of a row whose candidates are read together: most pieces have few."""
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton.jit
 def _positive_power(x, exponent):
@@ -248,9 +246,6 @@ def _entmax_backward_kernel(
     if grad_alpha is not None:
         slope = (shared - mean) / (less * less) + (mixed - mean * entropy) / less
         tl.store(grad_alpha + number, cast_like(slope, grad_alpha), mask=slot < 0)
-
-
-# ------------------------------------------------------------------ the ops
 
 
 def _row_tile_options(count: int, segments: int) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from .rows import launch, row_span, triton_kernel
 _PURPOSE_SYSTEMATIC = tl.constexpr(random_words.SYSTEMATIC)
 ROWS_PER_PROGRAM, KEYS_PER_PROGRAM = 128, 64
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton.jit
 def _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
@@ -74,9 +72,6 @@ def _step_kernel(
         edge = begin + tl.arange(0, KEYS_PER_PROGRAM)
         key = (((edge - first).to(tl.float64) + part) * spacing).to(tl.int64)
         tl.store(col + edge, (shift + tl.minimum(key, allowed - 1)).to(tl.int32), mask=edge < stop)
-
-
-# ------------------------------------------------------------------ the op
 
 
 def sample_systematic(

@@ -23,18 +23,6 @@ from .effects import find_edges, leave_one_out
 from .random_words import dropout_keeps, dropout_words
 from .segments import Rows, edge_row, segments, upcast
 
-__all__ = [
-    "Cut",
-    "Pairs",
-    "block_attention",
-    "block_attention_backward",
-    "block_effect",
-    "block_weight",
-    "cut_blocks",
-    "cut_rows",
-    "pair_gains",
-]
-
 SCORES_PER_CHUNK = 2**18
 """Scores of pairs of tokens that are held at a time."""
 DropoutFactors = Callable[[Tensor, Tensor], Tensor]
