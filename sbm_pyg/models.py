@@ -245,9 +245,8 @@ class SequenceEncoder(Pretrained):
         if attention_options is not None:
             checks.kind("attention_options", attention_options, Mapping, "a dict", "Name each option.")
             self._options["attention_options"] = dict(attention_options)
-        channels, heads = (
-            checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in (("channels", channels), ("heads", heads))
-        )
+        channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
+        heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
         head_channels = channels // heads if head_channels is None else head_channels
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         if (num_tokens is None) == (in_channels is None):
@@ -431,9 +430,8 @@ class _Layer(nn.Module):
         sequence_ids: Tensor | None,
         return_choice: bool,
     ) -> tuple[Tensor, Choice | None]:
-        attended, choice = self.attention(
-            self.norm1(x), *edge_index, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True
-        )
+        seeds = {"seed": seed, "sequence_ids": sequence_ids}
+        attended, choice = self.attention(self.norm1(x), *edge_index, ptr=ptr, **seeds, return_choice=True)
         x = x + self.dropout(self.lin_out(attended))
         # FSDP inspects all outputs of a layer, and warns about the views in a choice.
         return x + self.ffn(self.norm2(x)), choice if return_choice else None

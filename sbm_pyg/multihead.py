@@ -121,9 +121,8 @@ class SBMMultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
-        self.conv = SBMAttentionConv(
-            (self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options
-        )
+        sizes = ((self.kdim, embed_dim), head_channels, num_heads, num_blocks)
+        self.conv = SBMAttentionConv(*sizes, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -144,9 +143,8 @@ class SBMMultiheadAttention(nn.Module):
             TypeError: ``attention`` is not a layer of torch.
             ValueError: It appends a bias or zeros to its keys.
         """
-        checks.kind(
-            "attention", attention, nn.MultiheadAttention, "a torch.nn.MultiheadAttention", "Pass the layer itself."
-        )
+        what = "a torch.nn.MultiheadAttention"
+        checks.kind("attention", attention, nn.MultiheadAttention, what, "Pass the layer itself.")
         weight = attention.out_proj.weight
         sizes = (attention.embed_dim, attention.num_heads, attention.dropout, attention.out_proj.bias is not None)
         more = (attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim)

@@ -206,11 +206,8 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
     name, options = description.get("class"), description.get("options")
     if not isinstance(name, str) or name not in known:
         every = {cls.__name__ for cls in _subclasses(Pretrained)}
-        way_out = (
-            f"Load it with `{name}.from_pretrained`"
-            if isinstance(name, str) and name in every
-            else "Import the module that defines it first"
-        )
+        ours = isinstance(name, str) and name in every
+        way_out = f"Load it with `{name}.from_pretrained`" if ours else "Import the module that defines it first"
         raise ValueError(
             f"Expected '{where}class' in '{path}' to be one of {sorted(known)} (got {short(name)}). {way_out}."
         )
@@ -647,15 +644,9 @@ def _register(kind: type, flatten: Callable[[Any], tuple[dict[str, Any], tuple[A
         named, context = flatten(graph)
         return [(GetAttrKey(name), leaf) for name, leaf in named.items()], context
 
-    register_pytree_node(
-        kind,
-        plain,
-        unflatten,
-        serialized_type_name=f"sbm_pyg.{kind.__name__}",
-        to_dumpable_context=list,
-        from_dumpable_context=tuple,
-        flatten_with_keys_fn=with_keys,
-    )
+    dumped: dict[str, Any] = {"to_dumpable_context": list, "from_dumpable_context": tuple}
+    dumped |= {"serialized_type_name": f"sbm_pyg.{kind.__name__}", "flatten_with_keys_fn": with_keys}
+    register_pytree_node(kind, plain, unflatten, **dumped)
 
 
 _register(AttentionGraph, _flatten_graph, _unflatten_graph)

@@ -191,13 +191,8 @@ def unmerged(x: Tensor) -> Tensor:
 
 def offsets(counts: Tensor) -> Tensor:
     """Offsets ``[n+1]`` int64 of counts ``[n]``."""
-    if (
-        not isinstance(counts, Tensor)
-        or counts.layout != torch.strided
-        or counts.dim() != 1
-        or counts.is_floating_point()
-        or counts.is_complex()
-    ):
+    plain = isinstance(counts, Tensor) and counts.layout == torch.strided and counts.dim() == 1
+    if not plain or counts.is_floating_point() or counts.is_complex():
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds the size of each group.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])

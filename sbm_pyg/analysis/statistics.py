@@ -285,9 +285,8 @@ def _labels(graph: AttentionGraph, communities: Communities) -> tuple[Array, Arr
         pair = graph.over_tokens(*communities_of(communities))
     else:
         pair = communities if isinstance(communities, tuple) else (communities, communities)
-    if len(pair) != 2 or not all(
-        isinstance(each, Tensor) and not (each.is_floating_point() or each.is_complex()) for each in pair
-    ):
+    tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
+    if not tensors or any(each.is_floating_point() or each.is_complex() for each in pair):
         raise TypeError(
             f"Expected 'communities' to be an SBM, a tensor of integers or a pair of those (got {short(communities)}). "
             "They are numbers of communities."

@@ -75,9 +75,8 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
         return
     kind(name, x, Tensor, f"a tensor {symbols}", way_out)
     dense(name, x)
-    if x.dim() != len(wanted) or any(
-        size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)
-    ):
+    same = x.dim() == len(wanted) and all(size in (None, mine) for size, mine in zip(wanted, x.shape, strict=True))
+    if not same:
         sizes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
 

@@ -115,9 +115,8 @@ def sample_edges(
         _check_memory(scaled, method, exploration)
         rate, key = (scaled.rate, scaled.key_membership) if bound <= SAFE_IN_FLOAT32 else _rescale(scaled)
         key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
-        rowptr, col = ops.sample_sbm(
-            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
-        )
+        law = (seed, method, exploration, clamp, sbm.is_causal)
+        rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, *law)
     sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
     graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:

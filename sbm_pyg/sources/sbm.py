@@ -138,10 +138,9 @@ class SBM(EdgeProbability):
                     "Pass the offsets of the keys."
                 )
             key_ptr = query_ptr if num_queries == key.size(1) else None
-        ptrs = resolve_sides(
-            num_queries, key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
-        )
-        for name, ptr in zip(("query_ptr", "key_ptr"), ptrs, strict=True):
+        sizes, names = (num_queries, key.size(1)), ("query_ptr", "key_ptr")
+        ptrs = resolve_sides(*sizes, (key_ptr, query_ptr), None, query.device, names=names)
+        for name, ptr in zip(names, ptrs, strict=True):
             object.__setattr__(self, name, ptr)
         if block is None:
             identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
@@ -520,10 +519,9 @@ class SBMHead(torch.nn.Module):
         groups: int = 1,
     ) -> None:
         super().__init__()
-        sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
-        channels, heads, num_blocks = (
-            checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
-        )
+        sizes = {"channels": channels, "heads": heads, "num_blocks": num_blocks}
+        usual = "The paper has 32 channels and 128 blocks."
+        channels, heads, num_blocks = (checks.integer(*size, 1, usual) for size in sizes.items())
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
                 f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
@@ -552,9 +550,8 @@ class SBMHead(torch.nn.Module):
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
         self.start = initial_density ** (0.5 if degree_corrected else 1)  # of Y S Z; two degrees make the rest
         self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
-        )
+        first, second = (torch.nn.Linear(channels, channels) for _ in range(2))
+        self.mlp = torch.nn.Sequential(first, torch.nn.ReLU(), second)
         self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))
         if parameterization == "mixed":
             self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
