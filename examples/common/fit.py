@@ -47,7 +47,7 @@ def fit(
         rate_at: Factor of the learning rate, from the part of the steps that is over.
 
     Returns:
-        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses lies beside the checkpoint.
+        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses is next to the checkpoint.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
