@@ -409,8 +409,9 @@ class CompressedRows:
         slot = position + before[:-1]  # position in the union of each edge of the other graph
         (new,) = unmerged(added).nonzero(as_tuple=True)
         size, new_slot = mine.numel() + new.numel(), slot[new]
-        nothing = torch.zeros(size, dtype=torch.bool, device=self.device)
-        from_other, is_new = (nothing.index_fill(0, x, True) for x in (slot, new_slot))
+        from_other, is_new = (
+            torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, new_slot)
+        )
         col = self.col.new_empty(size, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
         col = col.masked_scatter(~is_new, self.col.to(col.dtype)).index_copy(0, new_slot, other.col[new].to(col.dtype))
         is_causal = self.is_causal and other.is_causal
