@@ -5,18 +5,18 @@ In: ragged tokens. Out: tokens. Not here: graphs; this layer makes none.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops import checks
+from .ops.reference.segments import group_by_length
 from .propagation import check_tokens
-from .ragged import pad, resolve_ptr
-from .sources.learned import attend_densely
+from .ragged import offsets, pad, resolve_ptr
 
 __all__ = ["FullAttention"]
+
+MAX_PADDED_PAIRS = 2**20  # above it, sequences are grouped by length
 
 
 class FullAttention(nn.Module):
@@ -33,8 +33,8 @@ class FullAttention(nn.Module):
         TypeError, ValueError: A size or probability is out of range.
 
     Shapes:
-        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of similar length L.
-          Sequences of other lengths are padded in groups of similar length, or all to the longest in compiled code.
+        - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of similar length L. If
+          padding would take long, sequences are grouped by length, unless the code is compiled.
     """
 
     def __init__(
@@ -72,21 +72,38 @@ class FullAttention(nn.Module):
         checks.tensors(x=x, ptr=ptr)
         check_tokens(x, self.lin_query)
         checks.shape("x", x, (None, self.channels), "[N, channels]", "It has the channels of the layer.")
-        how: dict[str, Any] = {"is_causal": self.is_causal}
-        if torch.compiler.is_compiling():  # compiled code cannot have a variable number of groups
-            padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
-            # Padding comes after the tokens, so causal tokens do not attend to it.
-            how["attn_mask"] = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
-        else:
-            padded, ptr = x[None], resolve_ptr(x.size(0), ptr, device=x.device)
+        attend = self._attend
+        if not torch.compiler.is_compiling():  # compiled code cannot have a variable number of groups
+            ptr = resolve_ptr(x.size(0), ptr, device=x.device)
+            attend = self._attend if _padding(ptr) < MAX_PADDED_PAIRS else self._attend_by_length
+        out = attend(x, ptr)
+        return (out, None) if return_choice else out
+
+    def _attend_by_length(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Attend within groups of sequences of similar length, one group after the other."""
+        groups = [*group_by_length(ptr, ptr)]
+        order = torch.cat([tokens[tokens >= 0] for tokens, _, _ in groups])
+        ptrs = [offsets(ptr.diff()[which]) for _, _, which in groups]
+        grouped = x[order].split([int(each[-1]) for each in ptrs])
+        return torch.cat([self._attend(*group) for group in zip(grouped, ptrs, strict=True)])[order.argsort()]
+
+    def _attend(self, x: Tensor, ptr: Tensor) -> Tensor:
+        """Attend within sequences padded to the length of the longest."""
+        padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
         query, key, value = (
             lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
             for lin in (self.lin_query, self.lin_key, self.lin_value)
         )
+        # Padding comes after the tokens, so causal tokens do not attend to it.
+        ragged = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
         drop = self.dropout if self.training else 0.0
-        if torch.compiler.is_compiling():
-            out = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, **how).transpose(1, 2)[mask]
-        else:
-            out = attend_densely(query[0], key[0], value[0], ptr, ptr, dropout=drop, **how).transpose(0, 1)
-        out = out.flatten(1)
-        return (out, None) if return_choice else out
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=ragged, dropout_p=drop, is_causal=self.is_causal
+        )
+        return out.transpose(1, 2).flatten(2)[mask]
+
+
+def _padding(ptr: Tensor) -> int:
+    """Number of pairs of tokens that padding to the longest sequence adds."""
+    lengths = ptr.diff()
+    return int(lengths.numel() * lengths.max() ** 2 - lengths.square().sum())

@@ -28,7 +28,7 @@ from sbm_pyg import (
     ops,
 )
 from sbm_pyg.models import ATTENTION
-from sbm_pyg.sources import learned, patterns
+from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def test_full_attention_takes_sequences_of_other_lengths_apart(
         sizes.append(query.size(0) * query.size(2))
         return attention(query, *rest, **options)
 
-    monkeypatch.setattr(learned, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     out = dense(x, ptr=ptr)
     assert sizes == [60 * 4, 200]
     alone = torch.cat(
