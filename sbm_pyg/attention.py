@@ -123,9 +123,7 @@ class AttentionConv(EdgeAttention):
     ) -> None:
         unknown = [name for name in kwargs if name not in {*inspect.signature(MessagePassing).parameters} - {"kwargs"}]
         if unknown:
-            raise TypeError(
-                f"{type(self).__name__} got unknown arguments {unknown}. See its docstring for those it has."
-            )
+            raise TypeError(f"{type(self).__name__} got unknown arguments {unknown}. See its docstring.")
         for name, fixed in FIXED.items():
             if kwargs.setdefault(name, fixed[0]) not in fixed:
                 raise ValueError(
@@ -138,15 +136,9 @@ class AttentionConv(EdgeAttention):
             for name, size in (("heads", heads), ("out_channels", out_channels))
         )
         pair = channel_pair(in_channels)
-        if source is not None and not isinstance(source, GraphSource):
-            raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). A graph goes into the call."
-            )
-        if score_bias is not None and not callable(score_bias):
-            raise TypeError(
-                f"Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got {type(score_bias).__name__}). "
-                "Wrap a tensor in a function."
-            )
+        checks.kind("source", source, GraphSource | None, "a GraphSource", "A graph goes into the call.")
+        what = "a callable (query, key, graph) -> [E]"
+        checks.kind("score_bias", score_bias, Callable | None, what, "Wrap a tensor in a function.")
         check_normalizer(normalizer, heads)
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
@@ -293,9 +285,8 @@ class AttentionConv(EdgeAttention):
         bias = score_bias(choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
         inputs = (query, key, value, gate, bias)
-        out, weights = self._attend_over_graph(
-            choice.graph, edge_index, edge_head, inputs, drop, seed, returns.attention_weights
-        )
+        asked = (inputs, drop, seed, returns.attention_weights)
+        out, weights = self._attend_over_graph(choice.graph, edge_index, edge_head, *asked)
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
         loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
@@ -356,16 +347,14 @@ def takes_options_of(*owners: Callable[..., Any], but: tuple[str, ...] = ()) -> 
         ]
         cls.__init__.__signature__ = own.replace(parameters=[*listed, *passed, options])  # type: ignore[attr-defined]
         described: dict[str, str] = {}
+        entry = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", re.MULTILINE)
         for owner in owners:
-            for names, text in re.findall(
-                r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", owner.__doc__ or "", re.MULTILINE
-            ):
+            for names, text in entry.findall(owner.__doc__ or ""):
                 for name in names.split(", "):
                     described.setdefault(name, text)
         added = "".join(f"        {each.name}: {described[each.name]}" for each in passed if each.name in described)
-        cls.__doc__ = re.sub(
-            rf"(^ {{8}}\*\*{options.name}: )", lambda m: added + m[1], cls.__doc__ or "", flags=re.MULTILINE
-        )
+        end = re.compile(rf"(^ {{8}}\*\*{options.name}: )", re.MULTILINE)
+        cls.__doc__ = end.sub(lambda m: added + m[1], cls.__doc__ or "")
         return cls
 
     return decorate
@@ -429,11 +418,7 @@ class SBMAttentionConv(AttentionConv):
         estimator = resolve_estimator(estimator, normalizer, method, probes)
         super().__init__(in_channels, out_channels, heads, estimator=estimator, **options)
         self.num_blocks = num_blocks
-        if sbm_options is not None and not isinstance(sbm_options, Mapping):
-            raise TypeError(
-                "Expected 'sbm_options' to be a dict of arguments of SBMHead "
-                f"(got {type(sbm_options).__name__}). Name each option."
-            )
+        checks.kind("sbm_options", sbm_options, Mapping | None, "a dict of arguments of SBMHead", "Name each option.")
         if num_blocks is not None:
             if of_source.get("exploration") is None:
                 of_source["exploration"] = self.estimator.exploration

@@ -101,22 +101,11 @@ class BlockGraph(AttentionGraph):
 
     @classmethod
     def _trusted_blocks(
-        cls,
-        blocks: AttentionGraph,
-        block_size: int,
-        query_ptr: Tensor,
-        key_ptr: Tensor,
-        num_queries: int,
-        num_keys: int,
+        cls, blocks: AttentionGraph, size: int, query_ptr: Tensor, key_ptr: Tensor, num_queries: int, num_keys: int
     ) -> BlockGraph:
         """Make a graph without checks, from blocks that fit the tokens by construction."""
         graph: BlockGraph = object.__new__(cls)
-        fields: dict[str, Any] = {
-            "_blocks": blocks,
-            "_block_size": block_size,
-            "query_ptr": query_ptr,
-            "key_ptr": key_ptr,
-        }
+        fields: dict[str, Any] = {"_blocks": blocks, "_block_size": size, "query_ptr": query_ptr, "key_ptr": key_ptr}
         fields |= {"num_queries": num_queries, "num_keys": num_keys}
         for name, value in (fields | {"heads": blocks.heads, "is_causal": blocks.is_causal}).items():
             object.__setattr__(graph, name, value)
@@ -248,9 +237,8 @@ class BlockGraph(AttentionGraph):
             for graph, bias in zip((self, probes), biases, strict=True)
         )
         ptrs, block_size, is_causal = self._layout
-        return ops.block_expectation(
-            *inputs, edges, probed, ptrs=ptrs, block_size=block_size, is_causal=is_causal, prob=prob(), **options
-        )
+        options |= {"ptrs": ptrs, "block_size": block_size, "is_causal": is_causal}
+        return ops.block_expectation(*inputs, edges, probed, prob=prob(), **options)
 
     @property
     def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
@@ -319,11 +307,8 @@ class BlockGraph(AttentionGraph):
         The union of two graphs of the same block size, both causal or neither, is a graph of blocks, and its mask
         ``[E'']`` counts edges of blocks.
         """
-        same = isinstance(other, BlockGraph) and (other.block_size, other.is_causal) == (
-            self.block_size,
-            self.is_causal,
-        )
-        if same and self._same_tokens(other):
+        same = isinstance(other, BlockGraph) and other.block_size == self.block_size
+        if same and other.is_causal == self.is_causal and self._same_tokens(other):
             blocks, from_other = self.blocks.union(other.blocks)
             return self.with_blocks(blocks), from_other
         return self.expand_tokens().union(other.expand_tokens() if isinstance(other, BlockGraph) else other)
@@ -380,9 +365,8 @@ class BlockGraph(AttentionGraph):
             return found & (key - starts[1][key] <= query - starts[0][query]) if self.is_causal else found
 
         count, index, full_count, full_index = found
-        return BlockMask.from_kv_blocks(
-            count, index, full_count, full_index, BLOCK_SIZE=self.block_size, mask_mod=is_edge
-        )
+        options: dict[str, Any] = {"BLOCK_SIZE": self.block_size, "mask_mod": is_edge}
+        return BlockMask.from_kv_blocks(count, index, full_count, full_index, **options)
 
 
 # ------------------------------------------------------------------ pooling

@@ -205,9 +205,8 @@ class DCMMBias(nn.Module):
             found = [_mean_entropy(model.query_membership, graph.query_ptr)]
             found += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
             entropy = torch.stack(found).mean()
-            bias = self.auxiliary_losses.add(
-                bias, self.entropy_weight * entropy, "DCMMBias, whose entropy has a weight"
-            )
+            loss = self.entropy_weight * entropy
+            bias = self.auxiliary_losses.add(bias, loss, "DCMMBias, whose entropy has a weight")
         return bias
 
     def extra_repr(self) -> str:

@@ -41,15 +41,12 @@ class FullAttention(nn.Module):
         self, channels: int, head_channels: int, heads: int, dropout: float = 0.0, is_causal: bool = False
     ) -> None:
         super().__init__()
-        sizes = {"channels": channels, "head_channels": head_channels, "heads": heads}
-        channels, head_channels, heads = (
-            checks.integer(name, size, 1, "Channels count per head.") for name, size in sizes.items()
-        )
+        sizes = {"channels": channels, "head_channels": head_channels, "heads": heads}.items()
+        channels, head_channels, heads = (checks.integer(*size, 1, "Channels count per head.") for size in sizes)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
-        checks.memory(
-            "heads", 3 * channels * heads * head_channels, width, device, "Build a smaller model.", "parameters"
-        )
+        count = 3 * channels * heads * head_channels
+        checks.memory("heads", count, width, device, "Build a smaller model.", "parameters")
         checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         self.channels, self.heads, self.dropout, self.is_causal = channels, heads, dropout, is_causal
         self.lin_query = nn.Linear(channels, heads * head_channels)

@@ -211,16 +211,11 @@ class AttentionGraph(CompressedRows):
         if num_keys is None:
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
         num_queries, num_keys, heads = check_sizes(num_queries, num_keys, heads)
-        for name, index, end in (
-            ("edge_index[0]", key, num_keys),
-            ("edge_index[1]", query, num_queries),
-            ("edge_head", head, heads),
-        ):
+        ends = {"edge_index[0]": (key, num_keys), "edge_index[1]": (query, num_queries), "edge_head": (head, heads)}
+        for name, (index, end) in ends.items():
             if not can_read(index):  # no branch on values, but kernels must never see one that is out of range
-                torch._assert_async(
-                    ((index >= 0) & (index < end)).all(),
-                    f"Expected '{name}' to be at least 0 and below the number of tokens or heads.",
-                )
+                below = f"Expected '{name}' to be at least 0 and below the number of tokens or heads."
+                torch._assert_async(((index >= 0) & (index < end)).all(), below)
             elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
                 raise ValueError(
                     f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
@@ -262,10 +257,7 @@ class AttentionGraph(CompressedRows):
             >>> AttentionGraph.from_data(graph.to_data()) == graph
             True
         """
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `from_edge_index` takes edges."
-            )
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "`from_edge_index` takes edges.")
         store, source, target, head_name = _stores(data, edge_type)
         edges = store.get("edge_index")
         edges = store.get("adj_t") if edges is None else edges
@@ -305,11 +297,7 @@ class AttentionGraph(CompressedRows):
             >>> AttentionGraph.from_networkx(nx.DiGraph([(0, 1), (1, 1)])).to_dense()[0].int().tolist()
             [[0, 0], [1, 1]]
         """
-        if not isinstance(graph, nx.Graph):
-            raise TypeError(
-                f"Expected 'graph' to be a networkx graph (got {type(graph).__name__}). "
-                "Build one with `nx.DiGraph(edges)`."
-            )
+        checks.kind("graph", graph, nx.Graph, "a networkx graph", "Build one with `nx.DiGraph(edges)`.")
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
         if split and not {*side.values()} <= {0, 1}:
@@ -321,7 +309,7 @@ class AttentionGraph(CompressedRows):
         queries = [node for node in graph if side[node] == 1] if split else keys
         if not keys or not queries:
             raise ValueError(
-                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes first."
+                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes."
             )
         if not split and {*keys} == {*range(len(keys))}:
             keys = queries = [*range(len(keys))]
@@ -379,20 +367,18 @@ class AttentionGraph(CompressedRows):
         if not isinstance(edge_index, AttentionGraph):
             edges = edge_list(edge_index)
             query_ptr, key_ptr = resolve_sides(num_queries, num_keys, ptr, batch, edges.device)
-            own = 1 if edge_head is None else heads
-            graph = cls.from_edge_index(
-                edges, num_queries, num_keys, edge_head=edge_head, heads=own, query_ptr=query_ptr, key_ptr=key_ptr
-            )
+            own: dict[str, Any] = {"edge_head": edge_head, "heads": 1 if edge_head is None else heads}
+            graph = cls.from_edge_index(edges, num_queries, num_keys, query_ptr=query_ptr, key_ptr=key_ptr, **own)
             return graph.expand(heads)
         if (edge_index.num_queries, edge_index.num_keys) != (num_queries, num_keys):
             raise ValueError(
                 f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
             )
-        has_offsets = ptr is not None or batch is not None
-        if has_offsets and not edge_index.same_offsets(
-            *resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)
-        ):
+        same = True
+        if ptr is not None or batch is not None:
+            same = edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device))
+        if not same:
             raise ValueError(
                 f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
@@ -450,14 +436,8 @@ class AttentionGraph(CompressedRows):
         require_values(self.col, "graph")
         sequence = resolve_index(sequence, self.num_sequences, "sequence")
         pairs = int(self.query_ptr.diff()[sequence] * self.key_ptr.diff()[sequence])
-        checks.memory(
-            "sequence",
-            self.heads * pairs,
-            1,
-            self.device,
-            "Take one head by `graph.head(h)`, or keep the graph sparse.",
-            "pairs",
-        )
+        way_out = "Take one head by `graph.head(h)`, or keep the graph sparse."
+        checks.memory("sequence", self.heads * pairs, 1, self.device, way_out, "pairs")
         one = self.sequence(sequence)
         mask = torch.zeros(one.heads * one.num_queries, one.num_keys, dtype=torch.bool, device=self.device)
         mask[one.edge_row, one.col.long()] = True
@@ -483,18 +463,12 @@ class AttentionGraph(CompressedRows):
             ImportError: SciPy is not installed.
             ValueError: The head or sequence does not exist, or the head is None and there are several.
         """
-        try:
-            import scipy.sparse
-        except ImportError:
-            raise ImportError(
-                f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
-            ) from None
+        sparse = checks.imported("scipy.sparse", "analysis")
         head = resolve_index(head, self.heads, "head")
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
-        return scipy.sparse.csr_array(
-            (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy()), shape=(graph.num_queries, graph.num_keys)
-        )
+        parts = (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy())
+        return sparse.csr_array(parts, shape=(graph.num_queries, graph.num_keys))
 
     def to_sparse_tensor(self, head: int | None = None, value: Tensor | None = None) -> SparseTensor:
         """torch-sparse ``SparseTensor`` of one head, transposed for PyG layers: ``[N, M]``, rows = queries.
@@ -524,14 +498,8 @@ class AttentionGraph(CompressedRows):
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
-        return SparseTensor(
-            rowptr=graph.rowptr,
-            col=graph.col.long(),
-            value=value,
-            sparse_sizes=(self.num_queries, self.num_keys),
-            is_sorted=True,
-            trust_data=True,
-        )
+        known = {"sparse_sizes": (self.num_queries, self.num_keys), "is_sorted": True, "trust_data": True}
+        return SparseTensor(rowptr=graph.rowptr, col=graph.col.long(), value=value, **known)
 
     def to_data(self) -> Data:
         """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head), ``batch`` and ``ptr`` (the sequences).
@@ -545,15 +513,10 @@ class AttentionGraph(CompressedRows):
                 "Expected 'graph' to have the same tokens as queries and keys "
                 f"(got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
-        lengths = self.query_ptr.diff()
+        ptr, lengths = self.query_ptr, self.query_ptr.diff()
         batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
-        return Data(
-            edge_index=self.edge_index,
-            edge_type=self.edge_head,
-            num_nodes=self.num_queries,
-            batch=batch,
-            ptr=self.query_ptr,
-        )
+        edges = {"edge_index": self.edge_index, "edge_type": self.edge_head}
+        return Data(**edges, num_nodes=self.num_queries, batch=batch, ptr=ptr)
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
         """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.
@@ -570,15 +533,12 @@ class AttentionGraph(CompressedRows):
             TypeError: ``data`` is not a PyG data object.
             ValueError: ``data`` has other nodes or sequences than the graph, or the edge type does not fit.
         """
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). `to_data()` makes a new one."
-            )
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "`to_data()` makes a new one.")
         if isinstance(data, Data) and edge_type is not None:
             raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
         if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
             raise ValueError(
-                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges to replace."
+                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges."
             )
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
@@ -679,11 +639,9 @@ class AttentionGraph(CompressedRows):
 
 def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     """Edges ``[2, E]`` of any PyG adjacency, in its order: row 0 the keys (sources), row 1 the queries (targets)."""
-    if not isinstance(adjacency, Tensor | SparseTensor):
-        raise TypeError(
-            "Expected 'edge_index' to be a tensor [2, E], a sparse adjacency or an AttentionGraph "
-            f"(got {type(adjacency).__name__}). Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
-        )
+    what = "a tensor [2, E], a sparse adjacency or an AttentionGraph"
+    way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
+    checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
             adjacency = adjacency.coalesce()  # else `to_edge_index` marks the caller's tensor as coalesced

@@ -37,10 +37,7 @@ OPTIONAL = {
     "scipy": "analysis",
     "ortools": "analysis, exact Hamiltonian paths",
     "matplotlib": "plots",
-    "lightning": "examples",
-    "torchmetrics": "examples",
-    "tensorboard": "examples",
-    "scikit-learn": "examples",
+    **dict.fromkeys(("lightning", "torchmetrics", "tensorboard", "scikit-learn"), "examples"),
 }
 VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
 TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value
@@ -100,11 +97,8 @@ def self_test() -> dict[str, Any]:
     start = time.perf_counter()
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     result: dict[str, Any] = {device: _test_device(torch.device(device)) for device in devices}
-    return {
-        "passed": all(result[device]["passed"] for device in devices),
-        **result,
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    passed, seconds = all(result[device]["passed"] for device in devices), round(time.perf_counter() - start, 3)
+    return {"passed": passed, **result, "seconds": seconds}
 
 
 def _test_device(device: torch.device) -> dict[str, Any]:
@@ -127,9 +121,8 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     options = (None, channels**-0.5, "score", 0.0, 0)
     wide = [tensor.double() for tensor in (*inputs, gate)]
     out, lse = reference.edge_attention(*wide[:3], *graph, wide[3], *options)
-    grads = reference.edge_attention_backward(
-        grad.double(), *wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False
-    )[:4]
+    given = (*wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False)
+    grads = reference.edge_attention_backward(grad.double(), *given)[:4]
     leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]
     rows = ops.Rows(*(tensor.to(device) for tensor in graph))
     found, _ = attend(*leaves[:3], rows, leaves[3], *options[1:])
@@ -187,51 +180,31 @@ def _text(info: dict[str, Any]) -> str:
     kernels, running, cuda, tested = info["kernels"], info["threads"], info["cuda"], info["self_test"]
     section("versions", info["versions"])
     section("machine", info["machine"])
-    section(
-        "kernels",
-        {
-            "cpu": (
-                f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}, "
-                f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}"
-            ),
-            "cuda": kernels["cuda"],
-        },
-    )
+    processor = f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}"
+    tiles = f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}"
+    section("kernels", {"cpu": f"{processor}, {tiles}", "cuda": kernels["cuda"]})
     environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
-    section(
-        "threads",
-        {"torch": f"{running['torch']}, {running['interop']} between ops{environment}", "kernels": running["pool"]},
-    )
+    of_torch = f"{running['torch']}, {running['interop']} between ops{environment}"
+    section("threads", {"torch": of_torch, "kernels": running["pool"]})
     built = f"torch is built for {cuda['torch']}" if cuda["torch"] else "torch is built without it"
     section("cuda", {"devices": ", ".join(cuda["devices"]) or f"none; {built}"})
-    section(
-        "optional packages",
-        {name: f"{version or 'not installed':<16}{OPTIONAL[name]}" for name, version in info["optional"].items()},
+    optional = info["optional"].items()
+    section("optional packages", {name: f"{ver or 'not installed':<16}{OPTIONAL[name]}" for name, ver in optional})
+    folders = {}
+    for path, cache in info["caches"].items():
+        writable = "writable" if cache["writable"] else "NOT writable"
+        folders[f"{cache['files']} files"] = f"{cache['bytes'] / 2**20:.1f} MiB, {writable}: {path}"
+    nowhere = (
+        "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a folder that only you "
+        "can write to (the cache holds pickles, which run code when they are loaded)"
     )
-    folders = {
-        f"{cache['files']} files": (
-            f"{cache['bytes'] / 2**20:.1f} MiB, {'writable' if cache['writable'] else 'NOT writable'}: {path}"
-        )
-        for path, cache in info["caches"].items()
-    }
-    section(
-        "compiled kernels",
-        folders
-        or {
-            "no cache": "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a "
-            "folder that only you can write to (the cache holds pickles, which run code when they are loaded)"
-        },
-    )
+    section("compiled kernels", folders or {"no cache": nowhere})
     if tested is not None:
-        rows = {
-            device: (
-                f"{'passed' if row['passed'] else 'FAILED'}: "
-                f"{row['edges']:,} edges {'equal' if row['same_edges'] else 'DIFFER'}, "
-                f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
-            )
-            for device, row in tested.items()
-            if isinstance(row, dict)
-        }
+        rows = {}
+        for device, row in ((device, row) for device, row in tested.items() if isinstance(row, dict)):
+            verdict, same = "passed" if row["passed"] else "FAILED", "equal" if row["same_edges"] else "DIFFER"
+            errors = f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
+            rows[device] = f"{verdict}: {row['edges']:,} edges {same}, {errors}"
         section(f"self-test against plain torch ({tested['seconds']:.2f} s)", rows)
     return "\n".join(lines[1:])
 

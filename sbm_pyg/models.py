@@ -66,13 +66,9 @@ class EncoderTrace:
 
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple) or not all(isinstance(each, Choice | None) for each in self.choices):
-            raise TypeError(
-                f"Expected 'choices' to be a tuple of one Choice or None per layer (got {repr(self.choices)[:80]})."
-            )
+            raise TypeError(f"Expected 'choices' to be a tuple of Choice or None (got {repr(self.choices)[:80]}).")
         if not self.choices:
-            raise ValueError(
-                "Expected 'choices' to hold one Choice or None per layer (got none). A model has at least one layer."
-            )
+            raise ValueError("Expected 'choices' to hold one Choice or None per layer (got none). A model has layers.")
         if not isinstance(self.shape, tuple) or len(self.shape) != 2:
             raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
         for choice in self.choices:
@@ -98,15 +94,11 @@ class EncoderTrace:
         A graph without probabilities counts with its density, full attention with 1. For a source
         with a target density it is about that target; :attr:`density` is the density of the graphs that were drawn.
         """
-        known = [
-            None
-            if choice is None
-            else choice.density
-            if choice.probability is None
-            else choice.probability.expected_density()
-            for choice in self.choices
-        ]
-        return self._stack(known)
+
+        def density(choice: Choice) -> Tensor:
+            return choice.density if choice.probability is None else choice.probability.expected_density()
+
+        return self._stack([None if choice is None else density(choice) for choice in self.choices])
 
     def density_loss(self, floor: float = 0.0) -> Tensor:
         """Mean expected density over layers, sequences and heads, a scalar to weight and add to the loss.
@@ -251,15 +243,10 @@ class SequenceEncoder(Pretrained):
         super().__init__()
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if attention_options is not None:
-            if not isinstance(attention_options, Mapping):
-                raise TypeError(
-                    "Expected 'attention_options' to be a dict "
-                    f"(got {type(attention_options).__name__}). Name each option."
-                )
+            checks.kind("attention_options", attention_options, Mapping, "a dict", "Name each option.")
             self._options["attention_options"] = dict(attention_options)
-        channels, heads = (
-            checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in (("channels", channels), ("heads", heads))
-        )
+        channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
+        heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
         head_channels = channels // heads if head_channels is None else head_channels
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         if (num_tokens is None) == (in_channels is None):
@@ -268,13 +255,8 @@ class SequenceEncoder(Pretrained):
                 "Tokens are numbers of a vocabulary, or features."
             )
         source = "num_tokens" if in_channels is None else "in_channels"
-        sizes = {
-            source: num_tokens if in_channels is None else in_channels,
-            "num_layers": num_layers,
-            "head_channels": head_channels,
-            "ffn_channels": ffn_channels,
-            "max_length": max_length,
-        }
+        sizes = {source: num_tokens if in_channels is None else in_channels, "num_layers": num_layers}
+        sizes |= {"head_channels": head_channels, "ffn_channels": ffn_channels, "max_length": max_length}
         width, num_layers, head_channels, ffn_channels, max_length = (
             checks.integer(name, size, 1, SEE_DOCSTRING) for name, size in sizes.items()
         )
@@ -286,20 +268,15 @@ class SequenceEncoder(Pretrained):
         for name, count in counts.items():
             _check_parameters(name, count)
         checks.memory("num_layers", num_layers, LAYER_BYTES, torch.device("cpu"), "Build a smaller model.", "layers")
-        if not (isinstance(attention, str) or callable(attention)):
-            raise TypeError(
-                f"Expected 'attention' to be a name or a factory (got {type(attention).__name__}). "
-                f"The names are {[*ATTENTION]}."
-            )
+        checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {[*ATTENTION]}.")
         if isinstance(attention, str):
             if attention not in ATTENTION:
                 raise ValueError(
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
                     "A factory is called with (channels, head_channels, heads)."
                 )
-            make: AttentionFactory = partial(
-                _make_attention, attention, is_causal=is_causal, options=attention_options or {}
-            )
+            options = attention_options or {}
+            make: AttentionFactory = partial(_make_attention, attention, is_causal=is_causal, options=options)
         else:
             if is_causal:
                 raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
@@ -313,9 +290,8 @@ class SequenceEncoder(Pretrained):
         self.token = nn.Embedding(width, channels) if in_channels is None else nn.Linear(width, channels)
         self.position = nn.Embedding(max_length, channels)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            _Layer(channels, heads * head_channels, ffn_channels, dropout, each) for each in attentions
-        )
+        widths = (channels, heads * head_channels, ffn_channels)
+        self.layers = nn.ModuleList(_Layer(*widths, dropout, each) for each in attentions)
         self.norm = nn.LayerNorm(channels)
 
     def constructor_options(self) -> dict[str, Any]:
@@ -382,9 +358,7 @@ class SequenceEncoder(Pretrained):
             checks.floating(tokens=tokens)
             checks.shape("tokens", tokens, (None, self.in_channels), "[N, in_channels]", "They are features.")
             return tokens
-        plain = (
-            isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.dtype in (torch.int64, torch.int32)
-        )
+        plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.dtype in checks.INTEGERS
         if plain and tokens.dim() == 2 and tokens.size(1) == 1:
             tokens = tokens[:, 0]
         if not plain or tokens.dim() != 1:
@@ -416,9 +390,8 @@ class SequenceEncoder(Pretrained):
             )
         check_tensor(positions, "positions")
         if positions is None:
-            return torch.arange(count, device=tokens.device) - torch.repeat_interleave(
-                ptr[:-1], ptr.diff(), output_size=count
-            )
+            start = torch.repeat_interleave(ptr[:-1], ptr.diff(), output_size=count)
+            return torch.arange(count, device=tokens.device) - start
         if not tokens.is_meta:
             require_values(positions, "positions")
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
@@ -444,13 +417,8 @@ class _Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
         self.attention = attention
         self.lin_out = nn.Linear(attended, channels)
-        self.ffn = nn.Sequential(
-            nn.Linear(channels, ffn_channels),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(ffn_channels, channels),
-            nn.Dropout(dropout),
-        )
+        widen, narrow = nn.Linear(channels, ffn_channels), nn.Linear(ffn_channels, channels)
+        self.ffn = nn.Sequential(widen, nn.GELU(), nn.Dropout(dropout), narrow, nn.Dropout(dropout))
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -462,9 +430,8 @@ class _Layer(nn.Module):
         sequence_ids: Tensor | None,
         return_choice: bool,
     ) -> tuple[Tensor, Choice | None]:
-        attended, choice = self.attention(
-            self.norm1(x), *edge_index, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True
-        )
+        seeds = {"seed": seed, "sequence_ids": sequence_ids}
+        attended, choice = self.attention(self.norm1(x), *edge_index, ptr=ptr, **seeds, return_choice=True)
         x = x + self.dropout(self.lin_out(attended))
         # FSDP inspects all outputs of a layer, and warns about the views in a choice.
         return x + self.ffn(self.norm2(x)), choice if return_choice else None
@@ -474,9 +441,8 @@ def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``."""
     lengths = ptr.diff()
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
-    return x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x) / (
-        lengths[:, None] if length is None else length
-    )
+    total = x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x)
+    return total / (lengths[:, None] if length is None else length)
 
 
 class _Head(Pretrained):
@@ -484,11 +450,7 @@ class _Head(Pretrained):
 
     def __init__(self, encoder: SequenceEncoder, num_classes: int, width: str) -> None:
         super().__init__()
-        if not isinstance(encoder, SequenceEncoder):
-            raise TypeError(
-                f"Expected 'encoder' to be a SequenceEncoder (got {type(encoder).__name__}). "
-                "It turns tokens into vectors."
-            )
+        checks.kind("encoder", encoder, SequenceEncoder, "a SequenceEncoder", "It turns tokens into vectors.")
         self.encoder = encoder
         self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
         _check_parameters("num_classes", self.num_classes * getattr(encoder, width))
@@ -511,11 +473,8 @@ class _PoolingHead(_Head):
         if pool_length is not None:
             pool_length = checks.integer("pool_length", pool_length, 1, "Leave it out to average over the tokens.")
             checks.number("pool_length", pool_length, "[1, 9e15]", "It is a number of tokens.")
-        self.classifier = nn.Sequential(
-            nn.Linear(inputs * encoder.channels, encoder.ffn_channels),
-            nn.ReLU(),
-            nn.Linear(encoder.ffn_channels, self.num_classes),
-        )
+        width, hidden = inputs * encoder.channels, encoder.ffn_channels
+        self.classifier = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, self.num_classes))
         self.pool_length = pool_length
 
     def constructor_options(self) -> dict[str, Any]:

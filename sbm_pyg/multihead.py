@@ -121,9 +121,8 @@ class SBMMultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
-        self.conv = SBMAttentionConv(
-            (self.kdim, embed_dim), head_channels, num_heads, num_blocks, bias=bias, dropout=dropout, **options
-        )
+        sizes = ((self.kdim, embed_dim), head_channels, num_heads, num_blocks)
+        self.conv = SBMAttentionConv(*sizes, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -144,27 +143,13 @@ class SBMMultiheadAttention(nn.Module):
             TypeError: ``attention`` is not a layer of torch.
             ValueError: It appends a bias or zeros to its keys.
         """
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(
-                f"Expected 'attention' to be a torch.nn.MultiheadAttention (got {type(attention).__name__}). "
-                "Pass the layer itself."
-            )
+        what = "a torch.nn.MultiheadAttention"
+        checks.kind("attention", attention, nn.MultiheadAttention, what, "Pass the layer itself.")
         weight = attention.out_proj.weight
-        made = cls(
-            attention.embed_dim,
-            attention.num_heads,
-            attention.dropout,
-            attention.out_proj.bias is not None,
-            attention.bias_k is not None,
-            attention.add_zero_attn,
-            attention.kdim,
-            attention.vdim,
-            attention.batch_first,
-            weight.device,
-            weight.dtype,
-            num_blocks=num_blocks,
-            **options,
-        )
+        sizes = (attention.embed_dim, attention.num_heads, attention.dropout, attention.out_proj.bias is not None)
+        more = (attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim)
+        place = (attention.batch_first, weight.device, weight.dtype)
+        made = cls(*sizes, *more, *place, num_blocks=num_blocks, **options)
         if attention.in_proj_weight is not None:
             weights = attention.in_proj_weight.chunk(3)
         else:
@@ -246,17 +231,10 @@ class SBMMultiheadAttention(nn.Module):
             ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real
                 token, or ``sequence_ids`` were passed and nothing is sampled.
         """
-        _check_flags(
-            need_weights=need_weights,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
-            return_graph=return_graph,
-        )
-        self._check_tensors(
-            {"query": query, "key": key, "value": value},
-            {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
-            graph,
-        )
+        _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
+        _check_flags(is_causal=is_causal, return_graph=return_graph)
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        self._check_tensors({"query": query, "key": key, "value": value}, masks, graph)
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
                 "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or num_blocks=None). Leave them out."
@@ -277,27 +255,16 @@ class SBMMultiheadAttention(nn.Module):
             graph = layout.dense_graph(forbidden, causal)
         elif forbidden is not None:
             edge_filter = partial(layout.allowed, forbidden)
-        flat_query, flat_key, flat_value = (
+        projections, conv = ((query, layout.query), (key, layout.key), (value, layout.key)), self.conv
+        q, k, v = (
             lin(side.unpad(tokens)).view(-1, self.num_heads, self.head_dim).transpose(0, 1)  # [H, N, C]
-            for lin, tokens, side in (
-                (self.conv.lin_query, query, layout.query),
-                (self.conv.lin_key, key, layout.key),
-                (self.conv.lin_value, value, layout.key),
-            )
+            for lin, (tokens, side) in zip((conv.lin_query, conv.lin_key, conv.lin_value), projections, strict=True)
         )
-        attended, used, *rest = self.conv.attend(
-            flat_query,
-            flat_key,
-            flat_value,
-            graph,
-            bipartite=not self_attention,
-            is_causal=causal,
-            edge_filter=edge_filter,
-            ptr=layout.query.ptr if self_attention else (layout.key.ptr, layout.query.ptr),
-            seed=seed,
-            sequence_ids=sequence_ids,
-            returns=Returns(graph=True, attention_weights=need_weights),
-        )
+        how: dict[str, Any] = {"bipartite": not self_attention, "is_causal": causal, "edge_filter": edge_filter}
+        how["ptr"] = layout.query.ptr if self_attention else (layout.key.ptr, layout.query.ptr)
+        returns = Returns(graph=True, attention_weights=need_weights)
+        how |= {"seed": seed, "sequence_ids": sequence_ids, "returns": returns}
+        attended, used, *rest = conv.attend(q, k, v, graph, **how)
         attended = self.out_proj(attended)
         if nested:
             out = torch.nested.as_nested_tensor([*attended.split(layout.query.ptr.diff().tolist())])
@@ -366,14 +333,15 @@ class SBMMultiheadAttention(nn.Module):
                     f"sequences of 'query', and as many keys as values (got {list(x.shape)} with batch_first). "
                     "See the docstring of SBMMultiheadAttention."
                 )
-        if key.is_nested != value.is_nested or (
-            key.is_nested and not torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
-        ):
+        same = key.is_nested == value.is_nested
+        if same and key.is_nested:
+            same = torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
+        if not same:
             raise ValueError("Expected 'value' to be nested like 'key' (got other lengths). Each key has one value.")
         if key_padding_mask is not None:
             if key.is_nested:
                 raise ValueError(
-                    "Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors have no padding."
+                    "Expected no 'key_padding_mask' with a nested 'key' (got both). Nested tensors need none."
                 )
             if query.dim() == 2:
                 key_padding_mask = key_padding_mask[None]
@@ -397,9 +365,8 @@ class SBMMultiheadAttention(nn.Module):
                 f"Expected 'graph' to have 1 or {self.num_heads} heads (got {graph.heads}). "
                 "Take one with `graph.head(h)` first."
             )
-        if (graph.num_queries, graph.num_keys) != (total, keys) or not graph.same_offsets(
-            layout.query.ptr, layout.key.ptr
-        ):
+        sizes, ptrs = (graph.num_queries, graph.num_keys), (layout.query.ptr, layout.key.ptr)
+        if sizes != (total, keys) or not graph.same_offsets(*ptrs):
             raise ValueError(
                 f"Expected 'graph' over the sequences of N = {total} real queries and M = {keys} real keys "
                 f"(got {graph}). Build it with the `ptr` that `sbm_pyg.unpad` gives."
@@ -415,9 +382,8 @@ class SBMMultiheadAttention(nn.Module):
                 f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} "
                 f"(got {list(attn_mask.shape)}). It is True where a query must not attend."
             )
-        return _as_bool(attn_mask, "attn_mask").view(
-            *((1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)), length, keys
-        )
+        first = (1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)
+        return _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
 
 
 def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **options: Any) -> list[str]:
@@ -444,8 +410,7 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **optio
         ['self_attn']
         >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Pass a model of torch.")
+    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     found = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     if not found or "" in found:
         got = "a layer itself; use `SBMMultiheadAttention.from_torch`" if found else "none"
@@ -585,11 +550,9 @@ class PaddedBatch:
     def dense_graph(self, forbidden: Tensor | None, is_causal: bool) -> AttentionGraph:
         """All pairs of real tokens that are not forbidden."""
         batch, length, keys = *self.query.shape, self.key.length
-        real = (
-            torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device)
-            if self.key.real is None
-            else self.key.real
-        )
+        real = self.key.real
+        if real is None:
+            real = torch.ones(batch, keys, dtype=torch.bool, device=self.key.ptr.device)
         number = real.flatten().cumsum(0).view(batch, keys) - 1  # of each real key among all
         slot = self.query.slot(torch.arange(self.query.total, device=real.device))
         sequence, position = slot // length, slot % length  # [N]

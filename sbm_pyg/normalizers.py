@@ -121,12 +121,9 @@ class Entmax(nn.Module):
 
 def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
     """Refuse anything but a name or an :class:`Entmax`, and one with another number of heads."""
+    checks.kind("normalizer", normalizer, str | Entmax, "a name or an Entmax", f"Names are {[*NAMES]}.")
     if isinstance(normalizer, str):
         checks.one_of("normalizer", normalizer, NAMES)
-    elif not isinstance(normalizer, Entmax):
-        raise TypeError(
-            f"Expected 'normalizer' to be a name or an Entmax (got {type(normalizer).__name__}). Names are {[*NAMES]}."
-        )
     elif heads not in (None, normalizer.heads):
         raise ValueError(
             f"Expected 'normalizer' of {heads} heads, as the layer has (got {normalizer.heads}). Make an Entmax with "

@@ -99,10 +99,7 @@ class Pretrained(nn.Module):
         from safetensors.torch import save_file
 
         target = _path(folder).resolve()
-        if not isinstance(task, str | None):
-            raise TypeError(
-                f"Expected 'task' to be a text or None (got {type(task).__name__}). It goes into the model card."
-            )
+        checks.kind("task", task, str | None, "a text or None", "It goes into the model card.")
         _check_target(target)
         record = {"task": task, "metric": _check_metric(metric), "density": _check_density(density)}
         weights = _weights(self)
@@ -149,7 +146,7 @@ class Pretrained(nn.Module):
         weights = source / WEIGHTS
         if not weights.is_file():
             raise ValueError(
-                f"Expected '{weights}' to be a file (got none). Copy the whole folder that `save_pretrained` wrote."
+                f"Expected '{weights}' to be a file (got none). Copy the folder that `save_pretrained` wrote."
             )
         wanted, found = config["sha256"].get(WEIGHTS), _sha256(weights)
         if wanted != found:
@@ -209,11 +206,8 @@ def _build(description: Mapping[str, Any], base: type[Any], path: Path, where: s
     name, options = description.get("class"), description.get("options")
     if not isinstance(name, str) or name not in known:
         every = {cls.__name__ for cls in _subclasses(Pretrained)}
-        way_out = (
-            f"Load it with `{name}.from_pretrained`"
-            if isinstance(name, str) and name in every
-            else "Import the module that defines it first"
-        )
+        ours = isinstance(name, str) and name in every
+        way_out = f"Load it with `{name}.from_pretrained`" if ours else "Import the module that defines it first"
         raise ValueError(
             f"Expected '{where}class' in '{path}' to be one of {sorted(known)} (got {short(name)}). {way_out}."
         )
@@ -365,10 +359,7 @@ def _check_finite(tensor: Tensor, name: str, way_out: str) -> None:
 
 def _path(folder: Any) -> Path:
     """The folder as a path that the file system accepts."""
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(
-            f"Expected 'folder' to be a path (got {type(folder).__name__}). Give it as a text or a pathlib.Path."
-        )
+    checks.kind("folder", folder, str | os.PathLike, "a path", "Give it as a text or a pathlib.Path.")
     path = Path(folder)
     try:
         path.stat() if "\0" in str(path) else path.exists()  # `exists` is False for a name with a null byte
@@ -653,15 +644,9 @@ def _register(kind: type, flatten: Callable[[Any], tuple[dict[str, Any], tuple[A
         named, context = flatten(graph)
         return [(GetAttrKey(name), leaf) for name, leaf in named.items()], context
 
-    register_pytree_node(
-        kind,
-        plain,
-        unflatten,
-        serialized_type_name=f"sbm_pyg.{kind.__name__}",
-        to_dumpable_context=list,
-        from_dumpable_context=tuple,
-        flatten_with_keys_fn=with_keys,
-    )
+    dumped: dict[str, Any] = {"to_dumpable_context": list, "from_dumpable_context": tuple}
+    dumped |= {"serialized_type_name": f"sbm_pyg.{kind.__name__}", "flatten_with_keys_fn": with_keys}
+    register_pytree_node(kind, plain, unflatten, **dumped)
 
 
 _register(AttentionGraph, _flatten_graph, _unflatten_graph)

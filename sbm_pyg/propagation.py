@@ -78,13 +78,9 @@ class EdgeAttention(MessagePassing):
     @property
     def _edgewise(self) -> bool:
         """True if hooks or an explainer need PyG's edge-by-edge path."""
-        steps = (
-            self._propagate_forward_pre_hooks,
-            self._propagate_forward_hooks,
-            self._aggregate_forward_pre_hooks,
-            self._aggregate_forward_hooks,
-        )
-        return self._message_hooks or any(steps) or not self.fuse
+        before, after = self._propagate_forward_pre_hooks, self._propagate_forward_hooks
+        hooks = (before, after, self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
+        return self._message_hooks or any(hooks) or not self.fuse
 
     def _check_call(
         self,
@@ -101,22 +97,16 @@ class EdgeAttention(MessagePassing):
         checks.tensors(query=query, key=key, value=value)
         checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
         checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
-        checks.shape(
-            "value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has the heads and tokens of 'key'."
-        )
+        checks.shape("value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has heads and tokens of 'key'.")
         checks.same_device("query", query, key=key, value=value)
         for name, x in (("query", query), ("key", key)):
             if edge_index is not None and x.size(1) < 1:
                 raise ValueError(
-                    f"Expected '{name}' of at least one token (got {list(x.shape)}). A graph has tokens on both sides."
+                    f"Expected '{name}' of at least one token (got {list(x.shape)}). Both sides have tokens."
                 )
-        if not isinstance(returns, Returns):
-            raise TypeError(f"Expected 'returns' to be a Returns (got {type(returns).__name__}). See the docstring.")
-        if edge_filter is not None and not callable(edge_filter):
-            raise TypeError(
-                f"Expected 'edge_filter' to be a callable graph -> [E] (got {type(edge_filter).__name__}). "
-                "Wrap a mask in a function."
-            )
+        checks.kind("returns", returns, Returns, "a Returns", "See the docstring.")
+        way_out = "Wrap a mask in a function."
+        checks.kind("edge_filter", edge_filter, Callable | None, "a callable graph -> [E]", way_out)
         if edge_head is not None and not isinstance(edge_index, Tensor):
             raise ValueError(
                 f"Expected 'edge_head' with an 'edge_index' tensor alone (got it with {type(edge_index).__name__}). "
@@ -140,9 +130,7 @@ class EdgeAttention(MessagePassing):
         if self.score_bias is None:
             return None
         bias = self.score_bias(query, key, graph)
-        checks.shape(
-            "score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph that it is given."
-        )
+        checks.shape("score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph.")
         return bias
 
     def _attend_over_graph(
@@ -318,10 +306,7 @@ def converts(tokens: Tensor, weight: Tensor) -> bool:
 
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     """Check that a projection accepts the tokens."""
-    if not isinstance(tokens, Tensor):
-        raise TypeError(
-            f"Expected 'x' to be a tensor, or a pair of keys and queries (got {type(tokens).__name__}). Convert it."
-        )
+    checks.kind("x", tokens, Tensor, "a tensor, or a pair of keys and queries", "Convert it.")
     checks.dense("x", tokens)
     if tokens.dim() != 2:
         raise ValueError(
@@ -340,7 +325,7 @@ def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
         return
     if tokens.device != weight.device:
         raise ValueError(
-            f"Expected 'x' on {weight.device}, as the layer is (got {tokens.device}). Move one of them with `.to`."
+            f"Expected 'x' on {weight.device}, as the layer is (got {tokens.device}). Move one with `.to`."
         )
     if tokens.dtype == weight.dtype:
         return

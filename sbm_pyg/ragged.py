@@ -168,10 +168,7 @@ class Tokens:
 
 def check_record(tokens: object) -> None:
     """Raise TypeError unless ``tokens`` is a :class:`Tokens`."""
-    if not isinstance(tokens, Tokens):
-        raise TypeError(
-            f"Expected 'tokens' to be Tokens (got {type(tokens).__name__}). Build them with `Tokens(query, key)`."
-        )
+    checks.kind("tokens", tokens, Tokens, "Tokens", "Build them with `Tokens(query, key)`.")
 
 
 def check_tensor(x: object, name: str, optional: bool = True) -> None:
@@ -194,13 +191,8 @@ def unmerged(x: Tensor) -> Tensor:
 
 def offsets(counts: Tensor) -> Tensor:
     """Offsets ``[n+1]`` int64 of counts ``[n]``."""
-    if (
-        not isinstance(counts, Tensor)
-        or counts.layout != torch.strided
-        or counts.dim() != 1
-        or counts.is_floating_point()
-        or counts.is_complex()
-    ):
+    plain = isinstance(counts, Tensor) and counts.layout == torch.strided and counts.dim() == 1
+    if not plain or counts.is_floating_point() or counts.is_complex():
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds the size of each group.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
@@ -271,9 +263,7 @@ def resolve_ptr(
         ptr = offsets(torch.bincount(batch)) if total else None
     if ptr is None:
         if total < 1:
-            raise ValueError(
-                "Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out of the batch."
-            )
+            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out.")
         return trust_offsets(torch.tensor([0, total], dtype=torch.int64, device=device), total)
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
@@ -325,9 +315,7 @@ def resolve_sides(
     """
     for name, value in (("ptr", ptr), ("batch", batch)):
         if isinstance(value, tuple) and len(value) != 2:
-            raise ValueError(
-                f"Expected '{name}' to be a tensor, or a pair for keys and queries (got {len(value)} of them)."
-            )
+            raise ValueError(f"Expected '{name}' to be a tensor or a pair, keys and queries (got {len(value)}).")
     pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
     query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], name=names[0], device=device)
     if all(one is two for one, two in pairs) and num_keys == num_queries:
@@ -373,7 +361,7 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
         problem = "an empty sequence" if end == start else "a decrease"
         raise ValueError(
             f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
-            "Leave empty sequences out of the batch."
+            "Leave empty sequences out."
         )
 
 
@@ -388,10 +376,7 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
         if generator is not None:
             raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
         return checks.seed(seed)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"Expected 'generator' to be a torch.Generator (got {type(generator).__name__}). Pass a number as `seed`."
-        )
+    checks.kind("generator", generator, torch.Generator | None, "a torch.Generator", "Pass a number as `seed`.")
     device = "cpu" if generator is None else generator.device
     drawn = torch.randint(2**63 - 1, (), generator=generator, device=device).item()
     return cast(int, drawn)  # `int(...)` would need the number, which `torch.export` does not have yet
@@ -498,8 +483,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     lengths = mask.sum(1)
     if lengths.numel() == 0 or bool((lengths == 0).any()):
         raise ValueError(
-            "Expected 'mask' to hold a real token in each row (got an empty sequence). "
-            "Leave empty sequences out of the batch."
+            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out."
         )
     return x[mask], offsets(lengths)
 

@@ -45,7 +45,7 @@ class CompressedRows:
                 "Offsets of large graphs overflow int32: convert it with `.long()`."
             )
         if self.col.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Convert it with `.long()`.")
+            raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Call `.long()`.")
         rows = self.heads * self.num_queries + 1
         if self.rowptr.shape != (rows,):
             raise ValueError(
@@ -53,15 +53,11 @@ class CompressedRows:
                 "It holds one row per head and query, heads outermost."
             )
         if self.col.dim() != 1:
-            raise ValueError(
-                f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key token of each edge."
-            )
+            raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key of each edge.")
         self._fill_offsets()
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
-                raise TypeError(
-                    f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Convert it with `.long()`."
-                )
+                raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Call `.long()`.")
         if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
             raise ValueError(
                 f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} "
@@ -86,9 +82,8 @@ class CompressedRows:
                     f"M = {self.num_keys} keys (got None). Pass the offsets of the keys."
                 )
             same = self.num_keys == self.num_queries
-            object.__setattr__(
-                self, "key_ptr", self.query_ptr if same else resolve_ptr(self.num_keys, device=self.device)
-            )
+            key_ptr = self.query_ptr if same else resolve_ptr(self.num_keys, device=self.device)
+            object.__setattr__(self, "key_ptr", key_ptr)
 
     @classmethod
     def _trusted(
@@ -104,14 +99,10 @@ class CompressedRows:
     ) -> Self:
         """Make a graph without checks, from rows that are valid by construction."""
         graph = object.__new__(cls)
-        object.__setattr__(graph, "rowptr", rowptr)
-        object.__setattr__(graph, "col", col)
-        object.__setattr__(graph, "num_queries", num_queries)
-        object.__setattr__(graph, "num_keys", num_keys)
-        object.__setattr__(graph, "heads", heads)
-        object.__setattr__(graph, "query_ptr", query_ptr)
-        object.__setattr__(graph, "key_ptr", key_ptr)
-        object.__setattr__(graph, "is_causal", is_causal)
+        names = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr", "is_causal")
+        values = (rowptr, col, num_queries, num_keys, heads, query_ptr, key_ptr, is_causal)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(graph, name, value)
         graph._fill_offsets()
         return graph
 
@@ -182,13 +173,9 @@ class CompressedRows:
         def count(number: int, noun: str, plural: str = "") -> str:
             return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
-        parts = [
-            count(self.num_sequences, "sequence"),
-            count(self.heads, "head"),
-            count(self.num_queries, "query", "queries"),
-            count(self.num_keys, "key"),
-            count(self.num_edges, "edge"),
-        ]
+        parts = [count(self.num_sequences, "sequence"), count(self.heads, "head")]
+        parts += [count(self.num_queries, "query", "queries"), count(self.num_keys, "key")]
+        parts += [count(self.num_edges, "edge")]
         if not self.query_ptr.is_meta:
             pairs = self.heads * int(self.pairs_per_sequence.sum())
             parts.append(f"density {100 * self.num_edges / max(pairs, 1):.1f}%")
@@ -200,17 +187,9 @@ class CompressedRows:
         """True if both graphs have the same edges, heads and sequences; index dtypes and devices may differ."""
         if not isinstance(other, CompressedRows):
             return NotImplemented
-        if (self.heads, self.num_queries, self.num_keys, self.num_edges) != (
-            other.heads,
-            other.num_queries,
-            other.num_keys,
-            other.num_edges,
-        ):
+        if hash(self) != hash(other):
             return False
-        mine, theirs = (
-            (self.query_ptr, self.key_ptr, self.rowptr, self.col.long()),
-            (other.query_ptr, other.key_ptr, other.rowptr, other.col.long()),
-        )
+        mine, theirs = ((g.query_ptr, g.key_ptr, g.rowptr, g.col.long()) for g in (self, other))
         return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(mine, theirs, strict=True))
 
     def __hash__(self) -> int:
@@ -237,9 +216,8 @@ class CompressedRows:
         if self.is_causal and (compiling or bool(rises & (row < 0))):
             early = ~self.later.any()
         if compiling:  # no branch on values, but kernels must never see one that is out of range
-            torch._assert_async(
-                rises & (row < 0) & early, "Expected 'rowptr' and 'col' to be valid rows. See AttentionGraph."
-            )
+            valid = rises & (row < 0) & early
+            torch._assert_async(valid, "Expected 'rowptr' and 'col' to be valid rows. See AttentionGraph.")
         elif not bool(rises & (row < 0)):
             self._explain(int(row))
         elif not bool(early):
@@ -252,11 +230,8 @@ class CompressedRows:
 
     def _explain(self, row: int) -> None:
         """Raise the error of an invalid row, or of invalid first and last offsets."""
-        first, last, (start, end) = (
-            int(self.rowptr[0]),
-            int(self.rowptr[-1]),
-            self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0),
-        )
+        first, last = int(self.rowptr[0]), int(self.rowptr[-1])
+        start, end = self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0)
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
             raise ValueError(
                 f"Expected 'rowptr' to rise from 0 to E = {self.num_edges} "
@@ -333,13 +308,8 @@ class CompressedRows:
         first_key, end_key = (int(x) for x in self.key_ptr[sequence : sequence + 2])
         head_start = self.num_queries * torch.arange(self.heads, device=self.device)
         counts = self.degree[:, start:end].flatten()
-        edges = [
-            slice(a, b)
-            for a, b in zip(
-                self.rowptr[head_start + start].tolist(), self.rowptr[head_start + end].tolist(), strict=True
-            )
-        ]
-        col = torch.cat([self.col[edge] for edge in edges]) - first_key
+        edges = torch.stack([self.rowptr[head_start + start], self.rowptr[head_start + end]], 1).tolist()
+        col = torch.cat([self.col[first:last] for first, last in edges]) - first_key
         sides = (end - start, end_key - first_key, self.heads)
         return self._trusted(offsets(counts), col, *sides, is_causal=self.is_causal)
 
@@ -357,9 +327,7 @@ class CompressedRows:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            raise ValueError(
-                f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Take one with `graph.head(h)` first."
-            )
+            raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Try `graph.head(h)`.")
         way_out = "Take fewer heads, or pass the graph of one head to the layer."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
@@ -379,9 +347,7 @@ class CompressedRows:
             ValueError: The list is empty, or numbers of heads or devices differ.
         """
         if isinstance(graphs, CompressedRows) or not isinstance(graphs, Sequence):
-            raise TypeError(
-                f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Put a single graph in a list."
-            )
+            raise TypeError(f"Expected 'graphs' to be a list of graphs (got {type(graphs).__name__}). Pass [graph].")
         for graph in graphs:
             check_graph(graph, "graphs")
             require_values(graph.col, "graphs")
@@ -392,15 +358,12 @@ class CompressedRows:
             )
         heads, devices = graphs[0].heads, {graph.device for graph in graphs}
         if len(devices) != 1:
-            raise ValueError(
-                f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `graph.to(device)`."
-            )
+            raise ValueError(f"Expected 'graphs' on one device (got {sorted(map(str, devices))}). Move them with `to`.")
         starts = torch.tensor([0] + [graph.num_keys for graph in graphs]).cumsum(0).tolist()
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
-        col = torch.cat(
-            [graph.col.long() + offset for row in per_head for graph, offset in zip(row, starts, strict=False)]
-        )
+        pieces = (pair for row in per_head for pair in zip(row, starts, strict=False))
+        col = torch.cat([graph.col.long() + offset for graph, offset in pieces])
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
         return cls._trusted(
@@ -586,11 +549,7 @@ def masked_rows(
 
 def check_graph(graph: object, name: str = "graph") -> None:
     """Raise TypeError unless ``graph`` is an :class:`~sbm_pyg.AttentionGraph`."""
-    if not isinstance(graph, CompressedRows):
-        raise TypeError(
-            f"Expected '{name}' to be an AttentionGraph (got {type(graph).__name__}). "
-            "Build one with `AttentionGraph.from_edge_index`."
-        )
+    checks.kind(name, graph, CompressedRows, "an AttentionGraph", "Build one with `AttentionGraph.from_edge_index`.")
 
 
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:
@@ -611,7 +570,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
         check_tensor(value, name, optional=name == "edge_head")
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-            raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Convert it with `.long()`.")
+            raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Call `.long()`.")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). "
@@ -623,7 +582,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
     checks.same_device("edge_index", edge_index, edge_head=edge_head)
     if edge_head.shape != key.shape:
         raise ValueError(
-            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It holds the head of each edge."
+            f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It has one per edge."
         )
     return key, query, edge_head.long()
 

@@ -50,7 +50,8 @@ def effect_arguments(
 
 
 def effect(op: Any, *given: Any) -> Any:
-    """Effects by the op, or by its reference, which takes rows one by one."""
+    """Effects by the op, or by its reference, which takes rows one by one; without a model unless it is given."""
+    given += (None, None, None, 0.0)[len(given) - 11 :]
     if op is ops:
         given = (*given[:4], ops.Rows(*given[4:7]), ops.Rows(*given[7:10]), *given[10:])
     return op.edge_effect(*given)
@@ -103,7 +104,7 @@ def test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32() -> No
     nothing = AttentionGraph.from_dense(torch.zeros(1, 5))
     plain: Any = (grad_out, query, key, value)
     rest: Any = (graph.rowptr, graph.col, None, nothing.rowptr, nothing.col, None, 1.0)
-    exact = reference_effects.edge_effect(*plain, *rest)[0]
+    exact = effect(reference_effects, *plain, *rest)[0]
     for op in (ops, reference_effects):
         got = effect(op, *(x.float() for x in plain), *rest)[0]
         torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
@@ -604,7 +605,8 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
         lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
     )
     everything = AttentionGraph.from_dense(torch.ones(2, 7, 7))
-    effects = reference_effects.edge_effect(
+    effects = effect(
+        reference_effects,
         weight.view(7, 2, 4).transpose(0, 1),
         query,
         key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,9 +121,11 @@ def test_sampling_by_coins_looks_at_all_pairs(method: str, device: str) -> None:
         )
         pairs = HEADS * (9 * 9 + 15 * 15)
     else:  # nothing to plan by: only the edges
-        count = {"sample_sbm": flops.sample_sbm(
-            sbm.rate.to("meta"), sbm.key_membership.to("meta"), PTR, PTR, sequence_ids, 0, method, 0.0, False, False, out_val=(GRAPH.rowptr, GRAPH.col)
-        )}  # fmt: skip
+        plan = SimpleNamespace(
+            rate=sbm.rate.to("meta"), member=sbm.key_membership.to("meta"), query_ptr=PTR, key_ptr=PTR, method=method,
+            exploration=0.0, is_causal=False, out_val=(GRAPH.rowptr, GRAPH.col),
+        )  # fmt: skip
+        count = {"sample_sbm": flops.sample_sbm(plan)}
         pairs = E
     assert count == {"sample_sbm": 2 * K * (2 * HEADS * N + pairs)}
 

@@ -277,7 +277,7 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
         torch.testing.assert_close(mine, wanted)
     given = torch.ones_like(out), query.detach(), key.detach(), value
     found = ops.edge_effect(*given, graph.rows, graph.rows, 0.1)
-    wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1)
+    wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1, None, None, None, 0.0)
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     assert not kernels.started
 

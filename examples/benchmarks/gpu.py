@@ -235,10 +235,8 @@ def _check(words: str, peer: str) -> float:
 
 def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of a peer, forward and with all gradients, after its check."""
-    words = {name: getattr(given, name) for name in ("heads", "channels", "block_size", "device")} | {
-        "dtype": item.dtype
-    }
-    error = _check(json.dumps(words), item.peer)
+    words = {name: getattr(given, name) for name in ("heads", "channels", "block_size", "device")}
+    error = _check(json.dumps(words | {"dtype": item.dtype}), item.peer)
     inputs = Inputs(given, item.tokens, item.density, item.dtype, item.peer in OVER_BLOCKS)
     forward = BUILD[item.peer](inputs)
 
@@ -296,9 +294,8 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     else:
         block_size = given.block_size if item.peer == "blocks" else 1
         head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": item.density}
-        layer = SBMAttentionConv(
-            width, given.channels, given.heads, sbm_options=head, exploration=0.0, block_size=block_size
-        )
+        options: dict[str, Any] = {"sbm_options": head, "exploration": 0.0, "block_size": block_size}
+        layer = SBMAttentionConv(width, given.channels, given.heads, **options)
     layer.to(given.device)
     kind = torch.device(given.device).type
     x = torch.randn(item.tokens, width, device=given.device, requires_grad=True)

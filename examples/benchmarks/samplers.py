@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,9 +86,8 @@ def _layers(case: Case, estimator: str = "mask", block_size: int = 1) -> tuple[S
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
     head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
-    conv = SBMAttentionConv(
-        *sizes, case.blocks, sbm_options=head, estimator=estimator, exploration=0.0, block_size=block_size
-    )
+    options: dict[str, Any] = {"sbm_options": head, "exploration": 0.0, "block_size": block_size}
+    conv = SBMAttentionConv(*sizes, case.blocks, estimator=estimator, **options)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full

@@ -24,9 +24,8 @@ from examples.common.tables import write_csv
 
 LAST, BEST = "last.ckpt", "best.ckpt"
 NEW = "It is damaged: take it from a backup, or start a new run."
-WAY_OUTS = {
-    LAST: f"It is damaged: take it from a backup, copy {BEST} to {LAST} and resume from there, or start a new run."
-}
+DAMAGED = f"It is damaged: take it from a backup, copy {BEST} to {LAST} and resume from there, or start a new run."
+WAY_OUTS = {LAST: DAMAGED}
 NEVER = 2**31  # validate after so many epochs
 
 

@@ -157,9 +157,8 @@ def draw_heads(
     for line, (_, number, head) in zip(figure.subplots(MAPS, 3, squeeze=False), sorted(heads), strict=False):
         ((query, key, ground_truth),) = samples[number]
         source = make("clusters", count, 3, learned[number])
-        predicted = source(
-            Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False)
-        ).graph.to_dense()[head]
+        pair = Tokens(query, key, ground_truth.query_ptr, ground_truth.key_ptr, bipartite=False)
+        predicted = source(pair).graph.to_dense()[head]
         scores = query[head] @ key[head].T * query.size(2) ** -0.5
         left = entmax15(scores.masked_fill(~predicted, -1e9), dim=1) > 0
         titles = (

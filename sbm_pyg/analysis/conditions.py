@@ -388,11 +388,8 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        if (
-            not isinstance(order, Sequence)
-            or not all(isinstance(each, int) for each in order)
-            or sorted(order) != [1, 2, 3]
-        ):
+        whole = isinstance(order, Sequence) and all(isinstance(each, int) for each in order)
+        if not whole or sorted(order) != [1, 2, 3]:
             raise ValueError(
                 f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3)."
             )

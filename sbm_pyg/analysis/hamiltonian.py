@@ -274,11 +274,8 @@ def _arcs(graph: AttentionGraph) -> tuple[Array, Array]:
 
 def scipy_sparse() -> Any:
     """Import ``scipy.sparse`` with its graph algorithms, ``csgraph``."""
-    try:
-        import scipy.sparse.csgraph
-    except ImportError:
-        raise ImportError(f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}.") from None
-    return scipy.sparse
+    checks.imported("scipy.sparse.csgraph", "analysis")
+    return checks.imported("scipy.sparse", "analysis")
 
 
 def _matrix(n: int, row: Array, column: Array) -> Any:

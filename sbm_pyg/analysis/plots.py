@@ -398,12 +398,9 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     figure, axes = _axes(ax, 7.2, 4.4)
     steps = [float(row["step"]) for row in rows]
     for layer, head, name in names:
-        style: dict[str, Any] = {
-            "color": COLOURS[layer % len(COLOURS)],
-            "ls": ("-", "--", ":", "-.")[head % 4],
-            "lw": 1.4,
-        }
-        axes.plot(steps, [100 * float(row[name]) for row in rows], label=f"layer {layer}, head {head}", **style)
+        values, colour = [100 * float(row[name]) for row in rows], COLOURS[layer % len(COLOURS)]
+        style = ("-", "--", ":", "-.")[head % 4]
+        axes.plot(steps, values, color=colour, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
     axes.set_ylim(bottom=0)
     _label(axes, "optimiser step", DENSITY)
     axes.legend(frameon=False, fontsize=8, ncols=2)
@@ -462,8 +459,7 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
         result: Result of :func:`sbm_pyg.analysis.lemma1`.
         ax: Axes for the probabilities; the expectation gets an axis on their right.
     """
-    if not isinstance(result, Lemma1):
-        raise TypeError(f"Expected 'result' to be a Lemma1 (got {type(result).__name__}). `analysis.lemma1` makes one.")
+    checks.kind("result", result, Lemma1, "a Lemma1", "`analysis.lemma1` makes one.")
     figure, axes = _axes(ax, 7.6, 4.8)
     p, n, (low, high) = result.probabilities, result.n, result.interval
     smooth = np.linspace(float(p.min()), float(p.max()), 200)
@@ -511,30 +507,17 @@ def _chosen(
 ) -> tuple[list[int], Sequence[str]]:
     """The sequences to draw, the first four if None, and their titles."""
     total = layers[0][1].num_sequences
-    if sequences is not None and (
-        not isinstance(sequences, Sequence) or isinstance(sequences, str) or len(sequences) == 0
-    ):
-        raise TypeError(
-            f"Expected 'sequences' to be a list of numbers, not empty (got {sequences!r}). None draws the first four."
-        )
-    chosen = [
-        resolve_index(each, total, "sequences") for each in (range(min(4, total)) if sequences is None else sequences)
-    ]
+    wanted = range(min(4, total)) if sequences is None else sequences
+    if not isinstance(wanted, Sequence) or isinstance(wanted, str) or len(wanted) == 0:
+        raise TypeError(f"Expected 'sequences' to be a list of numbers (got {sequences!r}). None draws the first four.")
+    chosen = [resolve_index(each, total, "sequences") for each in wanted]
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
-        raise TypeError(
-            f"Expected 'titles' to be {len(chosen)} texts, one for each input that is drawn (got {titles!r})."
-        )
+        raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each drawn input (got {titles!r}).")
     return chosen, [f"input {each}" for each in chosen] if titles is None else titles[: len(chosen)]
 
 
 def _figure(width: float, height: float, title: str = "") -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            f"Expected 'matplotlib' to be installed (it is not). Run {checks.install('analysis')}."
-        ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = checks.imported("matplotlib.figure", "analysis").Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -545,9 +528,7 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
         figure = _figure(width, height)
         return figure, figure.subplots()
     if not hasattr(ax, "get_figure") or isinstance(ax, type):
-        raise TypeError(
-            f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). `figure.subplots()` makes some."
-        )
+        raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). Call `figure.subplots()`.")
     owner = ax.get_figure(root=True)
     if owner is None:
         raise ValueError(
@@ -573,9 +554,8 @@ def _picture(axes: Axes, picture: np.ndarray, shape: tuple[int, ...], **options:
     """Draw a matrix of queries and keys, with axes in tokens."""
     from matplotlib.ticker import MaxNLocator
 
-    image = axes.imshow(
-        picture, interpolation="nearest", extent=(-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5), **options
-    )
+    ends = (-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5)
+    image = axes.imshow(picture, interpolation="nearest", extent=ends, **options)
     axes.set(xlabel="key (token)", ylabel="query (token)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, integer=True))
@@ -641,9 +621,7 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     if not isinstance(found, Sequence) or not all(
         graph is None or isinstance(graph, AttentionGraph) for graph in found
     ):
-        raise TypeError(
-            f"Expected 'graphs' to be a trace, or the graph or None of each layer (got {type(graphs).__name__})."
-        )
+        raise TypeError(f"Expected 'graphs' to be a trace, or a graph or None per layer (got {type(graphs).__name__}).")
     layers = [(number, graph) for number, graph in enumerate(found) if graph is not None]
     if not layers:
         raise ValueError(
@@ -652,6 +630,6 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     counts = [graph.num_sequences for _, graph in layers]
     if len({*counts}) > 1:
         raise ValueError(
-            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass the graphs of one batch."
+            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass those of one batch."
         )
     return layers

@@ -159,10 +159,8 @@ def graph_statistics(
     cells, count = sequences * heads, len(node_group)
     rows = _block_diagonal(graph, count, heads * num_queries if split else 0)
     columns = rows.T.tocsr()
-    in_degree, out_degree = (
-        graph.degree,
-        torch.from_numpy(np.diff(columns.indptr)[-heads * num_keys :].astype(np.int64)).view(heads, num_keys),
-    )
+    in_degree, read = graph.degree, np.diff(columns.indptr)[-heads * num_keys :].astype(np.int64)
+    out_degree = torch.from_numpy(read).view(heads, num_keys)
 
     def total(groups: Array, weights: Array | Tensor | None = None) -> Array:
         return np.bincount(groups, weights if weights is None else np.asarray(weights).ravel(), minlength=cells)
@@ -181,17 +179,14 @@ def graph_statistics(
     reached = breadth_first(columns.indptr, columns.indices, roots, depth)
     one_component = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
     one_each = (np.ones(cells, np.int64), nodes)
-    weak, strong = (
-        one_each if one_component else _components(rows, node_group, cells, kind) for kind in ("weak", "strong")
-    )
+    found = (one_each if one_component else _components(rows, node_group, cells, kind) for kind in ("weak", "strong"))
+    weak, strong = found
     least, most = _diameter(rows, columns, node_group, roots, strong[0] == 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         modularity = np.full(cells, math.nan)
         if labels is not None:
-            modularity = (
-                total(node_group, within) / edges
-                - _degree_products(labels, (group, key_group), (in_degree, out_degree), cells) / edges**2
-            )
+            expected = _degree_products(labels, (group, key_group), (in_degree, out_degree), cells)
+            modularity = total(node_group, within) / edges - expected / edges**2
         values = {
             "empty_queries": total(group[in_degree.flatten().numpy() == 0]) / queries,
             "unread_keys": total(key_group[out_degree.flatten().numpy() == 0]) / keys,
@@ -205,9 +200,8 @@ def graph_statistics(
             "spectral_gap": _spectral_gaps(graph, split, weak[0]) if spectral_gap else np.full(cells, math.nan),
             "modularity": modularity,
         }
-    shaped = {
-        name: torch.from_numpy(np.ascontiguousarray(value)).view(sequences, heads) for name, value in values.items()
-    }
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()}
+    shaped = {name: tensor.view(sequences, heads) for name, tensor in tensors.items()}
     return GraphStatistics(density=graph.density, in_degree=in_degree, out_degree=out_degree, **shaped)
 
 
@@ -291,9 +285,8 @@ def _labels(graph: AttentionGraph, communities: Communities) -> tuple[Array, Arr
         pair = graph.over_tokens(*communities_of(communities))
     else:
         pair = communities if isinstance(communities, tuple) else (communities, communities)
-    if len(pair) != 2 or not all(
-        isinstance(each, Tensor) and not (each.is_floating_point() or each.is_complex()) for each in pair
-    ):
+    tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
+    if not tensors or any(each.is_floating_point() or each.is_complex() for each in pair):
         raise TypeError(
             f"Expected 'communities' to be an SBM, a tensor of integers or a pair of those (got {short(communities)}). "
             "They are numbers of communities."

@@ -45,19 +45,11 @@ METHODS = ("bernoulli", "fastrg")
 _CAUSAL = "It says whether queries attend to earlier keys, and their own, alone."
 
 
-# ------------------------------------------------------------------ the functions
-
-
 def _check_model(rate: Tensor | None, member: Tensor | None, chance: Tensor | None, query: Tensor, key: Tensor) -> None:
     heads, num_queries, num_keys = *query.shape[:2], key.size(1)
     checks.shape("rate", rate, (heads, num_queries, None), "[H, N, K]", "It has the heads and tokens of 'query'.")
-    checks.shape(
-        "member",
-        member,
-        (heads, num_keys, None if rate is None else rate.size(-1)),
-        "[H, M, K]",
-        "It has the blocks of 'rate'.",
-    )
+    num_blocks = None if rate is None else rate.size(-1)
+    checks.shape("member", member, (heads, num_keys, num_blocks), "[H, M, K]", "It has the blocks of 'rate'.")
     checks.shape("chance", chance, (num_queries,), "[N]", "It holds one probability per query.")
     checks.same_device("query", query, rate=rate, member=member, chance=chance)
     checks.floating(rate=rate, member=member, chance=chance)
@@ -131,9 +123,7 @@ def reach_dot(
     """
     checks.tensors(query=query, key=key)
     checks.shape("query", query, (None, None, None), "[H, N, K]", "Heads come first.")
-    checks.shape(
-        "key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has the heads and blocks of 'query'."
-    )
+    checks.shape("key", key, (query.size(0), None, query.size(2)), "[H, M, K]", "It has heads and blocks of 'query'.")
     checks.floating(query=query, key=key)
     _check_ptr(query_ptr, key_ptr, query.size(1), key.size(1))
     checks.same_device("query", query, key=key, query_ptr=query_ptr, key_ptr=key_ptr)
@@ -198,9 +188,8 @@ def edge_attention(
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
     rowptr, col, bias = _check_attention(query, key, value, rows, gate, scale, gate_form, dropout)
-    return schemas.edge_attention(
-        query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, checks.seed(seed)
-    )
+    more = (gate, bias, scale, gate_form, dropout, checks.seed(seed))
+    return schemas.edge_attention(query, key, value, rowptr, col, *more)
 
 
 def _check_attention(
@@ -260,9 +249,8 @@ def edge_entmax(
 
     with torch.no_grad():
         score = schemas.edge_dot(query, key, rowptr, col)
-        rowptr, index = schemas.entmax_support(
-            reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form), rowptr, alphas
-        )
+        logit = reference_edges.apply_gate_and_bias(scale * score, gate, bias, gate_form)
+        rowptr, index = schemas.entmax_support(logit, rowptr, alphas)
         score, col = score[index], col[index]
     gate, bias = (x if x is None else x[index] for x in (gate, bias))
     score = score + (schemas.EdgeGate.apply(query, key, rowptr, col) - 1)  # the same values, with their gradient
@@ -330,9 +318,7 @@ def edge_effect(
     checks.edge_rows(*probes[:2], query, key=key, prefix="probe_", probe_bias=probes[2])
     checks.floating(grad_out=grad_out)
     _check_scores(scale, exploration)
-    checks.shape(
-        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
-    )
+    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the output's shape.")
     if len({x is None for x in (rate, member, chance)}) > 1:
         raise ValueError("Expected 'rate', 'member' and 'chance' together (got some of them). Give all three, or none.")
     _check_model(rate, member, chance, query, key)
@@ -381,7 +367,7 @@ def local_expectation(
     _check_rows_tuple(probes, "probes")
     if (factors is None) == (prob is None):
         raise ValueError(
-            f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). They say the same."
+            f"Expected one of 'factors' and 'prob' (got {'neither' if prob is None else 'both'}). Pass one pair."
         )
     for name, pair in (("factors", factors), ("prob", prob)):
         if pair is not None:
@@ -407,9 +393,6 @@ def local_expectation(
         for x in (query, key, value, *rows, *probes, chance, forced)
     )
     return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
-
-
-# ------------------------------------------------------------------ blocks of tokens
 
 
 def block_attention(
@@ -447,28 +430,26 @@ def block_attention(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows_tuple(rows)
-    rowptr, col, bias = rows
     checks.tensors(value=value)
-    query_ptr, key_ptr, block_size = checks.block_rows(
-        rowptr, col, query, key, ptrs, block_size, is_causal, scale, value=value, bias=bias
-    )
+    layout = _check_blocks(query, key, value, rows, None, ptrs, block_size, is_causal, scale)
     checks.number("dropout", dropout, "[0, 1)", "It is the probability that a weight is dropped.")
-    return schemas.block_attention(
-        query,
-        key,
-        value,
-        rowptr,
-        col,
-        query_ptr,
-        key_ptr,
-        block_size,
-        is_causal,
-        bias,
-        scale,
-        dropout,
-        checks.seed(seed),
-    )
+    more = (is_causal, rows[2], scale, dropout, checks.seed(seed))
+    return schemas.block_attention(query, key, value, *rows[:2], *layout, *more)
+
+
+def _check_blocks(
+    query: Tensor, key: Tensor, value: Tensor | None, rows: Rows, probes: Rows | None, ptrs: tuple[Tensor, Tensor],
+    block_size: int, is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Refuse what does not fit together; return the offsets of both sides and the block size."""
+    _check_rows_tuple(rows)
+    if probes is not None:
+        _check_rows_tuple(probes, "probes")
+    layout: Any = (query, key, ptrs, block_size, is_causal, scale)
+    found = checks.block_rows(*rows[:2], *layout, value=value, bias=rows[2])
+    if probes is not None:
+        checks.block_rows(*probes[:2], *layout, prefix="probe_", probe_bias=probes[2])
+    return found
 
 
 def block_effect(
@@ -507,22 +488,11 @@ def block_effect(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows_tuple(rows)
-    _check_rows_tuple(probes, "probes")
     checks.tensors(value=value, grad_out=grad_out)
-    query_ptr, key_ptr, block_size = checks.block_rows(
-        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
-    )
-    checks.block_rows(
-        *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
-    )
+    layout = _check_blocks(query, key, value, rows, probes, ptrs, block_size, is_causal, scale)
     checks.floating(grad_out=grad_out)
-    checks.shape(
-        "grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the shape of the output."
-    )
-    return schemas.block_effect(
-        grad_out, query, key, value, *rows, *probes, query_ptr, key_ptr, block_size, is_causal, scale
-    )
+    checks.shape("grad_out", grad_out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It has the output's shape.")
+    return schemas.block_effect(grad_out, query, key, value, *rows, *probes, *layout, is_causal, scale)
 
 
 def block_weight(
@@ -541,12 +511,8 @@ def block_weight(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows_tuple(rows)
-    rowptr, col, bias = rows
-    query_ptr, key_ptr, block_size = checks.block_rows(
-        rowptr, col, query, key, ptrs, block_size, is_causal, scale, bias=bias
-    )
-    return schemas.block_weight(query, key, rowptr, col, bias, query_ptr, key_ptr, block_size, is_causal, scale)
+    layout = _check_blocks(query, key, None, rows, None, ptrs, block_size, is_causal, scale)
+    return schemas.block_weight(query, key, *rows, *layout, is_causal, scale)
 
 
 def block_expectation(
@@ -584,16 +550,9 @@ def block_expectation(
     Raises:
         TypeError, ValueError: Shapes or types do not fit, or an argument is out of range.
     """
-    _check_rows_tuple(rows)
-    _check_rows_tuple(probes, "probes")
     checks.check_tuple("prob", prob, "two tensors", 2)
     checks.tensors(out=out, value=value, chance=chance, prob=prob[0], probe_prob=prob[1])
-    query_ptr, key_ptr, block_size = checks.block_rows(
-        *rows[:2], query, key, ptrs, block_size, is_causal, scale, value=value, bias=rows[2]
-    )
-    checks.block_rows(
-        *probes[:2], query, key, ptrs, block_size, is_causal, scale, prefix="probe_", probe_bias=probes[2]
-    )
+    layout = _check_blocks(query, key, value, rows, probes, ptrs, block_size, is_causal, scale)
     checks.forced(forced, rows[1])
     _check_scores(scale, exploration)
     checks.floating(out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
@@ -605,12 +564,8 @@ def block_expectation(
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
     constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
-    return schemas.BlockExpectation.apply(
-        out, *prob, *constants, query_ptr, key_ptr, chance, forced, block_size, is_causal, scale, exploration
-    )
-
-
-# ------------------------------------------------------------------ alpha-entmax over rows
+    more = (chance, forced, layout[2], is_causal, scale, exploration)
+    return schemas.BlockExpectation.apply(out, *prob, *constants, *layout[:2], *more)
 
 
 def segment_entmax(
@@ -671,9 +626,7 @@ def segment_entmax(
     checks.no_tangent(src)
     if ptr is not None:
         if ptr.size(0) < 1:
-            raise ValueError(
-                "Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of consecutive segments, from 0 on."
-            )
+            raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of the segments.")
         return _entmax_columns(src, ptr, alpha)
     assert index is not None
     if index.numel() and not torch.compiler.is_compiling():
@@ -796,9 +749,7 @@ def sample_sbm(
     """
     checks.tensors(rate=rate, member=member)
     checks.shape("rate", rate, (None, None, None), "[H, N, K]", "Heads come first.")
-    checks.shape(
-        "member", member, (rate.size(0), None, rate.size(2)), "[H, M, K]", "It has the heads and blocks of 'rate'."
-    )
+    checks.shape("member", member, (len(rate), None, rate.size(2)), "[H, M, K]", "It has heads and blocks of 'rate'.")
     checks.floating(rate=rate, member=member)
     _check_sequences(("rate", rate), (rate.size(1), member.size(1)), query_ptr, key_ptr, sequence_ids)
     checks.same_device("rate", rate, member=member)
@@ -808,9 +759,8 @@ def sample_sbm(
     checks.flag("is_causal", is_causal, _CAUSAL)
     values.require_unbatched(rate=rate, member=member)
     checks.not_captured(rate.device)
-    return schemas.sample_sbm(
-        rate, member, query_ptr, key_ptr, sequence_ids, checks.seed(seed), method, exploration, clamp, is_causal
-    )
+    more = (checks.seed(seed), method, exploration, clamp, is_causal)
+    return schemas.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
 
 
 def sample_systematic(

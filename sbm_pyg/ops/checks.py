@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -42,12 +43,15 @@ def tensors(**given: Any) -> None:
         dense(name, x)
 
 
+def kind(name: str, x: Any, kinds: Any, what: str, way_out: str) -> None:
+    """Refuse anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
+    if not isinstance(x, kinds):
+        raise TypeError(f"Expected '{name}' to be {what} (got {type(x).__name__}). {way_out}")
+
+
 def dense(name: str, x: Any) -> None:
     """Refuse anything that is not a tensor, and sparse and nested tensors."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Expected '{name}' to be a tensor (got {type(x).__name__}). Convert it with `torch.as_tensor`."
-        )
+    kind(name, x, Tensor, "a tensor", "Convert it with `torch.as_tensor`.")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(
             f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). "
@@ -69,30 +73,28 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
     """
     if x is None or torch.compiler.is_compiling():
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"Expected '{name}' to be a tensor {symbols} (got {type(x).__name__}). {way_out}")
+    kind(name, x, Tensor, f"a tensor {symbols}", way_out)
     dense(name, x)
-    if x.dim() != len(wanted) or any(
-        size is not None and size != mine for size, mine in zip(wanted, x.shape, strict=True)
-    ):
+    same = x.dim() == len(wanted) and all(size in (None, mine) for size, mine in zip(wanted, x.shape, strict=True))
+    if not same:
         sizes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
 
 
 def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
     """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
-    kind, like = type(module).__name__, next(module.parameters())
+    owner, like = type(module).__name__, next(module.parameters())
     tensors(query=query, key=key)
     floating(query=query, key=key)
     for name, x, symbols in (("query", query, "[H, N, C]"), ("key", key, "[H, M, C]")):
-        shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {kind}.")
+        shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {owner}.")
         if x.device != like.device:
             raise ValueError(
-                f"Expected '{name}' on {like.device}, as the {kind} is (got {x.device}). Move one of them with `.to`."
+                f"Expected '{name}' on {like.device}, as the {owner} is (got {x.device}). Move one of them with `.to`."
             )
         if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
-                f"Expected '{name}' to be {like.dtype}, as the {kind} is (got {x.dtype}). Convert one of them."
+                f"Expected '{name}' to be {like.dtype}, as the {owner} is (got {x.dtype}). Convert one of them."
             )
 
 
@@ -101,9 +103,7 @@ def forced(forced: Tensor | None, col: Tensor) -> None:
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
     same_device("col", col, forced=forced)
     if forced is not None and forced.dtype != torch.bool:
-        raise TypeError(
-            f"Expected 'forced' to be bool (got {forced.dtype}). It is True on edges that do not depend on p."
-        )
+        raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It marks edges that do not depend on p.")
 
 
 def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
@@ -125,12 +125,8 @@ def _check_attention_tokens(
             f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
         )
     shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
-    shape(
-        second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has the heads and channels of '{first}'."
-    )
-    shape(
-        "value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has the heads and tokens of '{second}'."
-    )
+    shape(second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has heads and channels of '{first}'.")
+    shape("value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has heads and tokens of '{second}'.")
     others: dict[str, Tensor | None] = {second: key, "value": value}
     same_device(first, query, **others)
     no_tangent(query, key, value)
@@ -233,15 +229,8 @@ def block_rows(
         cut, _ = cut_blocks((query.size(1), key.size(1)), ptrs, block_size)
         count = query.size(0) * cut.count + 1
     rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    _check_rows(
-        rows,
-        "[H*n+1]",
-        count,
-        ("query", query),
-        "query block",
-        per_edge,
-        ("[E, block_size, block_size]", (block_size, block_size)),
-    )
+    numbers = ("[E, block_size, block_size]", (block_size, block_size))
+    _check_rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, numbers)
     return *ptrs, block_size
 
 
@@ -342,7 +331,7 @@ def device(value: Any) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, TypeError, AssertionError):
         raise ValueError(
-            f"Expected 'device' to be one that torch has here (got {value!r}). Name it as in 'cpu' or 'cuda:0'."
+            f"Expected 'device' to be one that torch has here (got {value!r}). Try 'cpu' or 'cuda:0'."
         ) from None
     return found
 
@@ -373,6 +362,15 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
     """Refuse a name that is not one of the options."""
     if choice not in options:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
+
+
+def imported(module: str, extra: str) -> Any:
+    """The module of an optional package; an ImportError names the extra that brings it."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ImportError(f"Expected '{package}' to be installed (it is not). Run {install(extra)}.") from None
 
 
 def install(extra: str, options: str = "") -> str:
@@ -424,19 +422,14 @@ def available(device: torch.device) -> float:
     Those of the CPU are without swap, and within the limits of this process.
     """
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type != "cpu":
         return math.inf
     left = [_system(), _address_space()]
     for usage, stat, cache_name, limit in _cgroups():
-        cached = next(
-            (int(line.split()[1]) for line in stat.read_text().splitlines() if line.split()[0] == cache_name), 0
-        )
-        left.append(limit - int(usage.read_text()) + cached)
+        numbers = dict(line.split()[:2] for line in stat.read_text().splitlines())
+        left.append(limit - int(usage.read_text()) + int(numbers.get(cache_name, 0)))
     return max(min(left), 0)
 
 
@@ -478,12 +471,8 @@ def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str,
         if controllers == "":  # version 2
             root, maximum, usage, cache_name = mount, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, maximum, usage, cache_name = (
-                mount / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            root, maximum, usage = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_name = "total_inactive_file"
         else:
             continue
         folder = root / path.strip("/")
@@ -504,9 +493,8 @@ def no_tangent(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
             "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."

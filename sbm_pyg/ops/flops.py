@@ -1,7 +1,7 @@
 """Floating point operations of each op, for the counter of torch.
 
-That counter, ``torch.utils.flop_counter.FlopCounterMode``, knows torch's own ops alone. In: the arguments of an op, as
-in its schema. Out: floating point operations, for each op of the same name. Not here: time and memory.
+That counter, ``torch.utils.flop_counter.FlopCounterMode``, knows torch's own ops alone. In: the arguments of an op, by
+their names in its schema. Out: floating point operations, for each op of the same name. Not here: time and memory.
 
 The conventions are torch's: a multiplication and its addition are 2; exponentials, comparisons, random words, and what
 is done once per token or once per edge without a sum over channels, are 0 (so ``segment_entmax`` is 0, as softmax is).
@@ -11,10 +11,12 @@ E counts the edges of the given graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from .reference import sampling as reference_sampling
@@ -27,129 +29,75 @@ __all__ = [
 ]  # fmt: skip
 
 
-def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, *, out_val: Any = None) -> int:
+def formula_of(name: str, declared: Signature) -> Callable[..., int]:
+    """The formula of an op, as the counter of torch calls it: with the arguments of the op, and with its result."""
+
+    def count(*given: Any, out_val: Any = None, **named: Any) -> int:
+        bound = declared.bind(*given, **named)
+        bound.apply_defaults()
+        return globals()[name](SimpleNamespace(**bound.arguments, out_val=out_val))
+
+    return count
+
+
+def edge_dot(of: Any) -> int:
     """2 E K."""
-    return 2 * col.numel() * query.size(-1)
+    return 2 * of.col.numel() * of.query.size(-1)
 
 
-def edge_dot_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    need_query: bool,
-    need_key: bool,
-    *,
-    out_val: Any = None,
-) -> int:
+def edge_dot_backward(of: Any) -> int:
     """2 E K for each side that needs its gradient."""
-    return 2 * col.numel() * query.size(-1) * (need_query + need_key)
+    return edge_dot(of) * (of.need_query + of.need_key)
 
 
-def reach_dot(query: Tensor, *_: Any, out_val: Any = None) -> int:
+def reach_dot(of: Any) -> int:
     """2 H N K; sums over tokens alone are 0."""
-    return 2 * query.numel()
+    return 2 * of.query.numel()
 
 
-def reach_dot_backward(
-    grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
-    need_query: bool, need_key: bool, *, out_val: Any = None,
-) -> int:  # fmt: skip
+def reach_dot_backward(of: Any) -> int:
     """2 H N K for each side that needs its gradient."""
-    return 2 * query.numel() * (need_query + need_key)
+    return reach_dot(of) * (of.need_query + of.need_key)
 
 
-def edge_attention(
-    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, *_: Any, out_val: Any = None
-) -> int:
+def edge_attention(of: Any) -> int:
     """2 E (C + C'): scores, and the sum of values."""
-    return 2 * col.numel() * (query.size(-1) + value.size(-1))
+    return 2 * of.col.numel() * (of.query.size(-1) + of.value.size(-1))
 
 
-def edge_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    *_: Any,
-    out_val: Any = None,
-) -> int:
+def edge_attention_backward(of: Any) -> int:
     """2 E (3 C + 2 C'): scores again, gradients to queries and keys; gains, gradients to values."""
-    return 2 * col.numel() * (3 * query.size(-1) + 2 * value.size(-1))
+    return 2 * of.col.numel() * (3 * of.query.size(-1) + 2 * of.value.size(-1))
 
 
-def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, *_: Any, out_val: Any = None,
-) -> int:  # fmt: skip
+def block_attention(of: Any) -> int:
     """2 E block_size^2 (C + C'): all tokens of two blocks, and slots without a token."""
-    return 2 * col.numel() * block_size**2 * (query.size(-1) + value.size(-1))
+    return of.block_size**2 * edge_attention(of)
 
 
-def block_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, *_: Any, out_val: Any = None,
-) -> int:  # fmt: skip
+def block_attention_backward(of: Any) -> int:
     """2 E block_size^2 (3 C + 2 C')."""
-    return 2 * col.numel() * block_size**2 * (3 * query.size(-1) + 2 * value.size(-1))
+    return of.block_size**2 * edge_attention_backward(of)
 
 
-def block_effect(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
-    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, *_: Any, out_val: Any = None,
-) -> int:  # fmt: skip
+def block_effect(of: Any) -> int:
     """2 (E + E') block_size (block_size (C + C') + C'): attention of each pair of blocks, and the gains of its rows."""
-    each = block_size * (query.size(-1) + value.size(-1)) + value.size(-1)
-    return 2 * (col.numel() + probe_col.numel()) * block_size * each
+    each = of.block_size * (of.query.size(-1) + of.value.size(-1)) + of.value.size(-1)
+    return 2 * (of.col.numel() + of.probe_col.numel()) * of.block_size * each
 
 
-def block_weight(
-    query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, *_: Any, out_val: Any = None,
-) -> int:  # fmt: skip
+def block_weight(of: Any) -> int:
     """2 E block_size^2 C."""
-    return 2 * col.numel() * block_size**2 * query.size(-1)
+    return of.block_size**2 * edge_dot(of)
 
 
-def edge_effect(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor,
-    probe_bias: Tensor | None = None,
-    scale: float = 1.0,
-    rate: Tensor | None = None,
-    *_: Any,
-    out_val: Any = None,
-) -> int:
+def edge_effect(of: Any) -> int:
     """2 (E + E') (C + C'): score and gain of each edge and each probe; with factors 2 (E + E') K more."""
-    width = query.size(-1) + value.size(-1) + (0 if rate is None else rate.size(-1))
-    return 2 * (col.numel() + probe_col.numel()) * width
+    width = of.query.size(-1) + of.value.size(-1) + (0 if of.rate is None else of.rate.size(-1))
+    return 2 * (of.col.numel() + of.probe_col.numel()) * width
 
 
-def sample_sbm(
-    rate: Tensor,
-    member: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    sequence_ids: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
-    is_causal: bool,
-    *,
-    out_val: Any = None,
-) -> int:
+def sample_sbm(of: Any) -> int:
     """2 K for each pair whose probability is computed, and 4 H N K for the plan of the rows.
 
     The plan needs expected degrees and bounds. It tells, before anything is drawn, for how many pairs a probability is
@@ -157,19 +105,20 @@ def sample_sbm(
     takes proposals as they come). Where there are no values to plan by (fake tensors), only the edges count, which is
     the least it can be.
     """
+    rate, member, query_ptr, key_ptr, exploration = of.rate, of.member, of.query_ptr, of.key_ptr, of.exploration
     heads, num_queries, blocks = rate.shape
     if is_fake(rate) or rate.is_meta:
-        return 2 * blocks * (2 * heads * num_queries + out_val[1].numel())
+        return 2 * blocks * (2 * heads * num_queries + of.out_val[1].numel())
     pairs = 0.0
-    allowed = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, is_causal)
+    allowed = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, of.is_causal)
     offsets = zip(query_ptr.tolist(), query_ptr.tolist()[1:], key_ptr.tolist(), key_ptr.tolist()[1:], strict=False)
     for start, end, first, last in offsets:
         rates, members = rate[:, start:end].detach().double(), member[:, first:last].detach().double()
         keys = allowed[start:end]
         bound = (rates * members.cummax(1).values[:, keys - 1]).sum(-1) + exploration
         expected = (rates * members.cumsum(1)[:, keys - 1]).sum(-1) + exploration * keys
-        plan = reference_sampling.plan_rows(expected, bound, keys, method)
-        proposals = torch.zeros_like(expected) if method == "fastrg" else plan.proposals
+        plan = reference_sampling.plan_rows(expected, bound, keys, of.method)
+        proposals = torch.zeros_like(expected) if of.method == "fastrg" else plan.proposals
         tried = torch.where(plan.way == reference_sampling.GAPS, plan.landings, proposals)
         pairs += float(torch.where(plan.way == reference_sampling.PAIRS, keys.double(), tried).sum())
     return 2 * blocks * (2 * heads * num_queries + round(pairs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -59,18 +60,17 @@ def _on_cuda(name: str, file: str) -> Callable[..., Any]:
     return call
 
 
-def _declare(
-    name: str, schema: str, fake: Callable[..., Any], file: str, kernels: tuple[str, ...] = ("cpu", "cuda")
-) -> CustomOpDef:
+def _declare(name: str, fake: Callable[..., Any], file: str, kernels: tuple[str, ...] = ("cpu", "cuda")) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, and its cost.
 
-    All are in files of one name. Apple's devices run the CPU kernel.
+    All are in files of one name. The schema is the signature of the reference, without what goes in by keyword alone.
+    Apple's devices run the CPU kernel.
     """
     KERNELS[name] = file, kernels
-    reference = import_module(f".reference.{file}", __package__)
-    op = torch.library.custom_op(
-        f"sbm_pyg::{name}", _as_given(getattr(reference, name)), mutates_args=(), schema=schema
-    )
+    reference: Any = _as_given(getattr(import_module(f".reference.{file}", __package__), name))
+    given = [each for each in signature(reference).parameters.values() if each.kind is not Parameter.KEYWORD_ONLY]
+    reference.__signature__ = signature(reference).replace(parameters=given)
+    op = torch.library.custom_op(f"sbm_pyg::{name}", reference, mutates_args=())
     kernel = getattr(import_module(f".cpu.{file}", __package__), name)  # every op has one
     op.register_kernel("cpu")(_as_given(kernel))
     op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
@@ -78,11 +78,12 @@ def _declare(
         op.register_kernel("cuda")(_as_given(_on_cuda(name, file)))
     op.register_fake(fake)
     if name in flops.__all__:
-        register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(getattr(flops, name))
+        formula = flops.formula_of(name, signature(reference))
+        register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(formula)
     return op
 
 
-# ------------------------------------------------------------------ schemas and shapes
+# ------------------------------------------------------------------ shapes
 
 
 def _fake_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
@@ -99,11 +100,8 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple
     return value.new_empty(heads, num_queries, value.size(2)), lse
 
 
-def _fake_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
-    bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int,
-    need_gate: bool, need_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _fake_attention_backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, col, gate, bias, _, lse, *_, need_gate, need_bias = rest
     edge = [
         x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
         for x, need in ((gate, need_gate), (bias, need_bias))
@@ -111,14 +109,10 @@ def _fake_attention_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
 
 
-def _fake_block_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor,
-    key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
-    dropout: float, seed: int, need_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grad_bias = (
-        lse.new_empty(0) if bias is None or not need_bias else bias.new_empty(col.size(0), block_size, block_size)
-    )
+def _fake_block_backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, col, _, _, bias, _, lse, block_size, *_, need_bias = rest
+    size = (0,) if bias is None or not need_bias else (col.size(0), block_size, block_size)
+    grad_bias = (lse if bias is None or not need_bias else bias).new_empty(size)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
 
 
@@ -146,132 +140,38 @@ def _fake_systematic(
     return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
 
 
-edge_dot = _declare("edge_dot", "(Tensor query, Tensor key, Tensor rowptr, Tensor col) -> Tensor", _fake_dot, "edges")
-edge_dot_backward = _declare(
-    "edge_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor rowptr, Tensor col, bool need_query, bool need_key) "
-    "-> (Tensor, Tensor)",
-    _fake_pair,
-    "edges",
-)
-edge_attention = _declare(
-    "edge_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, float scale, "
-    "str gate_form, float dropout, SymInt seed) -> (Tensor, Tensor)",
-    _fake_attention,
-    "edges",
-)
-edge_attention_backward = _declare(
-    "edge_attention_backward",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? gate, Tensor? bias, "
-    "Tensor out, Tensor lse, float scale, str gate_form, float dropout, SymInt seed, bool need_gate, bool need_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_attention_backward,
-    "edges",
-)
-edge_effect = _declare(
-    "edge_effect",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, "
-    "Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, float scale, Tensor? rate, Tensor? member, "
-    "Tensor? chance, float exploration) -> (Tensor, Tensor)",
-    _fake_effect,
-    "effects",
-)
-weigh_effect = _declare(
-    "weigh_effect",
-    "(Tensor effect, Tensor prob, Tensor rowptr, Tensor chance, Tensor? forced, float exploration, bool probing) "
-    "-> Tensor",
-    lambda effect, prob, *_: prob.new_empty(prob.shape),
-    "effects",
-)
-segment_entmax = _declare(
-    "segment_entmax",
-    "(Tensor src, Tensor rowptr, Tensor alpha) -> Tensor",
-    lambda src, rowptr, alpha: torch.empty_like(src),
-    "entmax",
-)
-segment_entmax_backward = _declare(
-    "segment_entmax_backward",
-    "(Tensor grad, Tensor out, Tensor rowptr, Tensor alpha, bool need_alpha) -> (Tensor, Tensor)",
-    lambda grad, out, rowptr, alpha, need_alpha: (
-        torch.empty_like(out),
-        torch.empty_like(alpha) if need_alpha else alpha.new_empty(0),
-    ),
-    "entmax",
-)
-entmax_support = _declare(
-    "entmax_support", "(Tensor src, Tensor rowptr, Tensor alpha) -> (Tensor, Tensor)", _fake_support, "entmax"
-)
-sample_sbm = _declare(
-    "sample_sbm",
-    "(Tensor rate, Tensor member, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt seed, str method, "
-    "float exploration, bool clamp, bool is_causal) -> (Tensor, Tensor)",
-    _fake_sample,
-    "sampling",
-)
-sample_systematic = _declare(
-    "sample_systematic",
-    "(Tensor chance, Tensor query_ptr, Tensor key_ptr, Tensor sequence_ids, SymInt heads, SymInt seed, bool is_causal) "
-    "-> (Tensor, Tensor)",
-    _fake_systematic,
-    "systematic",
-)
-reach_dot = _declare(
-    "reach_dot",
-    "(Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_causal, bool is_strict) -> Tensor",
-    lambda query, *_: query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)),
-    "reach",
-    ("cpu",),
-)
-reach_dot_backward = _declare(
-    "reach_dot_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor query_ptr, Tensor key_ptr, bool is_causal, bool is_strict, "
-    "bool need_query, bool need_key) -> (Tensor, Tensor)",
-    lambda grad, query, key, query_ptr, key_ptr, is_causal, is_strict, need_query, need_key: (
-        query.new_empty(query.shape if need_query else (0, 0, 0)),
-        key.new_empty(key.shape if need_key else (0, 0, 0)),
-    ),
-    "reach",
-    ("cpu",),
-)
-invalid_row = _declare(
-    "invalid_row",
-    "(Tensor rowptr, Tensor col, Tensor query_ptr, Tensor key_ptr, SymInt heads) -> Tensor",
-    lambda rowptr, col, query_ptr, key_ptr, heads: rowptr.new_empty(()),
-    "validate",
-    ("cpu",),
-)
-_BLOCKS = "Tensor query_ptr, Tensor key_ptr"
-block_attention = _declare(
-    "block_attention",
-    f"(Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, SymInt block_size, "
-    "bool is_causal, Tensor? bias, float scale, float dropout=0.0, SymInt seed=0) -> (Tensor, Tensor)",
-    _fake_attention,
-    "blocks",
-)
-block_attention_backward = _declare(
-    "block_attention_backward",
-    f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, {_BLOCKS}, Tensor? bias, "
-    "Tensor out, Tensor lse, SymInt block_size, bool is_causal, float scale, float dropout, SymInt seed, "
-    "bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_block_backward,
-    "blocks",
-)
-block_effect = _declare(
-    "block_effect",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor rowptr, Tensor col, Tensor? bias, "
-    f"Tensor probe_rowptr, Tensor probe_col, Tensor? probe_bias, {_BLOCKS}, SymInt block_size, bool is_causal, "
-    "float scale) -> (Tensor, Tensor)",
-    _fake_effect,
-    "blocks",
-)
-block_weight = _declare(
-    "block_weight",
-    f"(Tensor query, Tensor key, Tensor rowptr, Tensor col, Tensor? bias, {_BLOCKS}, SymInt block_size, "
-    "bool is_causal, float scale) -> Tensor",
-    lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)),
-    "blocks",
-)
+def _fake_entmax_backward(
+    grad: Tensor, out: Tensor, rowptr: Tensor, alpha: Tensor, need_alpha: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(alpha) if need_alpha else alpha.new_empty(0)
+
+
+def _fake_reach(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _fake_reach_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape if need else (0, 0, 0)) for x, need in zip((query, key), rest[-2:], strict=True))
+
+
+edge_dot = _declare("edge_dot", _fake_dot, "edges")
+edge_dot_backward = _declare("edge_dot_backward", _fake_pair, "edges")
+edge_attention = _declare("edge_attention", _fake_attention, "edges")
+edge_attention_backward = _declare("edge_attention_backward", _fake_attention_backward, "edges")
+edge_effect = _declare("edge_effect", _fake_effect, "effects")
+weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(prob.shape), "effects")
+segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
+segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
+entmax_support = _declare("entmax_support", _fake_support, "entmax")
+sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
+sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
+reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
+reach_dot_backward = _declare("reach_dot_backward", _fake_reach_backward, "reach", ("cpu",))
+invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "validate", ("cpu",))
+block_attention = _declare("block_attention", _fake_attention, "blocks")
+block_attention_backward = _declare("block_attention_backward", _fake_block_backward, "blocks")
+block_effect = _declare("block_effect", _fake_effect, "blocks")
+block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)), "blocks")
 
 
 # ------------------------------------------------------------------ gradients
@@ -316,17 +216,8 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Ten
         return (None,) * 11
     need_gate, need_bias = ctx.needs_input_grad[5:7]
     grads = edge_attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options, need_gate, need_bias)
-    return (
-        *grads[:3],
-        None,
-        None,
-        grads[3] if need_gate else None,
-        grads[4] if need_bias else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    of_edges = grads[3] if need_gate else None, grads[4] if need_bias else None
+    return *grads[:3], None, None, *of_edges, *[None] * 4
 
 
 edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)

@@ -99,9 +99,8 @@ class Indexer(nn.Module):
 
     def extra_repr(self) -> str:
         """Its sizes."""
-        return (
-            f"{self.channels}, heads={self.heads}, index_heads={self.index_heads}, index_channels={self.index_channels}"
-        )
+        small = f"index_heads={self.index_heads}, index_channels={self.index_channels}"
+        return f"{self.channels}, heads={self.heads}, {small}"
 
 
 class KeyScorer(nn.Module):
@@ -201,7 +200,7 @@ class IndexProbability(EdgeProbability):
         require_values(query, "query")
         if min(small, channels) < 1:
             raise ValueError(
-                f"Expected 'query' of at least one small head and channel (got {list(query.shape)}). They make scores."
+                f"Expected 'query' of at least one head and channel (got {list(query.shape)}). They score."
             )
         for name, x, shape, words in (("degree", degree, (count,), "[N]"), ("bias", bias, (heads,), "[H]")):
             if x is not None:
@@ -416,14 +415,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        packed: Tensor,
-        key: Tensor,
-        bias: Tensor | None,
-        value: Tensor,
-        tokens: Tokens,
-        small: int,
-        rule: RowReduction,
+        ctx: Any, packed: Tensor, key: Tensor, bias: Any, value: Tensor, tokens: Tokens, small: int, rule: RowReduction
     ) -> Tensor:
         ctx.save_for_backward(packed, key, bias, value, tokens.query_ptr, tokens.key_ptr)
         ctx.tokens, ctx.small, ctx.rule = tokens, small, rule
@@ -502,10 +494,7 @@ class IndexerSource(LearnedSource):
         window: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(scorer, nn.Module):
-            raise TypeError(
-                f"Expected 'scorer' to be a module such as Indexer (got {type(scorer).__name__}). Make one."
-            )
+        checks.kind("scorer", scorer, nn.Module, "a module such as Indexer", "Make one.")
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")
@@ -578,6 +567,5 @@ class IndexerSource(LearnedSource):
     def extra_repr(self) -> str:
         """Its options."""
         names = ("k", "target_density", "exploration", "window")
-        return ", ".join(
-            [f"select={self.select!r}", *(f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)]
-        )
+        given = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
+        return ", ".join([f"select={self.select!r}", *given])

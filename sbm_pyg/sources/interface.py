@@ -288,11 +288,8 @@ class SourceGraph(BaseTransform):
     def __init__(
         self, source: GraphSource, *, heads: int = 1, is_causal: bool = False, seed: int | None = None
     ) -> None:
-        if not isinstance(source, GraphSource):
-            raise TypeError(
-                f"Expected 'source' to be a GraphSource (got {type(source).__name__}). Wrap a rule in "
-                "`selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
-            )
+        way_out = "Wrap a rule in `selectors.SelectorSource`, and a pattern in `patterns.PatternSource`."
+        checks.kind("source", source, GraphSource, "a GraphSource", way_out)
         self.heads = checks.integer("heads", heads, 1, "Features are divided among them.")
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         self.source, self.is_causal, self.seed = source, is_causal, None if seed is None else checks.seed(seed)
@@ -300,10 +297,7 @@ class SourceGraph(BaseTransform):
     @torch.no_grad()
     def forward(self, data: Data) -> Data:
         """Choose the edges."""
-        if not isinstance(data, Data):
-            raise TypeError(
-                f"Expected 'data' to be Data (got {type(data).__name__}). Convert it with `to_homogeneous()`."
-            )
+        checks.kind("data", data, Data, "Data", "Convert it with `to_homogeneous()`.")
         query = self._features(data) if self.source.reads_vectors else self._ones(data)
         ptr = cast(Tensor, stored_ptr(data, device=query.device))
         tokens = Tokens(query, query_ptr=ptr, is_causal=self.is_causal, seed=draw_seed(self.seed))
@@ -334,19 +328,14 @@ class SourceGraph(BaseTransform):
 def _check_choice(choice: object, tokens: Tokens) -> None:
     """Check that a source returned a :class:`Choice` over the tokens that it was given."""
     if not isinstance(choice, Choice):
-        raise TypeError(
-            f"Expected 'source' to return a Choice (got {type(choice).__name__}). Wrap a graph, `Choice(graph)`."
-        )
+        raise TypeError(f"Expected 'source' to return a Choice (got {type(choice).__name__}). Try `Choice(graph)`.")
     choice.check_tokens(tokens)
 
 
 def check_probability(probability: object) -> None:
     """Raise TypeError unless it is an :class:`EdgeProbability`."""
-    if not isinstance(probability, EdgeProbability):
-        raise TypeError(
-            f"Expected 'probability' to be an EdgeProbability (got {type(probability).__name__}). An SBM is one; "
-            "others are subclasses of `sbm_pyg.EdgeProbability`."
-        )
+    way_out = "An SBM is one; others are subclasses of `sbm_pyg.EdgeProbability`."
+    checks.kind("probability", probability, EdgeProbability, "an EdgeProbability", way_out)
 
 
 def check_over(
@@ -364,12 +353,10 @@ def check_over(
         )
     if not graph.same_offsets(query_ptr, key_ptr):
         raise ValueError(
-            f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with the same 'ptr'."
+            f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with this 'ptr'."
         )
     if is_causal and not graph.is_causal:
-        raise ValueError(
-            f"Expected '{name}' to be causal, as this {owner} is (got {graph}). `graph.causal()` leaves later keys out."
-        )
+        raise ValueError(f"Expected '{name}' to be causal, as this {owner} is (got {graph}). Take `graph.causal()`.")
 
 
 def drop_forbidden_edges(choice: Any, is_causal: bool, edge_filter: Callable[[AttentionGraph], Tensor] | None) -> Any:

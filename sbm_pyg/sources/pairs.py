@@ -64,9 +64,7 @@ def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int)
     """
     span = 1 + int(torch.maximum(tokens.query_ptr.diff().max(), tokens.key_ptr.diff().max()))
     if tokens.heads * tokens.query_ptr.numel() * span * groups >= 2**62:
-        raise ValueError(
-            f"Expected 'num_buckets' so that int64 numbers all groups and tokens (got {groups}). Take fewer groups."
-        )
+        raise ValueError(f"Expected 'num_buckets' so that int64 numbers groups and tokens (got {groups}). Take fewer.")
     head = torch.arange(tokens.heads, device=query_group.device)[:, None, None]
 
     def code(group: Tensor, sequence: Tensor) -> Tensor:  # [H, N, m]

@@ -39,10 +39,11 @@ __all__ = [
 ]  # fmt: skip
 
 Device = torch.device | str | None
+Ptr = Tensor | None
 
 
 def full(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Every token attends to every token of its sequence.
 
@@ -69,13 +70,7 @@ def full(
 
 
 def window(
-    n: int | None,
-    size: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, size: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends to itself and to the tokens at most ``size`` positions away.
 
@@ -100,19 +95,12 @@ def window(
     if size == 0:  # one edge per token: no synchronization with the device
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
     half_width = positions.length.clamp(max=size)
-    return positions.consecutive(
-        torch.maximum(token - half_width, positions.start), torch.minimum(token + half_width + 1, positions.end)
-    )
+    end = torch.minimum(token + half_width + 1, positions.end)
+    return positions.consecutive(torch.maximum(token - half_width, positions.start), end)
 
 
 def global_tokens(
-    n: int | None,
-    num_global: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_global: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
@@ -145,7 +133,7 @@ def random(
     sequence_ids: Tensor | None = None,
     is_causal: bool = False,
     heads: int = 1,
-    ptr: Tensor | None = None,
+    ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
@@ -172,9 +160,7 @@ def random(
         >>> random(6, 2, seed=0).degree
         tensor([[2, 2, 2, 2, 2, 2]])
     """
-    num_keys_per_query = checks.integer(
-        "num_keys_per_query", num_keys_per_query, 0, "It is the number of keys that each query draws."
-    )
+    num_keys_per_query = checks.integer("num_keys_per_query", num_keys_per_query, 0, "Each query draws them.")
     positions = _Positions.of(n, is_causal, heads, ptr, device)
     size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
@@ -196,7 +182,7 @@ def bigbird(
     sequence_ids: Tensor | None = None,
     is_causal: bool = False,
     heads: int = 1,
-    ptr: Tensor | None = None,
+    ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
@@ -236,13 +222,7 @@ def bigbird(
 
 
 def block_diagonal(
-    n: int | None,
-    num_blocks: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_blocks: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
@@ -273,13 +253,7 @@ def block_diagonal(
 
 
 def relay_keys(
-    n: int | None,
-    num_relays: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
@@ -303,13 +277,7 @@ def relay_keys(
 
 
 def relay_queries(
-    n: int | None,
-    num_relays: int,
-    *,
-    is_causal: bool = False,
-    heads: int = 1,
-    ptr: Tensor | None = None,
-    device: Device = None,
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
@@ -334,7 +302,7 @@ def relay_queries(
 
 
 def self_loops(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Tensor | None = None, device: Device = None
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
 ) -> AttentionGraph:
     """Each token attends only to itself.
 
@@ -374,9 +342,7 @@ class _Positions:
             n = checks.integer("n", n, 1, "It is the number of tokens.")
             known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
             if known and ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr[-1] != n:
-                raise ValueError(
-                    f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Leave it out, as None."
-                )
+                raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Pass None.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
@@ -435,11 +401,8 @@ class _Draws:
         sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
         head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
         self.row = torch.arange(head.numel(), device=sequence_ids.device)
-        self.position, self.sequence_ids, self.head = (
-            positions.position.repeat(positions.heads),
-            sequence_ids.repeat(positions.heads),
-            head | RANDOM_KEY,
-        )
+        self.position, self.head = positions.position.repeat(positions.heads), head | RANDOM_KEY
+        self.sequence_ids = sequence_ids.repeat(positions.heads)
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,8 +456,7 @@ class BoundRule:
     def __init__(
         self, rule: Callable[..., AttentionGraph], options: Mapping[str, Any], given: Collection[str] = ()
     ) -> None:
-        if not callable(rule):
-            raise TypeError(f"Expected 'rule' to be callable (got {type(rule).__name__}). It makes a graph.")
+        checks.kind("rule", rule, Callable, "callable", "It makes a graph.")
         known = inspect.signature(rule).parameters
         general = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [option for option in options if option not in known and not general]
@@ -547,12 +509,9 @@ class PatternSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
         if tokens.bipartite:
-            raise ValueError(
-                "Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph to the layer."
-            )
-        graph = self.rule(
-            None, **{name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
-        )
+            raise ValueError("Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph.")
+        given = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
+        graph = self.rule(None, **given)
         return Choice(graph.causal() if tokens.is_causal else graph)
 
     def extra_repr(self) -> str:

@@ -19,6 +19,7 @@ from torch_geometric.transforms import BaseTransform
 from .. import ops
 from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
+from ..ops import checks, values
 from ..ops.reference.blocks import cut_blocks
 from ..ops.values import can_read
 from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
@@ -31,6 +32,7 @@ from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
+FACTORS = ("query_membership", "key_membership", "block_matrix")
 SAFE_IN_FLOAT32 = 2.0**60
 """If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
 
@@ -102,8 +104,8 @@ def sample_edges(
             "Use 'bernoulli' unless you compare with Algorithm 1."
         )
     check_model(sbm)
-    ops.checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
-    ops.checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
+    checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
+    checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
     with torch.no_grad():
@@ -113,9 +115,8 @@ def sample_edges(
         _check_memory(scaled, method, exploration)
         rate, key = (scaled.rate, scaled.key_membership) if bound <= SAFE_IN_FLOAT32 else _rescale(scaled)
         key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
-        rowptr, col = ops.sample_sbm(
-            rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, seed, method, exploration, clamp, sbm.is_causal
-        )
+        law = (seed, method, exploration, clamp, sbm.is_causal)
+        rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, *law)
     sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
     graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:
@@ -196,21 +197,18 @@ class SBMSource(LearnedSource, FollowingSource):
         detach: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(head, torch.nn.Module):
-            raise TypeError(
-                f"Expected 'head' to be a module such as SBMHead (got {type(head).__name__}). It makes an SBM."
-            )
-        ops.checks.one_of("method", method, ops.METHODS)
+        checks.kind("head", head, torch.nn.Module, "a module such as SBMHead", "It makes an SBM.")
+        checks.one_of("method", method, ops.METHODS)
         if exploration is not None:
-            ops.checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
+            checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         _check_budget(budget)
         patterns.check_window(window)
         if pool == "learned":
             pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
             raise ValueError(f"Expected 'pool' to be 'mean', 'learned' or a module (got {pool!r}). See `BlockPool`.")
-        self.block_size = ops.checks.integer("block_size", block_size, 1, "It is a number of tokens.")
-        ops.checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
+        self.block_size = checks.integer("block_size", block_size, 1, "It is a number of tokens.")
+        checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
@@ -259,7 +257,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Scale the model to the target density, sample its graph, and note its statistics."""
-        ops.values.require_unbatched(query=tokens.query, key=tokens.key)
+        values.require_unbatched(query=tokens.query, key=tokens.key)
         sbm, saw = self._predict(tokens), None
         if self.target_density is not None:
             sbm, saw = self._scale_to_target_density(sbm, self.target_density, tokens.seed)
@@ -276,10 +274,8 @@ class SBMSource(LearnedSource, FollowingSource):
         sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
         exploration = self._exploration
         # probabilities exceed 1 only by a target density, or by rounding in low precision
-        graph = sample_edges(
-            sbm, method=self.method, exploration=exploration, clamp=True, seed=tokens.seed,
-            sequence_ids=tokens.sequence_ids,
-        )  # fmt: skip
+        how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
+        graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
         size = size if size is None else -(-size // self.block_size)
@@ -297,9 +293,7 @@ class SBMSource(LearnedSource, FollowingSource):
                 f"(got {self.running_mean.numel()}). With a target density, each has a running mean."
             )
         allowed, degree = sbm._allowed_keys(), sbm.expected_degree()
-        edges, pairs = (
-            sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None])
-        )  # [H, B], [1, B]
+        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None]))  # [H or 1, B]
         mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
         running = self._state_for(seed)[:, None].to(mean.dtype)
         pooled = density / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
@@ -327,16 +321,13 @@ class SBMSource(LearnedSource, FollowingSource):
 def _widen(sbm: SBM, bound: float) -> SBM:
     """The model in float64."""
     if bound > 2.0**900:
-        sizes = {
-            name: float(getattr(sbm, name).max()) for name in ("query_membership", "key_membership", "block_matrix")
-        }
+        sizes = {name: float(getattr(sbm, name).max()) for name in FACTORS}
         name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
             f"Expected '{name}' of a size whose products float64 holds (got {sizes[name]:.4g}). "
             "Scale memberships and block matrix towards 1."
         )
-    wide = {name: getattr(sbm, name).double() for name in ("query_membership", "key_membership", "block_matrix")}
-    return replace(sbm, **wide)
+    return replace(sbm, **{name: getattr(sbm, name).double() for name in FACTORS})
 
 
 def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
@@ -366,25 +357,24 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
     bytes_each = 9 if device.type == "cpu" else 20  # 4-byte indices in chunks and joined; 8-byte ones in plain torch
-    if ops.checks.fits(sbm.heads * sbm.num_queries * sbm.num_keys, bytes_each, device) or not can_read(
-        sbm.query_membership
-    ):
+    every = sbm.heads * sbm.num_queries * sbm.num_keys
+    if checks.fits(every, bytes_each, device) or not can_read(sbm.query_membership):
         return
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
-    if ops.checks.fits(pairs, bytes_each, device):
+    if checks.fits(pairs, bytes_each, device):
         return
     keys = sbm._allowed_keys().clamp(min=1)
-    degree = sbm.expected_degree().to(ops.checks.widest(device)) + exploration * keys
+    degree = sbm.expected_degree().to(checks.widest(device)) + exploration * keys
     # The mean of 1 - exp(-p) over the keys of a row is at most that of the mean p.
     degree = -keys * torch.expm1(-degree / keys) if method == "fastrg" else torch.minimum(degree, keys)
     expected = float(degree.sum())
     way_out = "Pass `budget=`, or take fewer heads or shorter sequences."
-    ops.checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
+    checks.memory("sbm", min(int(expected + 6 * math.sqrt(expected)), pairs), bytes_each, device, way_out)
 
 
 def _check_budget(budget: float | None) -> None:
     if budget is not None:
-        ops.checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
+        checks.number("budget", budget, "(0, inf]", "It is an expected number of keys per query and head.")
 
 
 def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -435,30 +425,21 @@ class SBMGraph(BaseTransform):
         block_size: int = 1,
         seed: int | None = None,
     ) -> None:
-        if (
-            not isinstance(edge_type, tuple | list)
-            or len(edge_type) != 3
-            or not all(isinstance(name, str) for name in edge_type)
-        ):
+        three = isinstance(edge_type, tuple | list) and len(edge_type) == 3
+        if not three or not all(isinstance(name, str) for name in edge_type):
             raise TypeError(
                 f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
                 "Leave it out for Data."
             )
-        ops.checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
+        checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
-        self.is_causal, self.block_size = (
-            is_causal,
-            ops.checks.integer("block_size", block_size, 1, "It is a number of tokens."),
-        )
+        self.is_causal = is_causal
+        self.block_size = checks.integer("block_size", block_size, 1, "It is a number of tokens.")
         self.edge_type = cast(tuple[str, str, str], tuple(edge_type))
         self.method, self.exploration, self.budget, self.clamp, self.seed = method, exploration, budget, clamp, seed
 
     def forward(self, data: Data | HeteroData) -> Data | HeteroData:
-        if not isinstance(data, Data | HeteroData):
-            raise TypeError(
-                f"Expected 'data' to be Data or HeteroData (got {type(data).__name__}). Edges of an SBM come from "
-                "`sample_edges`."
-            )
+        checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "Edges of an SBM come from `sample_edges`.")
         hetero = isinstance(data, HeteroData)
         if hetero and not {self.edge_type[0], self.edge_type[2]} <= {*data.node_types}:
             raise ValueError(
@@ -481,9 +462,8 @@ class SBMGraph(BaseTransform):
             sbm = SBM(tokens.query, tokens.key, block, tokens.query_ptr, tokens.key_ptr)
         sbm = (sbm.strict() if self.block_size > 1 else sbm.causal()) if self.is_causal else sbm
         budget = None if self.budget is None else self.budget / self.block_size
-        graph = sample_edges(
-            sbm, method=self.method, exploration=self.exploration, budget=budget, clamp=self.clamp, seed=self.seed
-        )
+        how: dict[str, Any] = {"method": self.method, "exploration": self.exploration, "clamp": self.clamp}
+        graph = sample_edges(sbm, budget=budget, seed=self.seed, **how)
         if self.block_size > 1:
             if sbm.is_strict:
                 graph |= patterns.window(None, 0, is_causal=True, ptr=sbm.query_ptr)
@@ -502,8 +482,8 @@ def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
             f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
             "`SourceGraph(SBMSource(head))`."
         )
-    ops.checks.tensors(**{name: value})
-    ops.checks.floating(**{name: value})
+    checks.tensors(**{name: value})
+    checks.floating(**{name: value})
     if value.dim() not in (2, 3):
         raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
     known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import ops
 from ..graph import AttentionGraph, resolve_index
+from ..ops import checks, values
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
@@ -91,10 +92,10 @@ class SBM(EdgeProbability):
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
         parts = {"query_membership": query, "key_membership": key}
         parts |= {} if block is None else {"block_matrix": block}
-        ops.checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
-        ops.checks.flag("is_strict", self.is_strict, "It says whether keys at the same position are left out, too.")
-        ops.checks.tensors(**parts)
-        ops.checks.floating(**parts)
+        checks.flag("is_causal", self.is_causal, "It says whether later keys are left out.")
+        checks.flag("is_strict", self.is_strict, "It says whether keys at the same position are left out, too.")
+        checks.tensors(**parts)
+        checks.floating(**parts)
         for name, tensor in parts.items():
             if tensor.dtype != query.dtype:
                 raise TypeError(
@@ -137,10 +138,9 @@ class SBM(EdgeProbability):
                     "Pass the offsets of the keys."
                 )
             key_ptr = query_ptr if num_queries == key.size(1) else None
-        ptrs = resolve_sides(
-            num_queries, key.size(1), (key_ptr, query_ptr), None, query.device, names=("query_ptr", "key_ptr")
-        )
-        for name, ptr in zip(("query_ptr", "key_ptr"), ptrs, strict=True):
+        sizes, names = (num_queries, key.size(1)), ("query_ptr", "key_ptr")
+        ptrs = resolve_sides(*sizes, (key_ptr, query_ptr), None, query.device, names=names)
+        for name, ptr in zip(names, ptrs, strict=True):
             object.__setattr__(self, name, ptr)
         if block is None:
             identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
@@ -190,14 +190,9 @@ class SBM(EdgeProbability):
         return self.query_ptr.numel() - 1
 
     def __repr__(self) -> str:
-        named = (
-            (self.num_sequences, "sequence"),
-            (self.heads, "head"),
-            (self.num_queries, "querie"),
-            (self.num_keys, "key"),
-            (self.num_blocks, "block"),
-        )
-        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in named)
+        named = {"sequence": self.num_sequences, "head": self.heads, "querie": self.num_queries, "key": self.num_keys}
+        named["block"] = self.num_blocks
+        parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for noun, count in named.items())
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
     def validate(self) -> SBM:
@@ -262,7 +257,7 @@ class SBM(EdgeProbability):
         queries, keys = self._slices()[resolve_index(sequence, self.num_sequences, "sequence")]
         pairs = self.heads * (queries.stop - queries.start) * (keys.stop - keys.start)
         way_out = "Ask for those of the edges of a graph, by `on`."
-        ops.checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
+        checks.memory("sequence", pairs, self.rate.element_size(), self.rate.device, way_out, "pairs")
         p = self.rate[:, queries] @ self.key_membership[:, keys].mT
         return p.tril(-1 if self.is_strict else 0) if self.is_causal else p
 
@@ -334,7 +329,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: ``budget`` is not a positive number.
         """
-        ops.checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
+        checks.number("budget", budget, "(0, inf]", "It is a number of edges per query; leave it out for no limit.")
         # degrees are in float32 or wider
         factor = (min(budget, 2.0**62) / self.expected_degree().detach()).clamp(max=1).to(self.rate.dtype)
         return self._scale(factor)
@@ -357,7 +352,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: ``density`` is not a number in (0, 1].
         """
-        ops.checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
+        checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
         return self._scale(self._density_factor(density, self.expected_degree(), self._allowed_keys()))
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
@@ -378,9 +373,7 @@ class SBM(EdgeProbability):
         """The model with the rates of each query scaled by a factor, ``[H, N]``."""
         rate = self.rate * factor[..., None]
         member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
-        most = (
-            self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY
-        )  # the largest factor is 1 / MIN_MEAN_PROBABILITY
+        most = self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY  # which divides at the most
         return self._with(query_membership=member, rate=rate, _membership_bound=most)
 
     def _allowed_keys(self) -> Tensor:
@@ -406,11 +399,7 @@ class SBM(EdgeProbability):
 
 def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
-    if not isinstance(sbm, SBM):
-        raise TypeError(
-            f"Expected 'sbm' to be an SBM (got {type(sbm).__name__}). "
-            "`SBMHead` makes one, and so does `SBM(query, key, block)`."
-        )
+    checks.kind("sbm", sbm, SBM, "an SBM", "`SBMHead` makes one, and so does `SBM(query, key, block)`.")
 
 
 def check_sbm(sbm: SBM) -> float:
@@ -433,9 +422,7 @@ def check_sbm(sbm: SBM) -> float:
                 "Look for a diverged loss or a division by zero before the SBM."
             )
         if low < 0:
-            raise ValueError(
-                f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax, as SBMHead does."
-            )
+            raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax.")
         largest[name] = high
     bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
     if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
@@ -451,7 +438,7 @@ def product_bound(sbm: SBM) -> float:
 
     Samplers detect NaN themselves.
     """
-    if sbm._membership_bound is None or ops.values.can_read_without_sync(sbm.rate):
+    if sbm._membership_bound is None or values.can_read_without_sync(sbm.rate):
         return check_sbm(sbm)
     return sbm.num_blocks**2 * sbm._membership_bound
 
@@ -532,10 +519,9 @@ class SBMHead(torch.nn.Module):
         groups: int = 1,
     ) -> None:
         super().__init__()
-        sizes = (("channels", channels), ("heads", heads), ("num_blocks", num_blocks))
-        channels, heads, num_blocks = (
-            ops.checks.integer(name, size, 1, "The paper has 32 channels and 128 blocks.") for name, size in sizes
-        )
+        sizes = {"channels": channels, "heads": heads, "num_blocks": num_blocks}
+        usual = "The paper has 32 channels and 128 blocks."
+        channels, heads, num_blocks = (checks.integer(*size, 1, usual) for size in sizes.items())
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
                 f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
@@ -546,15 +532,13 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
                 "See the docstring of SBMHead."
             )
-        ops.checks.number(
-            "initial_density", initial_density, "(0, 1)", "It is the probability of an edge at the start."
-        )
-        ops.checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
-        ops.checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
-        ops.checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
+        checks.number("initial_density", initial_density, "(0, 1)", "It is an edge's probability at first.")
+        checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
+        checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
+        checks.flag("degree_corrected", degree_corrected, "It says whether tokens have degrees.")
         few = "It is a number of small models whose product is taken."
-        groups = ops.checks.integer("groups", groups, 1, few)
-        ops.checks.number("groups", groups, "[1, 16]", few)
+        groups = checks.integer("groups", groups, 1, few)
+        checks.number("groups", groups, "[1, 16]", few)
         if groups > 1 and parameterization not in PRODUCTS:
             raise ValueError(
                 f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
@@ -564,13 +548,10 @@ class SBMHead(torch.nn.Module):
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
-        self.start = (
-            initial_density**0.5 if degree_corrected else initial_density
-        )  # of Y S Z; two degrees make the rest
+        self.start = initial_density ** (0.5 if degree_corrected else 1)  # of Y S Z; two degrees make the rest
         self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(channels, channels), torch.nn.ReLU(), torch.nn.Linear(channels, channels)
-        )
+        first, second = (torch.nn.Linear(channels, channels) for _ in range(2))
+        self.mlp = torch.nn.Sequential(first, torch.nn.ReLU(), second)
         self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))
         if parameterization == "mixed":
             self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
@@ -611,7 +592,7 @@ class SBMHead(torch.nn.Module):
         """
         check_record(tokens)
         query, key = tokens.query, tokens.key
-        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
             if key.shape != query.shape:
                 raise ValueError(
@@ -653,7 +634,7 @@ class SBMHead(torch.nn.Module):
         Raises:
             TypeError, ValueError: A shape or type does not fit, or the head is not ``degree_corrected``.
         """
-        ops.checks.check_query_key(self, query, key, self.heads, self.channels)
+        checks.check_query_key(self, query, key, self.heads, self.channels)
         if not self.degree_corrected:
             raise ValueError("Expected an SBMHead with degrees (got one without). Build it with degree_corrected=True.")
         return self._degrees(query, key)
@@ -711,15 +692,11 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
 
     Global hooks, as those of torch's FLOP counter, do not count.
     """
-    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != [
-        torch.nn.Linear,
-        torch.nn.ReLU,
-        torch.nn.Linear,
-    ]:
+    plain = [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
+    if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != plain:
         return False
-    watched = any(
-        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in (mlp, *mlp)
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    watched = any(getattr(x, kind) for x in (mlp, *mlp) for kind in kinds)
     replaced = any("forward" in vars(x) for x in (mlp, *mlp))
     return not (watched or replaced or mlp[2].bias is None)
 

@@ -141,16 +141,13 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     query, key = tokens.query, tokens.key
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are the opposites of the others.")
     if buckets % 2:
-        raise ValueError(
-            f"Expected 'num_buckets' to be even (got {num_buckets}). Half are the opposites of the others."
-        )
+        raise ValueError(f"Expected 'num_buckets' to be even (got {num_buckets}). Half are the others' opposites.")
     checks.memory("num_buckets", buckets * tokens.heads * max(tokens.num_keys, tokens.num_queries, query.size(2)), 12,
                   query.device, "Take fewer buckets.", "numbers")  # fmt: skip
     size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), tokens.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
-    kept = (
-        rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)
-    )  # the position of each token in each round
+    # the position of each token in each round
+    kept = rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)
     checks.memory("rounds", kept, 8, query.device, "Take fewer hashes.", "numbers")
     random = torch.Generator().manual_seed(tokens.seed % 2**63)
     found, every = [], torch.arange(tokens.heads * tokens.num_queries, device=query.device)

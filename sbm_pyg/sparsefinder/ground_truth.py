@@ -96,8 +96,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
         >>> query.shape, graph.num_edges < 2 * (4 * 4 + 6 * 6)
         (torch.Size([2, 10, 4]), True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). It has attention layers.")
+    checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     known = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
     if not known:
         raise ValueError(
@@ -117,9 +116,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
                 "weight; build the layer with normalizer='entmax15', or leave it out of 'layers'."
             )
         if conv.training:
-            raise ValueError(
-                f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `model.eval()` first."
-            )
+            raise ValueError(f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `eval()`.")
     found: dict[str, list[Sample]] = {name: [] for name in chosen}
     before = {name: conv.score_bias for name, conv in chosen.items()}
     try:
@@ -184,12 +181,8 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     """
     check_graph(ground_truth, "ground_truth")
     check_graph(graph)
-    same = (ground_truth.heads, ground_truth.num_queries, ground_truth.num_keys) == (
-        graph.heads,
-        graph.num_queries,
-        graph.num_keys,
-    )
-    if not (same and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
+    sizes = {(each.heads, each.num_queries, each.num_keys) for each in (graph, ground_truth)}
+    if not (len(sizes) == 1 and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(
             f"Expected 'graph' over the tokens and heads of 'ground_truth' (got {graph} for {ground_truth})."
         )

@@ -132,9 +132,7 @@ def _check_points(x: Tensor) -> None:
     checks.floating(x=x)
     checks.shape("x", x, (None, None, None), "[H, N, r]", "Heads come first.")
     if x.numel() == 0:
-        raise ValueError(
-            f"Expected 'x' of at least one head, token and dimension (got {list(x.shape)}). Project tokens."
-        )
+        raise ValueError(f"Expected 'x' of at least one head, token and channel (got {list(x.shape)}). Project tokens.")
 
 
 @torch.no_grad()

@@ -175,13 +175,8 @@ def fit_projection(
     """
     from ..info import tqdm
 
-    if not isinstance(projection, Projection):
-        raise TypeError(f"Expected 'projection' to be a Projection (got {type(projection).__name__}). Make one.")
-    if not isinstance(samples, Sequence):
-        raise TypeError(
-            f"Expected 'samples' to be a sequence (got {type(samples).__name__}). Each pass goes over all of them: "
-            "make a list."
-        )
+    checks.kind("projection", projection, Projection, "a Projection", "Make one.")
+    checks.kind("samples", samples, Sequence, "a sequence", "Each pass goes over all of them: make a list.")
     if not samples:
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
@@ -275,9 +270,7 @@ def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | N
     if block_size is None:
         return [*points]
     if not rest:
-        raise ValueError(
-            "Expected 'samples' with graphs for 'block_size' (got pairs). A graph says where sequences end."
-        )
+        raise ValueError("Expected 'samples' with graphs for 'block_size' (got pairs). Graphs say where sequences end.")
     ptrs = (rest[0].query_ptr, rest[0].key_ptr)
     return [block_means(x, ptr, block_size)[0] for x, ptr in zip(points, ptrs, strict=True)]
 
@@ -314,11 +307,8 @@ class SparsefinderSource(GraphSource):
         **options: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(projection, nn.Module):
-            raise TypeError(
-                f"Expected 'projection' to be a module such as Projection (got {type(projection).__name__}). "
-                "It takes queries and keys to few dimensions."
-            )
+        way_out = "It takes queries and keys to few dimensions."
+        checks.kind("projection", projection, nn.Module, "a module such as Projection", way_out)
         self.num_global = checks.integer("num_global", num_global, 0, "It is a number of tokens.")
         self.projection = projection
         self.rule = SelectorSource(rule, window=window, **options)
@@ -326,9 +316,7 @@ class SparsefinderSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`."""
         if tokens.bipartite and self.num_global:
-            raise ValueError(
-                "Expected the same tokens as queries and keys with 'num_global' (got a pair). Leave it out."
-            )
+            raise ValueError("Expected the same tokens on both sides with 'num_global' (got a pair). Leave it out.")
         graph = self.rule(tokens.with_vectors(*self.projection(tokens.query, tokens.key))).graph
         if self.num_global:
             wide = patterns.global_tokens(None, self.num_global, is_causal=tokens.is_causal, ptr=tokens.query_ptr)

@@ -163,11 +163,8 @@ def open_image(root: Path, *, split: str) -> dict[str, Rows]:
 
         return Rows([path for path, *_ in parts], read)
 
-    return {
-        "train": rows(*((path, 0, 2) for path in whole), (halved, 0, 1)),
-        "val": rows((halved, 1, 2)),
-        "test": rows((test, 0, 2)),
-    }
+    train = rows(*((path, 0, 2) for path in whole), (halved, 0, 1))
+    return {"train": train, "val": rows((halved, 1, 2)), "test": rows((test, 0, 2))}
 
 
 def grey(images: np.ndarray) -> np.ndarray:

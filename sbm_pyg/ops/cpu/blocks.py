@@ -46,8 +46,6 @@ from .simd import (
 )
 from .threads import numba_kernel, run, split, task_count
 
-__all__ = ["block_attention", "block_attention_backward", "block_effect", "block_weight"]
-
 MIN_SHIFT = -1e38
 """Lower bound on the number that is subtracted from logits."""
 # Lanes of a row that stay in registers with those of three others: eight of 16 with AVX-512, and of 8 with AVX2

@@ -105,10 +105,8 @@ def _compile_edge_attention(width, value_width):
         weight, factor, tail = scratch(query, EDGES_PER_STRIP), scratch(query, EDGES_PER_STRIP), scratch(col, 16)
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
-            keys_here, values_here = (
-                at(key, row // queries * keys * width),
-                at(value, row // queries * keys * value_width),
-            )
+            keys_here = at(key, row // queries * keys * width)
+            values_here = at(value, row // queries * keys * value_width)
             words_here = at(key_words, row // queries * keys if key_words.size else 0)
             output = at(out, row * value_width)
             clear(output, 0, value_width, zero, value_lanes)
@@ -177,10 +175,8 @@ def _compile_edge_attention_backward(width, value_width):
         words_here = at(key_words, first_key if key_words.size else 0)
         for tile in range(tiles):
             start, limit = limit, keys * (tile + 1) // tiles
-            keys_here, dkeys_here = (
-                at(aligned_pointer(memory), -start * both),
-                at(aligned_pointer(memory), room - start * both),
-            )
+            keys_here = at(aligned_pointer(memory), -start * both)
+            dkeys_here = at(aligned_pointer(memory), room - start * both)
             values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
             for token in range(start, limit):
                 clear(dkeys_here, token * both, both, zero, common_lanes)
@@ -188,11 +184,8 @@ def _compile_edge_attention_backward(width, value_width):
                 copy(values_here, token * both, value, (first_key + token) * value_width, value_width, value_lanes)
             for row in range(begin, end):
                 mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
-                for c in range(0, value_width, value_lanes):
-                    mean += lane_sum(
-                        load(grad_out, row * value_width + c, value_lanes)
-                        * load(out, row * value_width + c, value_lanes)
-                    )
+                for c in range(row * value_width, (row + 1) * value_width, value_lanes):
+                    mean += lane_sum(load(grad_out, c, value_lanes) * load(out, c, value_lanes))
                 if tile == 0:
                     clear(dquery, row * width, width, zero, lanes)
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
@@ -233,11 +226,8 @@ def _compile_edge_attention_backward(width, value_width):
                                 dq = dq + peek(slopes, t) * load(keys_here, offset, common_lanes)
                                 store(dkeys_here, offset, load(dkeys_here, offset, common_lanes) + peek(slopes, t) * q)
                             if c < value_width:
-                                store(
-                                    dvalues_here,
-                                    offset,
-                                    load(dvalues_here, offset, common_lanes) + peek(weights, t) * g,
-                                )
+                                grown = load(dvalues_here, offset, common_lanes) + peek(weights, t) * g
+                                store(dvalues_here, offset, grown)
                         if c < width:
                             store(dquery, row * width + c, dq)
                     start += count
@@ -338,9 +328,8 @@ def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tu
             break
     units, extra = [], heads
     for head in range(heads):
-        for part, (begin, end) in enumerate(
-            split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]
-        ):
+        spans = split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]
+        for part, (begin, end) in enumerate(spans):
             units.append((head * rows + begin, head * rows + end, extra if part else head))
             extra += part > 0
     return sorted(units, key=lambda unit: rowptr[unit[0]] - rowptr[unit[1]])
@@ -384,16 +373,8 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     q, k = (to_padded_array(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
-    arguments = (
-        _count_key_tiles(offsets, key.shape[1], k.itemsize * k.shape[1]),
-        query.shape[1],
-        key.shape[1],
-        q,
-        k,
-        offsets,
-        tokens,
-        out,
-    )
+    tiles = _count_key_tiles(offsets, key.shape[1], k.itemsize * k.shape[1])
+    arguments = (tiles, query.shape[1], key.shape[1], q, k, offsets, tokens, out)
     pieces = split(offsets, task_count(tokens.size * q.shape[1], 3))
     run(_compile_edge_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
     return torch.from_numpy(out).to(query.dtype)
@@ -448,10 +429,8 @@ def edge_attention_backward(
     tiles = _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
-    dgate, dbias = (
-        np.empty(len(tokens) if need and x is not None else 0, q.dtype)
-        for x, need in ((gate, need_gate), (bias, need_bias))
-    )
+    sizes = (len(tokens) if need and x is not None else 0 for x, need in ((gate, need_gate), (bias, need_bias)))
+    dgate, dbias = (np.empty(size, q.dtype) for size in sizes)
     arguments = (
         tiles, query.shape[1], key.shape[1], to_padded_array(grad_out, query), q, k, v, offsets, tokens,
         to_array(gate, query), to_array(bias, query), to_padded_array(out, query), to_array(lse, query).reshape(-1),

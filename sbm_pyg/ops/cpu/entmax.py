@@ -37,9 +37,6 @@ ROUNDING_SHIFT, ROUNDING_BITS, SQRT_HALF = 1.5 * 2.0**52, np.int64(0x43380000000
 LOG2_HIGH, LOG2_LOW, MIN_EXPONENT = 0.6931471803691238, 1.9082149292705877e-10, -700.0
 
 
-# ------------------------------------------------------------------ one row
-
-
 @njit(inline="always")
 def _polynomial(x, factors):
     result = 0.0
@@ -141,9 +138,6 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
     return count, mass
 
 
-# ------------------------------------------------------------------ kernels
-
-
 @numba_kernel
 def _entmax_rows(begin, end, column, longest, src, rowptr, alpha, out):
     index, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
@@ -216,9 +210,6 @@ def _entmax_backward_rows(begin, end, column, longest, grad, p, rowptr, alpha, n
             dalpha[number] = (shared - mean) / less**2 + (mixed - mean * entropy) / less
 
 
-# ------------------------------------------------------------------ the ops
-
-
 def _work(rowptr: Tensor) -> tuple[np.ndarray, list[tuple[int, int]], int]:
     """Offsets, rows for each piece of work, and the length of the longest row."""
     offsets = rowptr.contiguous().numpy()
@@ -246,11 +237,8 @@ def segment_entmax_backward(
     dsrc = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
     dalpha = torch.empty(alpha.shape if need_alpha else 0, dtype=torch.float64)
     arguments = (longest, slopes, p, offsets, alphas, need_alpha, dsrc.view(-1).numpy(), dalpha.view(-1).numpy())
-    run(
-        _entmax_backward_rows,
-        [(*piece, column, *arguments) for column in range(out.shape[0]) for piece in pieces],
-        task_count(p.size),
-    )
+    tasks = [(*piece, column) for column in range(out.shape[0]) for piece in pieces]
+    run(_entmax_backward_rows, [(*task, *arguments) for task in tasks], task_count(p.size))
     return dsrc.to(out.dtype), dalpha.to(alpha.dtype)
 
 

@@ -91,10 +91,8 @@ def reach_dot_backward(
     need_query: bool, need_key: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
-    grads = [
-        np.empty(x.shape if need else (0, 0, 0), x.dtype)
-        for x, need in zip(given[:2], (need_query, need_key), strict=True)
-    ]
+    needed = zip(given[:2], (need_query, need_key), strict=True)
+    grads = [np.empty(x.shape if need else (0, 0, 0), x.dtype) for x, need in needed]
     run(_gradients, [(*piece, to_array(grad, query), *given, *grads) for piece in _sequence_pieces(*given[:3])])
     dquery, dkey = (torch.from_numpy(x).to(like.dtype) for x, like in zip(grads, (query, key), strict=True))
     return dquery, dkey

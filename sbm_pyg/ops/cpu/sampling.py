@@ -262,23 +262,16 @@ def _low_precision(
     if not amx.AVAILABLE:
         members = member.detach().float().contiguous().numpy()
         columns = _empty((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
-        run(
-            _pack_lanes,
-            [(head, b, members, key_ptr, panel_ptr, columns) for head, b in spans],
-            task_count(members.size),
-        )
+        tasks = [(*span, members, key_ptr, panel_ptr, columns) for span in spans]
+        run(_pack_lanes, tasks, task_count(members.size))
         return rate.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
-    low_rate = torch.nn.functional.pad(
-        rate.detach()[:, : queries * needed].bfloat16(), (0, -blocks % amx.DEPTH)
-    ).contiguous()
+    low_rate = rate.detach()[:, : queries * needed].bfloat16()
+    low_rate = torch.nn.functional.pad(low_rate, (0, -blocks % amx.DEPTH)).contiguous()
     pairs = low_member[:-1].view(np.uint32).reshape(heads, member.shape[1], -1)
     columns = _empty((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], task_count(pairs.size))
-    return (
-        low_rate.flatten(0, 1).view(torch.uint16).numpy(),
-        columns.view(np.uint16).ravel(),
-        2.1 * BFLOAT16_ERROR + rounding,
-    )
+    low_rate = low_rate.flatten(0, 1).view(torch.uint16)
+    return low_rate.numpy(), columns.view(np.uint16).ravel(), 2.1 * BFLOAT16_ERROR + rounding
 
 
 def sample_sbm(
@@ -296,10 +289,8 @@ def sample_sbm(
     reference_sampling.check_keys(int(key_ptr[-1]))
     heads, queries, blocks = rate.shape
     dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32
-    rates, members = (
-        rate.detach().to(dtype).reshape(heads * queries, blocks).numpy(),
-        member.detach().to(dtype).contiguous().numpy(),
-    )
+    rates = rate.detach().to(dtype).reshape(heads * queries, blocks).numpy()
+    members = member.detach().to(dtype).contiguous().numpy()
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
     sequences = q_ptr.size - 1
     batch = np.repeat(np.arange(sequences), np.diff(q_ptr))
@@ -310,11 +301,8 @@ def sample_sbm(
     low_member = _empty((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
     bits = members.astype(np.float32, copy=False).view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
-    run(
-        _survey,
-        [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans],
-        task_count(4 * members.size),
-    )
+    tasks: list[tuple] = [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans]
+    run(_survey, tasks, task_count(4 * members.size))
     expected, bound = np.empty((2, heads * queries))
     if is_causal:
         tasks = [(*span, queries, rates, members, q_ptr, k_ptr, expected, bound) for span in spans]
@@ -326,17 +314,15 @@ def sample_sbm(
     expected += exploration * row_keys
     bound += exploration
     reference_sampling.check_expected(torch.from_numpy(expected))
-    ways = reference_sampling.plan_rows(
-        torch.from_numpy(expected), torch.from_numpy(bound), torch.from_numpy(row_keys), method
-    )
+    numbers = [torch.from_numpy(x) for x in (expected, bound, row_keys)]
+    ways = reference_sampling.plan_rows(numbers[0], numbers[1], numbers[2], method)
     way = ways.way.numpy()
     way = np.where((way == PAIRS) & (bound > 1), LARGE_PAIRS, way).astype(np.uint8)
     plan, used = _Plan(way, ways.stretch.numpy(), bound), np.bincount(way, minlength=4)
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)])
-    low_rate, columns, error = _low_precision(
-        rate, member, low_member, k_ptr, panel_ptr, bool(used[PAIRS] + used[LARGE_PAIRS])
-    )
+    by_pairs_too = bool(used[PAIRS] + used[LARGE_PAIRS])
+    low_rate, columns, error = _low_precision(rate, member, low_member, k_ptr, panel_ptr, by_pairs_too)
     wide_rate = rates
     if width > blocks or dtype == torch.float64:
         wide_rate = np.zeros((heads * queries if used[GAPS] else 0, width), np.float32)
@@ -344,15 +330,9 @@ def sample_sbm(
     coarse = np.empty((heads, blocks, panel_ptr[-1] if used[PROPOSALS] else 0))
     fine = _empty((heads, blocks, coarse.shape[2] * KEYS_PER_PANEL), np.float64)
     if used[PROPOSALS]:
-        run(
-            _cumulate,
-            [
-                (h, a, z, members, k_ptr, panel_ptr, coarse, fine)
-                for h in range(heads)
-                for a, z in even_ranges(blocks, -(-blocks // 16))
-            ],
-            task_count(2 * members.size),
-        )
+        parts = [(h, *part) for h in range(heads) for part in even_ranges(blocks, -(-blocks // 16))]
+        tasks = [(*part, members, k_ptr, panel_ptr, coarse, fine) for part in parts]
+        run(_cumulate, tasks, task_count(2 * members.size))
 
     law = Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
     batches = _Sequences(batch, allowed, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & WORD_MASK)

@@ -77,10 +77,8 @@ def _below(builder, count, lanes):
 
 
 def call_llvm(builder, name, result, arguments, **flags):
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
-    )
-    return builder.call(function, arguments, **flags)
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **flags)
 
 
 def _suffix(kind):
@@ -182,12 +180,8 @@ def load16(typing, array, offset, count):
     def generate(context, builder, signature, args):
         kind = context.get_value_type(result)
         address = pointer(context, builder, array, *args[:2], kind)
-        arguments = [
-            address,
-            ir.Constant(I32, _item_size(array)),
-            _below(builder, args[2], 16),
-            ir.Constant(kind, None),
-        ]
+        size, mask = ir.Constant(I32, _item_size(array)), _below(builder, args[2], 16)
+        arguments = [address, size, mask, ir.Constant(kind, None)]
         return call_llvm(builder, f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
 
     return result(array, types.int64, types.int64), generate
@@ -255,9 +249,8 @@ def first(typing, count, vector, other):
     """The first ``count`` lanes of ``vector``, and the number ``other`` in the rest."""
 
     def generate(context, builder, signature, args):
-        return builder.select(
-            _below(builder, args[0], vector.lanes), args[1], splat_number(builder, args[2], vector.lanes)
-        )
+        rest = splat_number(builder, args[2], vector.lanes)
+        return builder.select(_below(builder, args[0], vector.lanes), args[1], rest)
 
     return vector(types.int64, vector, vector.dtype), generate
 
@@ -267,9 +260,8 @@ def but_first(typing, count, vector, other):
     """The number ``other`` in the first ``count`` lanes, and ``vector`` in the rest."""
 
     def generate(context, builder, signature, args):
-        return builder.select(
-            _below(builder, args[0], vector.lanes), splat_number(builder, args[2], vector.lanes), args[1]
-        )
+        start = splat_number(builder, args[2], vector.lanes)
+        return builder.select(_below(builder, args[0], vector.lanes), start, args[1])
 
     return vector(types.int64, vector, vector.dtype), generate
 
@@ -406,9 +398,8 @@ def dots16(typing, vector, array, stride, tokens):
             return builder.fadd(*(builder.shuffle_vector(one, two, _order(order)) for order in (stay, move)))
 
         sums = merged(0, (8, 2, 1, 4))  # innermost the merges that are a blend and one shuffle with AVX-512
-        builder.asm(
-            ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True
-        )  # keeps neighbours from mixing: registers run out
+        # keeps neighbours from mixing: registers run out
+        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
         return sums
 
     return result(vector, array, types.int64, tokens), generate

@@ -208,9 +208,8 @@ def _threads() -> ThreadPoolExecutor:
 def _after_fork():
     global _pool_lock
     _pool_lock = threading.Lock()  # another thread may have held it
-    if (
-        _team_owner != -1
-    ):  # OpenMP threads do not survive a fork: the next parallel torch op would wait for them forever
+    # OpenMP threads do not survive a fork: the next parallel torch op would wait for them forever
+    if _team_owner != -1:
         torch.set_num_threads(1)
 
 

@@ -354,19 +354,14 @@ class _BlockLaunch:
         self.acc_dtype = accumulate_dtype(query, value, *more)
         kind = query.dtype if query.dtype == value.dtype and self.acc_dtype == torch.float32 else self.acc_dtype
         width, block_size = max(query.size(2), value.size(2)), cuts[0].block_size
-        self.possible = (
-            query.size(2) > 0 and width <= MAX_BLOCK_CHANNELS[kind] and (HAS_FLOAT64_DOT or kind != torch.float64)
-        )
+        can_multiply = HAS_FLOAT64_DOT or kind != torch.float64
+        self.possible = query.size(2) > 0 and width <= MAX_BLOCK_CHANNELS[kind] and can_multiply
         low = kind.itemsize == 2
-        most = (
-            16 if width > (128 if low else 64) or kind == torch.float64 else 64 if low and plain and width <= 64 else 32
-        )
+        wide = width > (128 if low else 64) or kind == torch.float64
+        most = 16 if wide else 64 if low and plain and width <= 64 else 32
         tokens = max(16, min(most, triton.next_power_of_2(block_size)))
-        self.heads, self.counts, self.parts = (
-            query.size(0),
-            [cut.count for cut in cuts],
-            triton.cdiv(block_size, tokens),
-        )
+        self.heads, self.counts = query.size(0), [cut.count for cut in cuts]
+        self.parts = triton.cdiv(block_size, tokens)
         self.sides, self.sizes = cuts, (query.size(1), cuts[1].total, *self.counts, block_size)
         self.options = {
             "CAUSAL": is_causal, "WIDTH": query.size(2), "VALUE_WIDTH": value.size(2), "TOKENS": tokens,
@@ -394,20 +389,9 @@ def block_attention(
     given = (x.contiguous() for x in (query, key, value, rowptr, col))
     *load_words, least, grow = dropout_arguments(query, key, dropout, seed)
     bias = bias if bias is None else bias.contiguous()
-    work.start(
-        _block_attention_kernel,
-        0,
-        *given,
-        *(cut.table for cut in work.sides),
-        bias,
-        *load_words,
-        out,
-        lse,
-        *work.sizes,
-        least,
-        grow,
-        float_bits(scale),
-    )
+    last = *work.sizes, least, grow, float_bits(scale)
+    tables = (cut.table for cut in work.sides)
+    work.start(_block_attention_kernel, 0, *given, *tables, bias, *load_words, out, lse, *last)
     return out, lse
 
 
@@ -445,9 +429,8 @@ def _launch_pair_gains(
     """As :func:`.reference.blocks.pair_gains`."""
     query, value, found = parts[1], parts[3], []
     biases = [bias for _, _, bias in sets]
-    work = _BlockLaunch(
-        cuts, query, value, (parts[2], *biases), is_causal, not any(bias is not None for bias in biases)
-    )
+    plain = all(bias is None for bias in biases)
+    work = _BlockLaunch(cuts, query, value, (parts[2], *biases), is_causal, plain)
     if not work.possible:
         return reference_blocks.pair_gains(parts, sets, cuts, is_causal, scale)
     if work.acc_dtype == torch.float32:
@@ -455,12 +438,8 @@ def _launch_pair_gains(
     tokens = [x.contiguous() for x in parts]
     for rowptr, col, bias in sets:
         logit, gain = (query.new_zeros(col.numel(), cuts[0].block_size, dtype=work.acc_dtype) for _ in range(2))
-        graph = (
-            rowptr.contiguous(),
-            col.contiguous(),
-            *(cut.table for cut in work.sides),
-            bias if bias is None else bias.contiguous(),
-        )
+        rows, extra = (rowptr.contiguous(), col.contiguous()), bias if bias is None else bias.contiguous()
+        graph = *rows, *(cut.table for cut in work.sides), extra
         work.start(_block_gains_kernel, 0, *tokens, *graph, logit, gain, *work.sizes, float_bits(scale))
         found.append((logit, gain))
     return found

@@ -45,8 +45,6 @@ from .rows import (
     work_item,
 )
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton_kernel
 def _edge_dot_kernel(
@@ -161,9 +159,6 @@ def _edge_attention_backward_kernel(
     store_row(grad_query, parts, slot, sums, WIDTH)
 
 
-# ------------------------------------------------------------------ the ops
-
-
 def _segment_sums(
     weight: Tensor, source: Tensor, ptr: Tensor, ends: Tensor, order: Tensor | None, out: Tensor, *sizes: int
 ) -> Tensor:
@@ -221,9 +216,8 @@ def edge_attention(
     scale: float, gate_form: str, dropout: float, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not supports(query, value):
-        return reference_edges.edge_attention(
-            query, key, value, rowptr, col, gate, bias, scale, gate_form, dropout, seed
-        )
+        more = (gate, bias, scale, gate_form, dropout, seed)
+        return reference_edges.edge_attention(query, key, value, rowptr, col, *more)
     (heads, queries, width), (_, keys, value_width) = query.shape, value.shape
     dtype = accumulate_dtype(query, key, value, gate, bias)
     out, lse = value.new_empty(heads, queries, value_width), query.new_empty(heads, queries, dtype=dtype)
@@ -258,9 +252,8 @@ def edge_attention_backward(
     grad_out, query, key, value = (x.contiguous() for x in (grad_out, query, key, value))
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     slopes, shares = lse.new_empty(2, aligned_size(col.size(0)), dtype=dtype)
-    grad_gate, grad_bias = (
-        x.new_empty(x.shape) if x is not None and need else None for x, need in ((gate, need_gate), (bias, need_bias))
-    )
+    wanted = ((gate, need_gate), (bias, need_bias))
+    grad_gate, grad_bias = (x.new_empty(x.shape) if x is not None and need else None for x, need in wanted)
     rows, rowptr = heads * queries, rowptr.contiguous()
     work = SplitRows(rowptr, col.size(0), slopes)
     parts = work.parts(width)

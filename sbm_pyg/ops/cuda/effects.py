@@ -41,8 +41,6 @@ from .rows import (
 
 _PROB_LIMIT = tl.constexpr(MAX_PROB)
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton.jit
 def _effect_weight(p, eta, PROBING: tl.constexpr):
@@ -238,9 +236,6 @@ def _weigh_kernel(
         if forced is not None:
             change = tl.where(tl.load(forced + edge, mask=edge < stop, other=0), 0, change)
         tl.store(out + edge, cast_like(change, out), mask=edge < stop)
-
-
-# ------------------------------------------------------------------ the ops
 
 
 def edge_effect(

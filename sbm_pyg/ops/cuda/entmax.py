@@ -29,8 +29,6 @@ _ROOT_TOLERANCE = tl.constexpr(reference_entmax.ROOT_TOLERANCE)
 PIECES_PER_STEP = 16
 """Pieces of a row whose candidates are read together: most pieces have few."""
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton.jit
 def _positive_power(x, exponent):
@@ -250,9 +248,6 @@ def _entmax_backward_kernel(
         tl.store(grad_alpha + number, cast_like(slope, grad_alpha), mask=slot < 0)
 
 
-# ------------------------------------------------------------------ the ops
-
-
 def _row_tile_options(count: int, segments: int) -> dict[str, Any]:
     """Tiles as long as a row is on average, 64 to 1,024, and four values for each thread."""
     edges = max(64, min(1024, triton.next_power_of_2(count // max(segments, 1))))
@@ -264,10 +259,8 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     (columns, count), segments, out = src.shape, rowptr.numel() - 1, src.new_empty(src.shape)
     src, rowptr, alpha = (x.contiguous() for x in (src, rowptr, alpha))
     work, near, kept = SplitRows(rowptr, count, src), src, None
-    options, sizes = (
-        {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)},
-        (segments, work.programs, count),
-    )
+    options = {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)}
+    sizes = (segments, work.programs, count)
     programs = columns * (segments + work.programs)
     if work.piece_ends is not None:
         near, kept = torch.empty_like(src), alpha.new_empty(3 * programs, dtype=torch.float64)
@@ -286,17 +279,14 @@ def segment_entmax_backward(
     grad, out, rowptr, alpha = (x.contiguous() for x in (grad, out, rowptr, alpha))
     grad_src, grad_alpha = out.new_empty(out.shape), alpha.new_empty(alpha.shape if need_alpha else 0)
     work, kept = SplitRows(rowptr, count, out), None
-    options, sizes = (
-        {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)},
-        (segments, work.programs, count),
-    )
+    options = {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)}
+    sizes = (segments, work.programs, count)
     programs, given = columns * (segments + work.programs), (grad, out, rowptr, work.piece_ends, alpha)
     if work.piece_ends is not None:
         kept = alpha.new_empty(6 * programs, dtype=torch.float64)
         launch(_entmax_sums_kernel, programs, *given, kept, *sizes, WHOLE=need_alpha, **options)
-    launch(
-        _entmax_backward_kernel, programs, *given, kept, grad_src, grad_alpha if need_alpha else None, *sizes, **options
-    )
+    grads = grad_src, grad_alpha if need_alpha else None
+    launch(_entmax_backward_kernel, programs, *given, kept, *grads, *sizes, **options)
     return grad_src, grad_alpha
 
 

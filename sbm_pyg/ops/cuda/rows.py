@@ -95,11 +95,9 @@ _PIECE_ENDS = TensorMemo()
 
 def _count_pieces(rowptr: Tensor, max_edges: int) -> Tensor:
     """Running number of pieces of the rows with more than ``max_edges`` edges, ``[rows]`` int64."""
-    pieces = rowptr.new_empty(rowptr.numel() - 1)
+    pieces, options = rowptr.new_empty(rowptr.numel() - 1), {"TILE": 256, "num_warps": 4}
     count = pieces.numel()
-    launch(
-        _count_pieces_kernel, triton.cdiv(count, 256), rowptr, pieces, count, MAX_EDGES=max_edges, TILE=256, num_warps=4
-    )
+    launch(_count_pieces_kernel, triton.cdiv(count, 256), rowptr, pieces, count, MAX_EDGES=max_edges, **options)
     return pieces.cumsum(0)
 
 
@@ -117,10 +115,9 @@ class SplitRows:
 
     def __init__(self, rowptr: Tensor, num_edges: int, *given: Tensor) -> None:
         self.max_edges = MAX_EDGES_PER_PROGRAM
-        self.piece_ends = (
-            _PIECE_ENDS.get(_count_pieces, rowptr, MAX_EDGES_PER_PROGRAM) if num_edges > MAX_EDGES_PER_PROGRAM else None
-        )
-        self.programs = 2 * num_edges // MAX_EDGES_PER_PROGRAM if num_edges > MAX_EDGES_PER_PROGRAM else 0
+        long, most = num_edges > MAX_EDGES_PER_PROGRAM, MAX_EDGES_PER_PROGRAM
+        self.piece_ends = _PIECE_ENDS.get(_count_pieces, rowptr, most) if long else None
+        self.programs = 2 * num_edges // most if long else 0
         self._device, self._dtype = given[0].device, accumulate_dtype(*given)
 
     def parts(self, *width: int) -> Tensor | None:
@@ -153,16 +150,8 @@ def dropout_arguments(query: Tensor, key: Tensor, dropout: float, seed: int) -> 
         for side, tokens in enumerate((query, key)):
             heads, numbers = tokens.shape[:2]
             table = torch.empty(heads, numbers, dtype=torch.uint32, device=tokens.device)
-            launch(
-                _dropout_words_kernel,
-                (triton.cdiv(numbers, 256), heads),
-                table,
-                numbers,
-                side,
-                seed,
-                TILE=256,
-                num_warps=4,
-            )
+            grid = (triton.cdiv(numbers, 256), heads)
+            launch(_dropout_words_kernel, grid, table, numbers, side, seed, TILE=256, num_warps=4)
             tables[side] = table
     return *tables, round(dropout * 2**32), float_bits(1 / (1 - dropout))
 

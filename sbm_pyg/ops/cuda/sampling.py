@@ -24,19 +24,12 @@ from ..reference import random_words
 from ..reference import sampling as reference_sampling
 from .rows import float_bits, from_bits, launch, triton_kernel
 
-_PURPOSE_BERNOULLI_BYTE, _PURPOSE_BERNOULLI_REST, _PURPOSE_PROPOSAL_COUNT, _PURPOSE_PROPOSAL, _PURPOSE_GAP = (
-    tl.constexpr(purpose)
-    for purpose in (
-        random_words.BERNOULLI_BYTE,
-        random_words.BERNOULLI_REST,
-        random_words.PROPOSAL_COUNT,
-        random_words.PROPOSAL,
-        random_words.GAP,
-    )
-)
-_BY_PROPOSALS, _BY_GAPS, _BY_PAIRS = (
-    tl.constexpr(way) for way in (reference_sampling.PROPOSALS, reference_sampling.GAPS, reference_sampling.PAIRS)
-)
+_PURPOSE_BERNOULLI_BYTE = tl.constexpr(random_words.BERNOULLI_BYTE)
+_PURPOSE_BERNOULLI_REST = tl.constexpr(random_words.BERNOULLI_REST)
+_PURPOSE_PROPOSAL_COUNT = tl.constexpr(random_words.PROPOSAL_COUNT)
+_PURPOSE_PROPOSAL, _PURPOSE_GAP = tl.constexpr(random_words.PROPOSAL), tl.constexpr(random_words.GAP)
+_BY_PROPOSALS, _BY_GAPS = tl.constexpr(reference_sampling.PROPOSALS), tl.constexpr(reference_sampling.GAPS)
+_BY_PAIRS = tl.constexpr(reference_sampling.PAIRS)
 _PANEL = tl.constexpr(reference_sampling.KEYS_PER_PANEL)
 _LARGEST_BOUND = tl.constexpr(1 - 1e-12)
 _WORD_RANGE = tl.constexpr(2.0**32)
@@ -493,9 +486,8 @@ def sample_sbm(
     (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
     rows, device = heads * queries, rate.device
     if not rows * keys * blocks:
-        return reference_sampling.sample_sbm(
-            rate, member, query_ptr, key_ptr, sequence_ids, seed, method, exploration, clamp, is_causal
-        )
+        more = (seed, method, exploration, clamp, is_causal)
+        return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
     rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)
     slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
@@ -505,18 +497,8 @@ def sample_sbm(
     tile, law = {"BLOCKS": blocks, "TILE": 16}, {"CAUSAL": is_causal, "FASTRG": method == "fastrg"}
     one, two, four = ({"num_warps": warps, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS} for warps in (1, 2, 4))
     launch(_panel_sums_kernel, (slots, heads), member, key_ptr, sums, sequences, keys, slots, **tile, **four)
-    parts = heads * triton.cdiv(blocks, tile["TILE"])
-    launch(
-        _join_panels_kernel,
-        (sequences, parts),
-        sums,
-        key_ptr,
-        slots,
-        heads,
-        PANELS_PER_STEP=PANELS_PER_STEP,
-        **tile,
-        **four,
-    )
+    grid, step = (sequences, heads * triton.cdiv(blocks, tile["TILE"])), {"PANELS_PER_STEP": PANELS_PER_STEP}
+    launch(_join_panels_kernel, grid, sums, key_ptr, slots, heads, **step, **tile, **four)
     costs = (float_bits(reference_sampling.PROPOSAL_COST), float_bits(reference_sampling.GAP_COST))
     launch(
         _plan_kernel, (query_slots, heads), rate, member, sums, query_ptr, key_ptr, floats, tasks, sequences, queries,
@@ -535,9 +517,8 @@ def sample_sbm(
     def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
         ends = (seed, eta, writing)
         if method != "fastrg":
-            launch(
-                _gaps_kernel, rows, *given, ptr, col, *sizes, *ends, CAUSAL=is_causal, WORDS=GAP_WORDS, **tile, **one
-            )
+            step = {"CAUSAL": is_causal, "WORDS": GAP_WORDS}
+            launch(_gaps_kernel, rows, *given, ptr, col, *sizes, *ends, **step, **tile, **one)
         launch(
             _proposals_kernel, programs, *given, ptr, col, sums, table, marks, *sizes, slots, *ends,
             WORDS=PROPOSAL_WORDS, KEYS_PER_SCAN=KEYS_PER_SCAN, **law, **tile, **two,

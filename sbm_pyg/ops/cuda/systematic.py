@@ -22,8 +22,6 @@ from .rows import launch, row_span, triton_kernel
 _PURPOSE_SYSTEMATIC = tl.constexpr(random_words.SYSTEMATIC)
 ROWS_PER_PROGRAM, KEYS_PER_PROGRAM = 128, 64
 
-# ------------------------------------------------------------------ kernels
-
 
 @triton.jit
 def _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
@@ -76,16 +74,12 @@ def _step_kernel(
         tl.store(col + edge, (shift + tl.minimum(key, allowed - 1)).to(tl.int32), mask=edge < stop)
 
 
-# ------------------------------------------------------------------ the op
-
-
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     rows, queries, sequences = heads * chance.numel(), chance.numel(), query_ptr.numel() - 1
-    chance, query_ptr, key_ptr, sequence_ids = (
-        x.detach().contiguous() for x in (chance, query_ptr, key_ptr, sequence_ids)
-    )
+    given = (chance, query_ptr, key_ptr, sequence_ids)
+    chance, query_ptr, key_ptr, sequence_ids = (x.detach().contiguous() for x in given)
     start = chance.new_empty(rows, dtype=torch.float64)
     counts, exact = query_ptr.new_zeros(rows + 1), {"num_warps": 1, "enable_fp_fusion": False}
     launch(

@@ -23,18 +23,6 @@ from .effects import find_edges, leave_one_out
 from .random_words import dropout_keeps, dropout_words
 from .segments import Rows, edge_row, segments, upcast
 
-__all__ = [
-    "Cut",
-    "Pairs",
-    "block_attention",
-    "block_attention_backward",
-    "block_effect",
-    "block_weight",
-    "cut_blocks",
-    "cut_rows",
-    "pair_gains",
-]
-
 SCORES_PER_CHUNK = 2**18
 """Scores of pairs of tokens that are held at a time."""
 DropoutFactors = Callable[[Tensor, Tensor], Tensor]
@@ -114,10 +102,7 @@ def _cached_cut(ptr: Tensor, total: int, block_size: int, count: int | None) -> 
 
 
 def cut_blocks(
-    totals: tuple[int, int],
-    ptrs: tuple[Tensor, Tensor],
-    block_size: int,
-    counts: tuple[int | None, int | None] = (None, None),
+    totals: tuple[int, int], ptrs: tuple[Tensor, Tensor], block_size: int, counts: Sequence[int | None] = (None, None)
 ) -> tuple[Cut, Cut]:
     """Cut queries and keys into blocks: one cut for both if they are the same tokens."""
     mine = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
@@ -171,9 +156,8 @@ class Pairs:
         Yields:
             Pairs ``[e]``, their query blocks and key blocks ``[e]``, and scores ``[e, block_size, block_size]``.
         """
-        for which in torch.arange(len(self), device=self.row.device).split(
-            max(1, SCORES_PER_CHUNK // self.block_size**2)
-        ):
+        every, chunk = torch.arange(len(self), device=self.row.device), SCORES_PER_CHUNK // self.block_size**2
+        for which in every.split(max(1, chunk)):
             row, block = self.row[which], self.key[which]
             score = torch.bmm(query[row], key[block].mT).mul_(scale)
             score = score if bias is None else score.add_(bias[which])
@@ -310,15 +294,13 @@ def pair_gains(
 def block_effect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, is_causal: bool, scale: float,
-    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
+    block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
-    edges, probes = (
-        (edge_row(pointer, keys.numel()), *each) for (pointer, keys, _), each in zip(sets, found, strict=True)
-    )
+    rows = (edge_row(pointer, keys.numel()) for pointer, keys, _ in sets)
+    edges, probes = ((row, *each) for row, each in zip(rows, found, strict=True))
     known = find_edges(edges[0] * cuts[1].count + col, probes[0] * cuts[1].count + probe_col)
     effect, probe_effect = leave_one_out(rowptr, edges, probes, known)
     return effect.sum(-1).to(query.dtype), probe_effect.sum(-1).to(query.dtype)
@@ -326,8 +308,7 @@ def block_effect(
 
 def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
-    block_size: int, is_causal: bool, scale: float,
-    compute_gains: Callable[..., list[tuple[Tensor, Tensor]]] = pair_gains,
+    block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> Tensor:  # fmt: skip
     cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains

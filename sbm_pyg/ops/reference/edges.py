@@ -27,21 +27,25 @@ def dropout_mask(rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout
     return dropout_keeps(query.flatten()[row], key.flatten()[end], dropout)
 
 
-def _edge_ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+def edge_ends(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     """Row of the query and row of the key of each edge, in tensors flattened over heads."""
     row = edge_row(rowptr, col.numel())
     return row, torch.div(row, query.size(1), rounding_mode="floor") * key.size(1) + col
 
 
+def row_dots(x: Tensor, y: Tensor, row: Tensor, end: Tensor) -> Tensor:
+    """Dot products of rows of two tensors that are flattened over heads, in float32 or better."""
+    return (upcast(x).flatten(0, 1)[row] * upcast(y).flatten(0, 1)[end]).sum(-1)
+
+
 def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
-    row, end = _edge_ends(query, key, rowptr, col)
-    return (upcast(query).flatten(0, 1)[row] * upcast(key).flatten(0, 1)[end]).sum(-1).to(query.dtype)
+    return row_dots(query, key, *edge_ends(query, key, rowptr, col)).to(query.dtype)
 
 
 def edge_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, need_query: bool, need_key: bool
 ) -> tuple[Tensor, Tensor]:
-    _, end = _edge_ends(query, key, rowptr, col)
+    _, end = edge_ends(query, key, rowptr, col)
     weight, flat_query, flat_key = upcast(grad)[:, None], upcast(query).flatten(0, 1), upcast(key).flatten(0, 1)
     grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
     if need_query:
@@ -52,23 +56,8 @@ def edge_dot_backward(
     return grad_query, grad_key
 
 
-def _scores_and_logits(
-    query: Tensor,
-    key: Tensor,
-    row: Tensor,
-    end: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    gate_form: str,
-) -> tuple[Tensor, Tensor]:
-    """Scaled scores and the logits that enter the softmax, a "weight" gate as its logarithm."""
-    score = (upcast(query).flatten(0, 1)[row] * upcast(key).flatten(0, 1)[end]).sum(-1) * scale
-    return score, apply_gate_and_bias(score, gate, bias, gate_form)
-
-
 def apply_gate_and_bias(score: Tensor, gate: Tensor | None, bias: Tensor | None, gate_form: str) -> Tensor:
-    """Logits of scaled scores, in float32 or better."""
+    """Logits of scaled scores, a "weight" gate as its logarithm, in float32 or better."""
     logit = upcast(score)
     if gate is not None:
         logit = upcast(gate) * logit if gate_form == "score" else logit + upcast(gate).log()
@@ -90,8 +79,8 @@ def edge_attention(
 ) -> tuple[Tensor, Tensor]:
     heads, num_queries = query.shape[:2]
     rows = heads * num_queries
-    row, end = _edge_ends(query, key, rowptr, col)
-    _, logit = _scores_and_logits(query, key, row, end, gate, bias, scale, gate_form)
+    row, end = edge_ends(query, key, rowptr, col)
+    logit = apply_gate_and_bias(row_dots(query, key, row, end) * scale, gate, bias, gate_form)
     top = segment_max(logit, row, rows)
     top = torch.where(top == -math.inf, 0, top)  # a row whose edges are all forbidden has no edges
     weight = (logit - top[row]).exp()
@@ -123,11 +112,12 @@ def edge_attention_backward(
     need_gate: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row, end = _edge_ends(query, key, rowptr, col)
-    score, logit = _scores_and_logits(query, key, row, end, gate, bias, scale, gate_form)
+    row, end = edge_ends(query, key, rowptr, col)
+    score = row_dots(query, key, row, end) * scale
+    logit = apply_gate_and_bias(score, gate, bias, gate_form)
     alpha = torch.where(logit == -math.inf, 0, (logit - lse.flatten()[row]).exp())
-    flat_grad, flat_query, flat_key, flat_value = (upcast(x).flatten(0, 1) for x in (grad_out, query, key, value))
-    gain = (flat_grad[row] * flat_value[end]).sum(-1)
+    flat_grad, flat_query, flat_key = (upcast(x).flatten(0, 1) for x in (grad_out, query, key))
+    gain = row_dots(grad_out, value, row, end)
     kept = alpha
     if dropout > 0:
         keep = dropout_mask(rowptr, col, query.size(0), key.size(1), dropout, seed).to(alpha.dtype) / (1 - dropout)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .edges import _edge_ends, _scores_and_logits, edge_dot
+from .edges import apply_gate_and_bias, edge_dot, edge_ends, row_dots
 from .sampling import MAX_PROB
 from .segments import edge_row, segment_max, segments, upcast
 
@@ -76,9 +76,8 @@ def leave_one_out(
     total_gain = torch.where(top == -math.inf, 0, best_gain + rest_gain * ratio)
 
     share = weight * ratio[row]  # exp(logit - top), of all but the heaviest
-    others = torch.where(
-        best, (rest_gain / rest.where(rest != 0, 1))[row], (total_gain[row] - share * gain) / (total[row] - share)
-    )
+    without = (rest_gain / rest.where(rest != 0, 1))[row]  # the heaviest
+    others = torch.where(best, without, (total_gain[row] - share * gain) / (total[row] - share))
     effect = torch.where(best, 1, share) / total[row] * (gain - others)
     effect = torch.where(logit == -math.inf, 0, effect)
     # odds of being without the probe
@@ -100,18 +99,17 @@ def edge_effect(
     probe_col: Tensor,
     probe_bias: Tensor | None,
     scale: float,
-    rate: Tensor | None = None,
-    member: Tensor | None = None,
-    chance: Tensor | None = None,
-    exploration: float = 0.0,
+    rate: Tensor | None,
+    member: Tensor | None,
+    chance: Tensor | None,
+    exploration: float,
 ) -> tuple[Tensor, Tensor]:
     measured = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
-        row, end = _edge_ends(query, key, pointer, tokens)
-        _, logit = _scores_and_logits(query, key, row, end, None, extra, scale, "score")
-        gain = (upcast(grad_out).flatten(0, 1)[row] * upcast(value).flatten(0, 1)[end]).sum(-1)
-        measured.append((row, end, logit, gain))
-    (row, end, logit, gain), (probe_row, _, probe_logit, probe_gain) = measured
+        row, end = edge_ends(query, key, pointer, tokens)
+        logit = apply_gate_and_bias(row_dots(query, key, row, end) * scale, None, extra, "score")
+        measured.append((row, logit, row_dots(grad_out, value, row, end)))
+    (row, logit, gain), (probe_row, probe_logit, probe_gain) = measured
 
     found = find_edges(row * key.size(1) + col, probe_row * key.size(1) + probe_col)
     effect, probe_effect = leave_one_out(rowptr, (row, logit, gain), (probe_row, probe_logit, probe_gain), found)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .segments import edge_row, segment_max, segments, upcast
 
-# ------------------------------------------------------------------ alpha-entmax over rows
-
 
 def check_ptr(rowptr: Tensor, num_values: int) -> None:
     """Refuse offsets that do not cut all values into segments: a kernel would leave its memory."""

@@ -16,9 +16,8 @@ MIX = (0x7FEB352D, 0x846CA68B)
 """Factors of the permutation of words by which dropout decides."""
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
-BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL, DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = (
-    number << 24 for number in range(1, 9)
-)
+BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
+DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = (number << 24 for number in range(5, 9))
 
 
 def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, seed: int) -> tuple[Tensor, ...]:

@@ -203,9 +203,8 @@ def _prepare(
     mass = rates * ends  # [2, H*N, K+1]
     expected, bound = mass.sum(2)
     plan = plan_rows(expected, bound, keys.allowed, "fastrg" if law.is_fastrg else "bernoulli")
-    floats = torch.stack(
-        [bound, plan.stretch, plan.proposals, plan.landings, expected, plan.slope.reciprocal(), keys.allowed]
-    )
+    numbers = [bound, plan.stretch, plan.proposals, plan.landings, expected]
+    floats = torch.stack([*numbers, plan.slope.reciprocal(), keys.allowed])
     rows = _Rows(integers[:3], integers[3:], floats[:2], floats[2:5], floats[5:], plan.way)
     return _Model(rates, members.flatten(0, 1), mass[0], member_sums, tile_rows, tile_keys), rows
 
@@ -539,9 +538,8 @@ def _draw_proposals_and_gaps(
         valid.append(position < allowed)
     is_candidate, last = torch.cat(valid), word_use.end[is_proposing.numel() :] - (num_counts + 1)
     proposal, landing = slice(max_proposals), slice(max_proposals, None)
-    word = torch.cat([
-        _first_true(is_candidate[:slots], max_proposals), _first_true(is_candidate[slots:], max_landings)
-    ])  # fmt: skip
+    by_proposals, by_gaps = is_candidate[:slots], is_candidate[slots:]
+    word = torch.cat([_first_true(by_proposals, max_proposals), _first_true(by_gaps, max_landings)])
     exists = word >= 0
     short = torch.cat([*full, is_candidate[last], exists[max_proposals - 1 : max_proposals], exists[-1:]])
     word.clamp_(min=0)  # the first word stands in for candidates that do not exist

@@ -19,8 +19,6 @@ from ..memo import TensorMemo
 EDGES_PER_CHUNK = 2**20
 """Edges that are made at a time, which bounds the memory beyond the result."""
 
-# ------------------------------------------------------------------ edges of a graph
-
 
 class Rows(NamedTuple):
     """Edges of a graph in compressed rows: row ``h * N + i`` holds the keys of query i in head h.
