@@ -39,9 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.examples)
 
 
-PROGRAMS = [
-    f"test_{name}.py" for name in ("dcmm_program", "pictures", "recall", "recipes", "runs", "sparsefinder_program")
-]
+PROGRAMS = [f"test_{name}.py" for name in ("dcmm_program", "pictures", "recall", "recipes", "runs", "sparsefinder_program")]
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -60,9 +58,7 @@ def sample() -> Callable[..., Path]:
     def find(place: str, *parts: str) -> Path:
         missing = [path for path in (SAMPLES / place, *(SAMPLES / place / part for part in parts)) if not path.exists()]
         if missing:
-            pytest.skip(
-                f"no sample data in {missing[0]}; set SBM_PYG_DATA to a folder that holds {missing[0].relative_to(SAMPLES)}"
-            )
+            pytest.skip(f"no sample data in {missing[0]}; set SBM_PYG_DATA to a folder that holds {missing[0].relative_to(SAMPLES)}")
         return SAMPLES / place
 
     return find

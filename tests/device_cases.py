@@ -59,9 +59,7 @@ def case(function: Case) -> Case:
     return function
 
 
-def cases(
-    prefix: str, variants: dict[str, Any]
-) -> Callable[[Callable[[Device, Any], Any]], Callable[[Device, Any], Any]]:
+def cases(prefix: str, variants: dict[str, Any]) -> Callable[[Callable[[Device, Any], Any]], Callable[[Device, Any], Any]]:
     """Registers a function of device and variant, once for each variant."""
 
     def register(function: Callable[[Device, Any], Any]) -> Callable[[Device, Any], Any]:
@@ -110,9 +108,7 @@ def on(device: Device, make: Callable[[], nn.Module]) -> Any:
 
 def block_model(device: Device) -> SBM:
     head, ptr = on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), PTR.to(device)
-    return head(
-        Tokens(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), query_ptr=ptr, bipartite=False)
-    )
+    return head(Tokens(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), query_ptr=ptr, bipartite=False))
 
 
 def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -193,11 +189,7 @@ def layer_between_two_sets(device: Device) -> Any:
     conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4))
     x = normal(device, 30, 12).requires_grad_(), normal(device, 40, 16).requires_grad_()
     out, graph = conv(
-        x,
-        ptr=(KEY_PTR.to(device), PTR.to(device)),
-        seed=3,
-        sequence_ids=torch.tensor([2, 0, 1]).to(device),
-        return_graph=True,
+        x, ptr=(KEY_PTR.to(device), PTR.to(device)), seed=3, sequence_ids=torch.tensor([2, 0, 1]).to(device), return_graph=True
     )
     return with_gradients(out, conv, *x), graph
 
@@ -206,11 +198,7 @@ def layer_between_two_sets(device: Device) -> Any:
 def layer_of_offsets_from_the_cpu(device: Device) -> Any:
     """PyG's batches have theirs there, unless features are on CUDA."""
     conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4))
-    x, batch, sequence_ids = (
-        normal(device, 40, 16),
-        torch.repeat_interleave(torch.arange(3), PTR.diff()),
-        torch.tensor([2, 0, 1]),
-    )
+    x, batch, sequence_ids = (normal(device, 40, 16), torch.repeat_interleave(torch.arange(3), PTR.diff()), torch.tensor([2, 0, 1]))
     return conv(x, ptr=PTR, seed=3, sequence_ids=sequence_ids), conv(x, batch=batch, seed=3, return_graph=True)
 
 
@@ -234,9 +222,7 @@ def multihead(device: Device, variant: dict[str, Any]) -> Any:
     future = torch.ones(10, 10, dtype=torch.bool).triu(1).to(device)
     torch.manual_seed(0)  # sampled layers draw their seed
     masked = layer(x, x, x, key_padding_mask=padding, attn_mask=future, need_weights=False)[0]
-    return masked, layer(
-        x, x, x, key_padding_mask=padding.float().masked_fill(padding, -torch.inf), need_weights=False
-    )[0]
+    return masked, layer(x, x, x, key_padding_mask=padding.float().masked_fill(padding, -torch.inf), need_weights=False)[0]
 
 
 # ------------------------------------------------------------------ models
@@ -249,9 +235,7 @@ def encoder(attention: str = "sbm") -> SequenceEncoder:
 @cases("model", {name: name for name in ATTENTION})
 def model(device: Device, variant: str) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(variant), 3)).eval()
-    logits, trace = classifier(
-        words(device), PTR.to(device), seed=1, sequence_ids=torch.tensor([4, 1, 2]).to(device), return_trace=True
-    )
+    logits, trace = classifier(words(device), PTR.to(device), seed=1, sequence_ids=torch.tensor([4, 1, 2]).to(device), return_trace=True)
     loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]).to(device)) + 0.1 * trace.density_loss(0.02)
     return with_gradients(loss, classifier), logits, trace.density, trace.expected_density
 
@@ -260,9 +244,7 @@ def model(device: Device, variant: str) -> Any:
 def model_of_given_places(device: Device) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(), 3, pool_length=50)).eval()
     batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
-    return classifier(
-        words(device), batch=batch, positions=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1
-    )
+    return classifier(words(device), batch=batch, positions=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1)
 
 
 @case
@@ -281,21 +263,12 @@ def model_of_tokens(device: Device) -> Any:
 def baseline(device: Device, variant: str) -> Any:
     from examples.lra.baselines import BASELINES
 
-    sizes = {
-        "linformer_rank": 12,
-        "hash_rounds": 2,
-        "hash_chunk": 16,
-        "random_features": 32,
-        "landmarks": 16,
-        "value_kernel": 7,
-    }
+    sizes = {"linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16, "value_kernel": 7}
     settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.0, **sizes)
     layer = on(device, lambda: BASELINES[variant](settings, 16, 8, 2))
     x = normal(device, 40, 16).requires_grad_()
     out = layer(x, ptr=PTR.to(device), seed=1)
-    return (
-        out.shape if variant == "reformer" else with_gradients(out, layer, x)
-    )  # its hashes are drawn by the device's own generator
+    return out.shape if variant == "reformer" else with_gradients(out, layer, x)  # its hashes are drawn by the device's own generator
 
 
 # ------------------------------------------------------------------ graphs
@@ -324,22 +297,14 @@ def graphs_from_other_forms(device: Device) -> Any:
     ptr = PTR.to(device)
     graph = patterns.window(None, 1, ptr=ptr)
     from_edges = AttentionGraph.from_edge_index(graph.edge_index, query_ptr=ptr, key_ptr=ptr)
-    return (
-        from_edges,
-        AttentionGraph.from_dense(graph.to_dense(1)),
-        AttentionGraph.from_edge_index(graph.to_edge_index(0)),
-    )
+    return (from_edges, AttentionGraph.from_dense(graph.to_dense(1)), AttentionGraph.from_edge_index(graph.to_edge_index(0)))
 
 
 @case
 def graphs_in_other_forms(device: Device) -> Any:
     graph = sample_edges(block_model(device), seed=1)
     hetero = graph.to_hetero_data()
-    numbers = (
-        graph.to_scipy(1).nnz,
-        graph.to_networkx(1, 0).number_of_edges(),
-        analysis.to_networkx(graph, sequence=1, head=0).size(),
-    )
+    numbers = (graph.to_scipy(1).nnz, graph.to_networkx(1, 0).number_of_edges(), analysis.to_networkx(graph, sequence=1, head=0).size())
     return numbers, graph.to_data().edge_index, [hetero[kind].edge_index for kind in hetero.edge_types]
 
 
@@ -380,24 +345,11 @@ def block_models(device: Device) -> Any:
     graph = sample_edges(sbm, seed=1)
     others = [
         sample_edges(sbm, **options)
-        for options in (
-            {"seed": 1, "method": "fastrg"},
-            {"seed": 2, "budget": 2.0},
-            {"generator": torch.Generator().manual_seed(0)},
-        )
+        for options in ({"seed": 1, "method": "fastrg"}, {"seed": 2, "budget": 2.0}, {"generator": torch.Generator().manual_seed(0)})
     ]
     sequence_ids = sample_edges(sbm, seed=1, sequence_ids=torch.tensor([7, 0, 2]).to(device), exploration=0.1)
     of_edges = sbm.on(graph), sbm.gate(graph), sbm.edge_prob_dense(1), sbm.limit(2.0)
-    return (
-        sbm,
-        graph,
-        others,
-        sequence_ids,
-        of_edges,
-        sbm.expected_degree(),
-        sbm.expected_edges(),
-        sbm.expected_density(),
-    )
+    return (sbm, graph, others, sequence_ids, of_edges, sbm.expected_degree(), sbm.expected_edges(), sbm.expected_density())
 
 
 @case
@@ -420,9 +372,7 @@ def edge_ops(device: Device) -> Any:
     query, key, value = (normal(device, 2, 40, 8, seed=seed).requires_grad_() for seed in (1, 2, 3))
     gate, bias = (normal(device, graph.num_edges, seed=seed).sigmoid().requires_grad_() for seed in (4, 5))
     dots = ops.edge_dot(query, key, graph.rows)
-    attended, lse = ops.edge_attention(
-        query, key, value, graph.rows._replace(bias=bias), gate=gate, dropout=0.2, seed=7
-    )
+    attended, lse = ops.edge_attention(query, key, value, graph.rows._replace(bias=bias), gate=gate, dropout=0.2, seed=7)
     entmax = ops.segment_entmax(dots, ptr=graph.rowptr, alpha=1.5)
     (attended.sin().sum() + entmax.square().sum()).backward()
     return dots, attended, lse, entmax, [x.grad for x in (query, key, value, gate, bias)]
@@ -443,13 +393,7 @@ def analyses(device: Device) -> Any:
     graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
     statistics = [[*row.values()] for row in analysis.graph_statistics(graph, communities=sbm).rows()]
     path = analysis.hamiltonian_path(window).path
-    return (
-        statistics,
-        path,
-        analysis.universality([window]).holds,
-        analysis.communities_of(sbm),
-        analysis.expected_graph(sbm, 0.05),
-    )
+    return (statistics, path, analysis.universality([window]).holds, analysis.communities_of(sbm), analysis.expected_graph(sbm, 0.05))
 
 
 @case

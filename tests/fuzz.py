@@ -77,9 +77,7 @@ Hostile = tuple[str, str, Callable[[], Any]]  # label, kind, maker
 JUNK: list[Hostile] = [
     ("None", "none", lambda: None), ("'nonsense'", "junk", lambda: "nonsense"), ("{}", "junk", dict), ("object()", "junk", object),
 ]  # fmt: skip
-NUMBERS: dict[str, Any] = {
-    str(x): x for x in (True, -1, 0, 1, 0.5, 2.5, -1.0, 1e-45, 1e39, math.nan, math.inf, -math.inf, 1j)
-}
+NUMBERS: dict[str, Any] = {str(x): x for x in (True, -1, 0, 1, 0.5, 2.5, -1.0, 1e-45, 1e39, math.nan, math.inf, -math.inf, 1j)}
 NUMBERS |= {"2**31": 2**31, "2**62": 2**62, "2**63": 2**63, "2**64": 2**64, "-2**63": -(2**63), "10**400": 10**400}
 
 
@@ -105,26 +103,12 @@ def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
         changed = {"value + 1": value + 1, "value - 1": value - 1, "-value": -value}
         result += [(name, "number", always(x)) for name, x in changed.items()]
         same: list[Any] = (
-            [np.int64(value), np.int32(value)]
-            if kind is int and abs(value) < 2**31
-            else [np.float64(value)]
-            if kind is float
-            else []
+            [np.int64(value), np.int32(value)] if kind is int and abs(value) < 2**31 else [np.float64(value)] if kind is float else []
         )
         result += [(f"numpy {type(x).__name__}", "view", always(x)) for x in same]
-        other: dict[str, Any] = {
-            "text": str(value),
-            "[]": [],
-            "list": [value],
-            "float16": np.float16(0.5),
-            "bytes": b"1",
-        }
+        other: dict[str, Any] = {"text": str(value), "[]": [], "list": [value], "float16": np.float16(0.5), "bytes": b"1"}
         result += [(name, "value", always(x)) for name, x in other.items()]
-        return [
-            *result,
-            ("tensor", "value", lambda: torch.tensor(value)),
-            ("two-element tensor", "value", lambda: torch.tensor([1, 2])),
-        ]
+        return [*result, ("tensor", "value", lambda: torch.tensor(value)), ("two-element tensor", "value", lambda: torch.tensor([1, 2]))]
     if isinstance(value, str):
         plain: list[Any] = [3, "", [], b"bytes", True, math.nan, "\0"]
         others = {repr(x): x for x in plain}
@@ -184,16 +168,11 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
     result += [("strided view", "view", lambda: torch.stack([x, x], -1)[..., 0])]
     result += [("transposed view", "view", lambda: x.mT.contiguous().mT)] if dim > 1 else []
     if floating:
-        result += [
-            ("requires grad", "view", lambda: x.clone().requires_grad_()),
-            ("negative view", "view", lambda: torch._neg_view(-x)),
-        ]
+        result += [("requires grad", "view", lambda: x.clone().requires_grad_()), ("negative view", "view", lambda: torch._neg_view(-x))]
     if trusted:
         return result
     for axis in range(dim):
-        result.append(
-            (f"axis {axis} + 1", "size", partial(torch.cat, [x, x.narrow(axis, 0, min(1, x.size(axis)))], axis))
-        )
+        result.append((f"axis {axis} + 1", "size", partial(torch.cat, [x, x.narrow(axis, 0, min(1, x.size(axis)))], axis)))
         if x.size(axis):
             result.append((f"axis {axis} - 1", "size", partial(x.narrow, axis, 0, x.size(axis) - 1)))
             result.append((f"axis {axis} empty", "size", partial(x.narrow, axis, 0, 0)))
@@ -203,30 +182,16 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
     if floating:
         for value in (float("nan"), float("inf"), -float("inf"), 1e-45, 1e39, -1.0, 1.5):
             result += [(f"one is {value}", "value", partial(swap, x, place, value))]
-        result += [
-            ("all NaN", "value", lambda: x * float("nan")),
-            ("all 1e-45", "value", lambda: torch.full_like(x, 1e-45)),
-        ]
-        result += [
-            ("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape)),
-            ("all 0", "value", lambda: x * 0),
-        ]
+        result += [("all NaN", "value", lambda: x * float("nan")), ("all 1e-45", "value", lambda: torch.full_like(x, 1e-45))]
+        result += [("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape)), ("all 0", "value", lambda: x * 0)]
     elif x.dtype == torch.bool:
         result += [("all False", "value", lambda: x & False), ("all True", "value", lambda: x | True)]
     else:
-        for value in (
-            -1,
-            2**31 - 1,
-            -(2**31),
-            *((2**31, 2**62, 2**63 - 1, -(2**63)) if x.dtype == torch.int64 else ()),
-        ):
+        for value in (-1, 2**31 - 1, -(2**31), *((2**31, 2**62, 2**63 - 1, -(2**63)) if x.dtype == torch.int64 else ())):
             result += [(f"one is {value}", "value", partial(swap, x, place, value))]
         result += [("one larger", "value", lambda: swap(x, place, int(x.max()) + 1)), ("all 0", "value", lambda: x * 0)]
         result += (
-            [
-                ("reversed", "value", lambda: x.flip(0)),
-                ("repeated", "value", lambda: swap(x, place, int(x.view(-1)[place - 1]))),
-            ]
+            [("reversed", "value", lambda: x.flip(0)), ("repeated", "value", lambda: swap(x, place, int(x.view(-1)[place - 1])))]
             if dim
             else []
         )
@@ -242,20 +207,9 @@ def graphs(graph: AttentionGraph, draw: Draw) -> list[Hostile]:
         fields = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")
         return AttentionGraph(**({name: getattr(graph, name) for name in fields} | changes))
 
-    result = [
-        *list(JUNK),
-        ("3", "value", lambda: 3),
-        ("tensor", "value", lambda: graph.col),
-        ("networkx", "value", nx.DiGraph),
-    ]
-    result += [
-        ("tuple of tensors", "value", lambda: (graph.rowptr, graph.col)),
-        ("on meta", "device", lambda: graph.to("meta")),
-    ]
-    result += [
-        ("over other tokens", "other", lambda: draw.graph(heads)),
-        ("of other heads", "other", lambda: draw.graph(heads + 1)),
-    ]
+    result = [*list(JUNK), ("3", "value", lambda: 3), ("tensor", "value", lambda: graph.col), ("networkx", "value", nx.DiGraph)]
+    result += [("tuple of tensors", "value", lambda: (graph.rowptr, graph.col)), ("on meta", "device", lambda: graph.to("meta"))]
+    result += [("over other tokens", "other", lambda: draw.graph(heads)), ("of other heads", "other", lambda: draw.graph(heads + 1))]
     result += [("of other heads over the same tokens", "other", lambda: draw.graph(heads + 1, [n], [m]))]
     result += [("without edges", "other", lambda: build(rowptr=graph.rowptr * 0, col=graph.col[:0]))]
     result += [("rowptr from 1", "value", lambda: build(rowptr=graph.rowptr.clamp(min=1)))]
@@ -265,9 +219,7 @@ def graphs(graph: AttentionGraph, draw: Draw) -> list[Hostile]:
     if graph.num_edges:
         place = draw.randrange(graph.num_edges)
         for value in (-1, m, 2**31 - 1):
-            result += [
-                (f"col has {value if value != m else 'M'}", "value", partial(build, col=swap(graph.col, place, value)))
-            ]
+            result += [(f"col has {value if value != m else 'M'}", "value", partial(build, col=swap(graph.col, place, value)))]
         if graph.num_sequences > 1:
             result += [("edges leave their sequence", "value", lambda: build(col=torch.full_like(graph.col, m - 1)))]
         if int(graph.rowptr.diff().max()) > 1:
@@ -275,9 +227,7 @@ def graphs(graph: AttentionGraph, draw: Draw) -> list[Hostile]:
             first, end = graph.rowptr[row : row + 2].tolist()
             flipped = torch.cat([graph.col[:first], graph.col[first:end].flip(0), graph.col[end:]])
             result += [("a row unsorted", "value", lambda: build(col=flipped))]
-            result += [
-                ("a key repeated", "value", lambda: build(col=swap(graph.col, first + 1, int(graph.col[first]))))
-            ]
+            result += [("a key repeated", "value", lambda: build(col=swap(graph.col, first + 1, int(graph.col[first]))))]
     return result
 
 
@@ -287,10 +237,7 @@ def models(sbm: SBM, draw: Draw) -> list[Hostile]:
     def build(**changes: Any) -> SBM:
         return SBM(
             **(
-                {
-                    name: getattr(sbm, name)
-                    for name in ("query_membership", "key_membership", "block_matrix", "query_ptr", "key_ptr")
-                }
+                {name: getattr(sbm, name) for name in ("query_membership", "key_membership", "block_matrix", "query_ptr", "key_ptr")}
                 | changes
             )
         )
@@ -301,10 +248,7 @@ def models(sbm: SBM, draw: Draw) -> list[Hostile]:
         ("tensor", "value", lambda: sbm.query_membership),
         ("tuple", "value", lambda: (sbm.query_membership, sbm.key_membership)),
     ]
-    result += [
-        ("over other tokens", "other", lambda: draw.sbm(sbm.heads)),
-        ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1)),
-    ]
+    result += [("over other tokens", "other", lambda: draw.sbm(sbm.heads)), ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1))]
     for name in ("query_membership", "key_membership", "block_matrix"):
         x = getattr(sbm, name)
         for value in (float("nan"), float("inf"), -0.5, 1e39, 1e-45, 50.0):
@@ -315,13 +259,7 @@ def models(sbm: SBM, draw: Draw) -> list[Hostile]:
             (
                 str(dtype),
                 "dtype",
-                partial(
-                    build,
-                    **{
-                        name: getattr(sbm, name).to(dtype)
-                        for name in ("query_membership", "key_membership", "block_matrix")
-                    },
-                ),
+                partial(build, **{name: getattr(sbm, name).to(dtype) for name in ("query_membership", "key_membership", "block_matrix")}),
             )
         ]
     return result
@@ -332,9 +270,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.layout != torch.strided or a.is_meta:
             return a.shape == b.shape
-        return a.shape == b.shape and torch.allclose(
-            a.detach().double(), b.detach().double(), rtol=1e-4, atol=1e-5, equal_nan=True
-        )
+        return a.shape == b.shape and torch.allclose(a.detach().double(), b.detach().double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, AttentionGraph):
@@ -390,17 +326,9 @@ def judge(seed: int, number: int) -> dict[str, Any]:
     name, case, chosen, draw = plan(seed, number)
     mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
     verdict: dict[str, Any] = {"number": number, "name": name, "mutated": mutated, "verdict": "returned", "detail": ""}
-    names = [
-        each
-        for argument in chosen
-        for each in (argument, *case.names.get(argument, ()), *records(case.arguments[argument]))
-    ]
+    names = [each for argument in chosen for each in (argument, *case.names.get(argument, ()), *records(case.arguments[argument]))]
     if any(kind in RELATIONS for _, kind, _ in chosen.values()):
-        names += [
-            each
-            for argument, value in case.arguments.items()
-            for each in (argument, *case.names.get(argument, ()), *records(value))
-        ]
+        names += [each for argument, value in case.arguments.items() for each in (argument, *case.names.get(argument, ()), *records(value))]
     start = time.perf_counter()
     arguments = dict(case.arguments)
     try:
@@ -451,9 +379,7 @@ def records(value: Any) -> tuple[str, ...]:
     return RECORDS["graph"] if isinstance(value, AttentionGraph) else RECORDS["sbm"] if isinstance(value, SBM) else ()
 
 
-def review(
-    seed: int, number: int, case: Case, chosen: dict[str, Hostile], arguments: dict[str, Any], result: Any
-) -> str:
+def review(seed: int, number: int, case: Case, chosen: dict[str, Hostile], arguments: dict[str, Any], result: Any) -> str:
     """What is wrong with a result, or nothing."""
     try:
         for argument, (label, kind, _) in chosen.items():
@@ -476,16 +402,16 @@ def review(
 def source(value: Any) -> str:
     """Code that makes a value, as far as that is possible."""
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_nested:
-        return f"torch.tensor({value.detach().tolist()}, dtype={value.dtype})" + (
-            "" if value.numel() else f".view({list(value.shape)})"
-        )
+        return f"torch.tensor({value.detach().tolist()}, dtype={value.dtype})" + ("" if value.numel() else f".view({list(value.shape)})")
     if isinstance(value, AttentionGraph | SBM):
         fields = (
             ("rowptr", "col", "num_queries", "num_keys", "heads")
             if isinstance(value, AttentionGraph)
             else ("query_membership", "key_membership", "block_matrix")
         )
-        return f"{type(value).__name__}({', '.join(f'{name}={source(getattr(value, name))}' for name in (*fields, 'query_ptr', 'key_ptr'))})"
+        return (
+            f"{type(value).__name__}({', '.join(f'{name}={source(getattr(value, name))}' for name in (*fields, 'query_ptr', 'key_ptr'))})"
+        )
     if isinstance(value, tuple | list):
         inner = ", ".join(source(each) for each in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
@@ -495,9 +421,7 @@ def source(value: Any) -> str:
 def show(seed: int, number: int) -> None:
     """Print call ``number`` as code, make it, and print the verdict."""
     name, case, chosen, _ = plan(seed, number)
-    print(
-        f"# call {number} of seed {seed}: {', '.join(f'{argument} <- {label}' for argument, (label, _, _) in chosen.items()) or 'valid'}"
-    )
+    print(f"# call {number} of seed {seed}: {', '.join(f'{argument} <- {label}' for argument, (label, _, _) in chosen.items()) or 'valid'}")
     lines = []
     for argument, value in case.arguments.items():
         try:
@@ -577,9 +501,7 @@ class Worker:
 
     def late(self, limit: float) -> bool:
         limit = COMPILING if self.compiling else limit
-        return self.number is not None and (
-            self.cpu() - self.used > limit or time.monotonic() - self.since > PATIENCE * limit
-        )
+        return self.number is not None and (self.cpu() - self.used > limit or time.monotonic() - self.since > PATIENCE * limit)
 
     def end(self) -> int:
         self.process.kill()
@@ -621,9 +543,7 @@ def run(numbers: Sequence[int], seed: int, jobs: int, limit: float, memory: floa
             if fallen:
                 worker.process.join()  # the pipe is closed: it is about to end
                 code = worker.end()
-                verdict = describe(
-                    seed, worker.number, "crash", f"exit status {code}; {alone(seed, worker, limit, memory)}"
-                )
+                verdict = describe(seed, worker.number, "crash", f"exit status {code}; {alone(seed, worker, limit, memory)}")
             if verdict is None:
                 continue
             verdicts.append(verdict)
@@ -710,20 +630,11 @@ def report(verdicts: Sequence[dict[str, Any]]) -> str:
             groups[each["verdict"], each["name"], what, each["detail"].split("\n")[0][:140]].append(each["number"])
     order = {"crash": 0, "hang": 1, "wrong": 2, "other": 3, "unnamed": 4}
     lines += ["", "failures: call numbers, public name, what was hostile, how it ended"]
-    for (verdict, name, what, detail), numbers in sorted(
-        groups.items(), key=lambda group: (order[group[0][0]], group[0][1:])
-    ):
-        lines.append(
-            f"{verdict:<8}{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}  {name}: {what}: {detail}"
-        )
+    for (verdict, name, what, detail), numbers in sorted(groups.items(), key=lambda group: (order[group[0][0]], group[0][1:])):
+        lines.append(f"{verdict:<8}{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}  {name}: {what}: {detail}")
     without, refusals = share(verdicts)
-    lines += [
-        "",
-        f"{without:,} of {refusals:,} refusals ({100 * without / max(refusals, 1):.2f} %) without the argument's name",
-    ]
-    return "\n".join(
-        [*lines, f"{len(faults(verdicts)):,} crashes, hangs, wrong results and exceptions that blame the library"]
-    )
+    lines += ["", f"{without:,} of {refusals:,} refusals ({100 * without / max(refusals, 1):.2f} %) without the argument's name"]
+    return "\n".join([*lines, f"{len(faults(verdicts)):,} crashes, hangs, wrong results and exceptions that blame the library"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -743,9 +654,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.only is not None:
         show(options.seed, options.only)
         return 0
-    verdicts = run(
-        range(options.first, options.first + options.calls), options.seed, options.jobs, options.limit, options.memory
-    )
+    verdicts = run(range(options.first, options.first + options.calls), options.seed, options.jobs, options.limit, options.memory)
     if options.json:
         options.json.write_text(json.dumps(verdicts, indent=1))
     print(report(verdicts))

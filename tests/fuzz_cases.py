@@ -43,16 +43,10 @@ class Case:
     call: Callable[..., Any]
     arguments: dict[str, Any]
     check: Callable[..., None] = lambda result, **arguments: None
-    free: tuple[
-        str, ...
-    ] = ()  # arguments where any object may stand, and those of which the library says that it ignores them
-    unchecked: tuple[
-        str, ...
-    ] = ()  # tensors whose values the library says it does not check: only their types and shapes are mutated
+    free: tuple[str, ...] = ()  # arguments where any object may stand, and those of which the library says that it ignores them
+    unchecked: tuple[str, ...] = ()  # tensors whose values the library says it does not check: only their types and shapes are mutated
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else an argument is called in messages
-    more: dict[str, list[tuple[str, str, Callable[[], Any]]]] = field(
-        default_factory=dict
-    )  # hostile values of an argument's own
+    more: dict[str, list[tuple[str, str, Callable[[], Any]]]] = field(default_factory=dict)  # hostile values of an argument's own
 
 
 class Draw(random.Random):
@@ -79,9 +73,7 @@ class Draw(random.Random):
     def lengths(self, most: int = 3) -> list[int]:
         return [self.randint(1, 6) for _ in range(self.randint(1, most))]
 
-    def graph(
-        self, heads: int | None = None, queries: list[int] | None = None, keys: list[int] | None = None
-    ) -> AttentionGraph:
+    def graph(self, heads: int | None = None, queries: list[int] | None = None, keys: list[int] | None = None) -> AttentionGraph:
         """A graph with independent edges, of ragged sequences; built by hand, apart from the library's makers."""
         heads = self.randint(1, 3) if heads is None else heads
         queries = self.lengths() if queries is None else queries
@@ -135,10 +127,7 @@ def valid(graph: AttentionGraph) -> None:
     expect(graph.heads >= 1 and len(rowptr) == graph.heads * n + 1, "rowptr has another length than H*N+1")
     expect(rowptr[0] == 0 and rowptr[-1] == len(col) and rowptr == sorted(rowptr), "rowptr does not rise from 0 to E")
     for ptr, total in ((query_ptr, n), (key_ptr, m)):
-        expect(
-            ptr[0] == 0 and ptr[-1] == total and all(a < b for a, b in itertools.pairwise(ptr)),
-            "offsets do not fit the tokens",
-        )
+        expect(ptr[0] == 0 and ptr[-1] == total and all(a < b for a, b in itertools.pairwise(ptr)), "offsets do not fit the tokens")
     expect(len(query_ptr) == len(key_ptr), "queries and keys have other numbers of sequences")
     for row in range(graph.heads * n):
         keys = col[rowptr[row] : rowptr[row + 1]]
@@ -231,26 +220,18 @@ def _edge_attention(d: Draw) -> Case:
     x = {name: tensor.requires_grad_() for name, tensor in x.items()}
     edges = graph.rows._replace(bias=d.maybe(d.real(graph.num_edges)))
     options: dict[str, Any] = {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "rows": edges}
-    options |= {
-        "scale": d.uniform(0.1, 1.5),
-        "gate_form": d.choice(("score", "weight")),
-        "dropout": d.choice((0.0, 0.0, 0.3)),
-    }
+    options |= {"scale": d.uniform(0.1, 1.5), "gate_form": d.choice(("score", "weight")), "dropout": d.choice((0.0, 0.0, 0.3))}
 
     def check(result: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, rows: Any, **o: Any) -> None:
         rowptr, col, bias = rows
-        if not tame(query, key, value, o["gate"], bias, o["scale"]) or (
-            o["gate"] is not None and bool((o["gate"] <= 0).any())
-        ):
+        if not tame(query, key, value, o["gate"], bias, o["scale"]) or (o["gate"] is not None and bool((o["gate"] <= 0).any())):
             return
         expect(result[0].isfinite().all(), "output is not finite")
         if o["dropout"] == 0:
             record = AttentionGraph(rowptr, col, query.size(1), key.size(1), query.size(0))
             wide = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
             extra = [x if x is None else x.detach().double() for x in (o["gate"], bias)]
-            wanted = reference_attention(
-                wide[0], wide[1], wide[2], record, extra[0], extra[1], o["scale"], o["gate_form"]
-            )
+            wanted = reference_attention(wide[0], wide[1], wide[2], record, extra[0], extra[1], o["scale"], o["gate_form"])
             close(result[0], wanted, "attention")
             if all(tensor.requires_grad and tensor.is_leaf for tensor in (query, key, value)):
                 found = torch.autograd.grad(result[0].sum(), (query, key, value))
@@ -285,20 +266,14 @@ def _edge_entmax(d: Draw) -> Case:
         head, i, j = (torch.tensor(x, dtype=torch.int64) for x in ends(rowptr, col, query.size(1)))
         wanted = torch.zeros(result.shape, dtype=torch.float64)
         wanted.index_put_((head, i), weight[:, None] * wide[2][head, j], accumulate=True)
-        close(
-            result, wanted, "attention", query.dtype, 4e-12
-        )  # the last step to the root may move it by 1e-12 of itself
+        close(result, wanted, "attention", query.dtype, 4e-12)  # the last step to the root may move it by 1e-12 of itself
 
     arguments = {**x, **options, "seed": d.randrange(99)}
     return Case(ops.edge_entmax, arguments, check, unchecked=("rows",), names=ROWS)
 
 
 def effects(
-    graph: tuple[Tensor, Tensor, Any],
-    pairs: tuple[Tensor, Tensor, Any],
-    grad: Tensor,
-    x: Sequence[Tensor],
-    scale: float,
+    graph: tuple[Tensor, Tensor, Any], pairs: tuple[Tensor, Tensor, Any], grad: Tensor, x: Sequence[Tensor], scale: float
 ) -> Tensor:
     """What each pair does to the loss, by the formula: the row's other edges with and without it."""
     query, key, value = (tensor.double() for tensor in x)
@@ -325,23 +300,14 @@ def _edge_effect(d: Draw) -> Case:
     graph, x = attention_inputs(d)
     probes = d.graph(graph.heads, [graph.num_queries], [graph.num_keys])
     arguments: dict[str, Any] = {"grad_out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x}
-    arguments |= {
-        name: each.rows._replace(bias=d.maybe(d.real(each.num_edges)))
-        for name, each in (("rows", graph), ("probes", probes))
-    }
+    arguments |= {name: each.rows._replace(bias=d.maybe(d.real(each.num_edges))) for name, each in (("rows", graph), ("probes", probes))}
     arguments |= {"scale": d.uniform(0.1, 1.5), "rate": None, "member": None, "chance": None}
     if d.random() < 0.5:
         sbm = d.model(graph)
-        sides = {
-            "rate": sbm.rate.to(d.dtype),
-            "member": sbm.key_membership.to(d.dtype),
-            "chance": d.unit(graph.num_queries),
-        }
+        sides = {"rate": sbm.rate.to(d.dtype), "member": sbm.key_membership.to(d.dtype), "chance": d.unit(graph.num_queries)}
         arguments |= {**sides, "exploration": d.choice((0.0, 0.1))}
 
-    def check(
-        result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any
-    ) -> None:
+    def check(result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any) -> None:
         mine, tried = o["rows"], o["probes"]
         if o["rate"] is not None or not tame(grad_out, query, key, value, mine[2], tried[2], o["scale"]):
             return
@@ -360,23 +326,13 @@ def _local_expectation(d: Draw) -> Case:
     leaves = [sbm.rate.to(d.dtype).requires_grad_(), sbm.key_membership.to(d.dtype).requires_grad_()]
     out = d.real(graph.heads, graph.num_queries, x["value"].size(2))
     pairs = {"rows": graph.rows, "probes": probes.rows}
-    more = {
-        "chance": d.unit(graph.num_queries),
-        "forced": d.maybe(d.whole(2, graph.num_edges) > 0),
-        "scale": 0.5,
-        "exploration": 0.0,
-    }
+    more = {"chance": d.unit(graph.num_queries), "forced": d.maybe(d.whole(2, graph.num_edges) > 0), "scale": 0.5, "exploration": 0.0}
 
     def check(result: Tensor, out: Tensor, factors: Any, **o: Any) -> None:
         rate, member = factors
         if tame(out):
             close(result, out, "what came in")
-        if (
-            rate.requires_grad
-            and member.requires_grad
-            and result.requires_grad
-            and tame(rate, member, *o.values(), out)
-        ):
+        if rate.requires_grad and member.requires_grad and result.requires_grad and tame(rate, member, *o.values(), out):
             grads = torch.autograd.grad(result.square().sum(), (rate, member))
             expect(all(bool(grad.isfinite().all()) for grad in grads), "a gradient is not finite")
 
@@ -396,21 +352,10 @@ def sampled(result: Any, queries: Tensor, keys: Tensor, heads: int) -> Attention
 def _sample_sbm(d: Draw) -> Case:
     sbm = d.sbm()
     query = torch.where(d.unit(sbm.heads, sbm.num_queries, 1) < 0.3, torch.zeros(()), sbm.rate).to(sbm.rate.dtype)
-    arguments: dict[str, Any] = {
-        "rate": query,
-        "member": sbm.key_membership,
-        "query_ptr": sbm.query_ptr,
-        "key_ptr": sbm.key_ptr,
-    }
-    arguments |= {
-        "sequence_ids": d.whole(9, sbm.num_sequences),
-        "seed": d.getrandbits(60),
-        "method": d.choice(("bernoulli", "fastrg")),
-    }
+    arguments: dict[str, Any] = {"rate": query, "member": sbm.key_membership, "query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr}
+    arguments |= {"sequence_ids": d.whole(9, sbm.num_sequences), "seed": d.getrandbits(60), "method": d.choice(("bernoulli", "fastrg"))}
 
-    def check(
-        result: Any, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any
-    ) -> None:
+    def check(result: Any, rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, exploration: float, **o: Any) -> None:
         graph = sampled(result, query_ptr, key_ptr, rate.size(0))
         expect(not (o["is_causal"] and bool(graph.later.any())), "an edge from a later key")
         if tame(rate, member) and exploration == 0:
@@ -428,9 +373,7 @@ def _sample_systematic(d: Draw) -> Case:
     arguments |= {"sequence_ids": d.whole(9, sbm.num_sequences), "heads": sbm.heads, "seed": d.getrandbits(60)}
     arguments |= {"is_causal": d.random() < 0.3}
 
-    def check(
-        result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, is_causal: Any, **_: Any
-    ) -> None:
+    def check(result: Any, chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int, is_causal: Any, **_: Any) -> None:
         graph = sampled(result, query_ptr, key_ptr, heads)
         expect(not (is_causal and bool(graph.later.any())), "an edge from a later key")
         sizes = torch.repeat_interleave(key_ptr.diff(), query_ptr.diff())
@@ -438,10 +381,7 @@ def _sample_systematic(d: Draw) -> Case:
             place = torch.cat([torch.arange(1, n + 1) for n in query_ptr.diff().tolist()])
             sizes = torch.minimum(place, sizes)
         sizes = sizes * chance.double().nan_to_num(0).clamp(0, 1)
-        expect(
-            bool(((graph.degree - sizes).abs() < 1 + 1e-6).all()),
-            "a number of keys that is not the probability times the keys",
-        )
+        expect(bool(((graph.degree - sizes).abs() < 1 + 1e-6).all()), "a number of keys that is not the probability times the keys")
 
     return Case(ops.sample_systematic, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
@@ -453,9 +393,7 @@ def _reach_dot(d: Draw) -> Case:
     arguments |= {"key_ptr": sbm.key_ptr, "is_causal": d.random() < 0.5}
     arguments |= {"is_strict": arguments["is_causal"] and d.random() < 0.5}
 
-    def check(
-        result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: Any, is_strict: Any
-    ) -> None:
+    def check(result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: Any, is_strict: Any) -> None:
         if not tame(query, key):
             return
         total = torch.zeros(result.shape, dtype=torch.float64)
@@ -477,10 +415,7 @@ def _invalid_row(d: Draw) -> Case:
         first = -1
         for row in range(rowptr.numel() - 1):
             start, end = rowptr[row : row + 2].tolist()
-            keys, b = (
-                col[max(start, 0) : max(end, 0)].tolist(),
-                sum(x <= row % g.num_queries for x in query_ptr[1:].tolist()),
-            )
+            keys, b = (col[max(start, 0) : max(end, 0)].tolist(), sum(x <= row % g.num_queries for x in query_ptr[1:].tolist()))
             good = 0 <= start <= end <= len(col) and all(x < y for x, y in itertools.pairwise(keys))
             if not (good and all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys)):
                 first = row
@@ -511,15 +446,8 @@ def _segment_entmax(d: Draw) -> Case:
             expect(bool(((alpha - 1) * x[p == 0] <= level[p > 0].max() + loose).all()), "a large value without a share")
 
     index, ptr = (segment[order], None) if by_index else (None, pointer(lengths))
-    arguments = {
-        "src": d.real(sum(lengths)),
-        "index": index,
-        "ptr": ptr,
-        "num_nodes": len(lengths) if by_index else None,
-    }
-    return Case(
-        ops.segment_entmax, {**arguments, "alpha": d.choice((1.2, 1.5, 2.0, 4.0))}, check, unchecked=("index", "ptr")
-    )
+    arguments = {"src": d.real(sum(lengths)), "index": index, "ptr": ptr, "num_nodes": len(lengths) if by_index else None}
+    return Case(ops.segment_entmax, {**arguments, "alpha": d.choice((1.2, 1.5, 2.0, 4.0))}, check, unchecked=("index", "ptr"))
 
 
 # ------------------------------------------------------------------ graphs
@@ -528,15 +456,10 @@ def _segment_entmax(d: Draw) -> Case:
 @case("AttentionGraph", 30)
 def _graph(d: Draw) -> Case:
     g = d.graph()
-    arguments = {
-        name: getattr(g, name) for name in ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")
-    }
+    arguments = {name: getattr(g, name) for name in ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")}
 
     def check(result: AttentionGraph, rowptr: Tensor, col: Tensor, **_: Any) -> None:
-        expect(
-            result.rowptr.tolist() == rowptr.tolist() and result.col.tolist() == col.tolist(),
-            "other edges than those given",
-        )
+        expect(result.rowptr.tolist() == rowptr.tolist() and result.col.tolist() == col.tolist(), "other edges than those given")
 
     return Case(AttentionGraph, arguments, check)
 
@@ -546,9 +469,7 @@ def _from_dense(d: Draw) -> Case:
     shape = [d.randint(1, 4) for _ in range(d.randint(2, 4))]
 
     def check(result: AttentionGraph, mask: Tensor) -> None:
-        full = (mask != 0).reshape(
-            -1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:]
-        )
+        full = (mask != 0).reshape(-1 if mask.dim() == 4 else 1, mask.shape[-3] if mask.dim() > 2 else 1, *mask.shape[-2:])
         for number, wanted in enumerate(full):
             n, m = wanted.shape[1:]
             found = dense(result)[:, number * n : (number + 1) * n, number * m : (number + 1) * m]
@@ -565,9 +486,7 @@ def _from_edge_index(d: Draw) -> Case:
     edge_index, head = g.edge_index[:, order], g.edge_head[order]
     sizes = {"num_queries": g.num_queries, "num_keys": g.num_keys, "edge_head": head, "heads": g.heads}
 
-    def check(
-        result: AttentionGraph, edge_index: Tensor, edge_head: Any, num_queries: Any, num_keys: Any, **_: Any
-    ) -> None:
+    def check(result: AttentionGraph, edge_index: Tensor, edge_head: Any, num_queries: Any, num_keys: Any, **_: Any) -> None:
         key, query = edge_index.tolist()
         heads = [0] * len(key) if edge_head is None else edge_head.tolist()
         found = {*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)}
@@ -655,10 +574,7 @@ def _expand(d: Draw) -> Case:
     g = d.graph(1)
 
     def check(result: AttentionGraph, heads: Any) -> None:
-        expect(
-            result.heads == heads and torch.equal(dense(result), dense(g).expand(operator.index(heads), -1, -1)),
-            "heads differ",
-        )
+        expect(result.heads == heads and torch.equal(dense(result), dense(g).expand(operator.index(heads), -1, -1)), "heads differ")
 
     return Case(g.expand, {"heads": d.randint(1, 4)}, check)
 
@@ -686,10 +602,7 @@ def _union(d: Draw) -> Case:
     def check(result: tuple[AttentionGraph, Tensor], other: AttentionGraph) -> None:
         both = dense(result[0])
         expect(torch.equal(both, dense(g) | dense(other)), "not the union")
-        expect(
-            torch.equal(both[both], both[both]) and result[1].tolist() == dense(other).expand_as(both)[both].tolist(),
-            "a wrong mask",
-        )
+        expect(torch.equal(both[both], both[both]) and result[1].tolist() == dense(other).expand_as(both)[both].tolist(), "a wrong mask")
 
     return Case(g.union, {"other": twin(d, g)}, check)
 
@@ -699,15 +612,8 @@ def _select(d: Draw) -> Case:
     g = d.graph()
 
     def check(result: AttentionGraph, mask: Tensor) -> None:
-        kept = [
-            edge
-            for edge, keep in zip(zip(*ends(g.rowptr, g.col, g.num_queries), strict=True), mask.tolist(), strict=True)
-            if keep
-        ]
-        expect(
-            [*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)] == kept,
-            "other edges than the mask keeps",
-        )
+        kept = [edge for edge, keep in zip(zip(*ends(g.rowptr, g.col, g.num_queries), strict=True), mask.tolist(), strict=True) if keep]
+        expect([*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)] == kept, "other edges than the mask keeps")
 
     return Case(g.select, {"mask": d.whole(2, g.num_edges) > 0}, check)
 
@@ -719,9 +625,7 @@ def _find(d: Draw) -> Case:
 
     def check(result: Tensor, edge_index: Tensor, edge_head: Tensor) -> None:
         expect(
-            torch.equal(g.edge_index[:, result], edge_index.long())
-            and torch.equal(g.edge_head[result], edge_head.long()),
-            "other edges",
+            torch.equal(g.edge_index[:, result], edge_index.long()) and torch.equal(g.edge_head[result], edge_head.long()), "other edges"
         )
 
     return Case(g.find, {"edge_index": g.edge_index[:, order], "edge_head": g.edge_head[order]}, check)
@@ -747,11 +651,7 @@ def _same_offsets(d: Draw) -> Case:
     query_ptr, key_ptr = d.choice(((g.query_ptr.clone(), g.key_ptr.clone()), (other.query_ptr, other.key_ptr)))
 
     def check(result: bool, query_ptr: Tensor, key_ptr: Tensor) -> None:
-        truth = (
-            query_ptr.is_meta
-            or key_ptr.is_meta
-            or (query_ptr.tolist(), key_ptr.tolist()) == (g.query_ptr.tolist(), g.key_ptr.tolist())
-        )
+        truth = query_ptr.is_meta or key_ptr.is_meta or (query_ptr.tolist(), key_ptr.tolist()) == (g.query_ptr.tolist(), g.key_ptr.tolist())
         expect(result == truth or query_ptr.is_meta or key_ptr.is_meta, f"{result}, where the truth is {truth}")
 
     return Case(g.same_offsets, {"query_ptr": query_ptr, "key_ptr": key_ptr}, check)
@@ -788,9 +688,7 @@ def _to_edge_index(d: Draw) -> Case:
         mask = dense(g) if head is None else dense(g)[operator.index(head)][None]
         _h, query, key = mask.nonzero(as_tuple=True)
         expect(
-            sorted(zip(*result.as_tensor().tolist(), strict=True))
-            == sorted(zip(key.tolist(), query.tolist(), strict=True)),
-            "other edges",
+            sorted(zip(*result.as_tensor().tolist(), strict=True)) == sorted(zip(key.tolist(), query.tolist(), strict=True)), "other edges"
         )
 
     return Case(g.to_edge_index, {"head": d.maybe(d.randrange(g.heads))}, check)
@@ -820,9 +718,7 @@ def _to_sparse_tensor(d: Draw) -> Case:
 
 
 def edges_of(data: Any, heads: int) -> list[tuple[int, ...]]:
-    head = (
-        data.edge_type if heads > 1 or "edge_type" in data else torch.zeros(data.edge_index.size(1), dtype=torch.int64)
-    )
+    head = data.edge_type if heads > 1 or "edge_type" in data else torch.zeros(data.edge_index.size(1), dtype=torch.int64)
     return sorted(zip(head.tolist(), data.edge_index[1].tolist(), data.edge_index[0].tolist(), strict=True))
 
 
@@ -843,9 +739,7 @@ def _to_hetero_data(d: Draw) -> Case:
 
     def check(result: HeteroData) -> None:
         store = result["key", "to", "query"]
-        found = sorted(
-            zip(store.edge_head.tolist(), store.edge_index[1].tolist(), store.edge_index[0].tolist(), strict=True)
-        )
+        found = sorted(zip(store.edge_head.tolist(), store.edge_index[1].tolist(), store.edge_index[0].tolist(), strict=True))
         expect(found == edges_in(g), "other edges")
 
     return Case(g.to_hetero_data, {}, check)
@@ -884,18 +778,14 @@ def _replace_edges(d: Draw) -> Case:
         expect(edges_of(result, g.heads) == edges_in(g) and "edge_attr" not in result, "other edges")
         expect(result.num_nodes == g.num_queries, "edges of a graph over other nodes")
 
-    return Case(
-        g.replace_edges, {"data": data, "edge_type": None}, check, more={"data": DATA}, names={"data": DATA_NAMES}
-    )
+    return Case(g.replace_edges, {"data": data, "edge_type": None}, check, more={"data": DATA}, names={"data": DATA_NAMES})
 
 
 def networkx_edges(result: Any, mask: Tensor, head: Any, split: bool) -> None:
     """Edges of a networkx graph against a dense mask of one sequence."""
     expect(head is not None or len(mask) == 1, "the first of several heads was shown unasked")
     heads = range(len(mask)) if head == "all" else [operator.index(head or 0)]
-    wanted = Counter(
-        ((("key", j), ("query", i)) if split else (j, i)) for h in heads for i, j in mask[h].nonzero().tolist()
-    )
+    wanted = Counter(((("key", j), ("query", i)) if split else (j, i)) for h in heads for i, j in mask[h].nonzero().tolist())
     expect(Counter(edge[:2] for edge in result.edges) == wanted, "other edges")
 
 
@@ -907,11 +797,7 @@ def _to_networkx(d: Draw) -> Case:
         mask = part(g, sequence)
         networkx_edges(result, mask, head, mask.size(1) != mask.size(2) if bipartite is None else bool(bipartite))
 
-    arguments = {
-        "sequence": d.randrange(g.num_sequences),
-        "head": d.choice(("all", d.randrange(g.heads))),
-        "bipartite": d.maybe(True),
-    }
+    arguments = {"sequence": d.randrange(g.num_sequences), "head": d.choice(("all", d.randrange(g.heads))), "bipartite": d.maybe(True)}
     return Case(g.to_networkx, arguments, check, free=("bipartite",))
 
 
@@ -936,12 +822,7 @@ def chances(s: SBM) -> Tensor:
     """Probabilities ``[H, N, M]`` by the definition, 0 across sequences."""
     lengths = [side.diff().tolist() for side in (s.query_ptr, s.key_ptr)]
     inside = torch.block_diag(*(torch.ones(n, m, dtype=torch.float64) for n, m in zip(*lengths, strict=True)))
-    return (
-        s.query_membership.detach().double()
-        @ s.block_matrix.detach().double()
-        @ s.key_membership.detach().double().mT
-        * inside
-    )
+    return s.query_membership.detach().double() @ s.block_matrix.detach().double() @ s.key_membership.detach().double().mT * inside
 
 
 def of_sequence(s: SBM, table: Tensor) -> Tensor:
@@ -987,9 +868,7 @@ def _limit(d: Draw) -> Case:
     s = d.sbm()
 
     def check(result: SBM, budget: Any) -> None:
-        expect(
-            bool((chances(result).sum(2) <= float(budget) * 1.001 + 1e-9).all()), "more expected keys than the budget"
-        )
+        expect(bool((chances(result).sum(2) <= float(budget) * 1.001 + 1e-9).all()), "more expected keys than the budget")
 
     return Case(s.limit, {"budget": d.uniform(0.1, 5)}, check)
 
@@ -1029,12 +908,7 @@ def _sbm_validate(d: Draw) -> Case:
 @case("sample_edges", 24)
 def _sample_edges(d: Draw) -> Case:
     sbm = d.sbm()
-    arguments = {
-        "sbm": sbm,
-        "method": d.choice(("bernoulli", "fastrg")),
-        "exploration": d.choice((0.0, 0.1)),
-        "budget": d.maybe(1.5),
-    }
+    arguments = {"sbm": sbm, "method": d.choice(("bernoulli", "fastrg")), "exploration": d.choice((0.0, 0.1)), "budget": d.maybe(1.5)}
     arguments |= {
         "clamp": d.random() < 0.5,
         "seed": d.getrandbits(60),
@@ -1043,10 +917,7 @@ def _sample_edges(d: Draw) -> Case:
     }
 
     def check(result: AttentionGraph, sbm: SBM, exploration: Any, **_: Any) -> None:
-        expect(
-            (result.heads, result.num_queries, result.num_keys) == (sbm.heads, sbm.num_queries, sbm.num_keys),
-            "other tokens",
-        )
+        expect((result.heads, result.num_queries, result.num_keys) == (sbm.heads, sbm.num_queries, sbm.num_keys), "other tokens")
         expect(exploration > 0 or not bool((dense(result) & (chances(sbm) <= 0)).any()), "an edge of probability 0")
 
     return Case(sample_edges, arguments, check)
@@ -1069,17 +940,9 @@ def _sbm_graph(d: Draw) -> Case:
 
     def check(result: Data, **_: Any) -> None:
         nodes = result.num_nodes
-        expect(
-            result.edge_index.numel() == 0 or int(result.edge_index.max()) < nodes, "edges to nodes that there are not"
-        )
+        expect(result.edge_index.numel() == 0 or int(result.edge_index.max()) < nodes, "edges to nodes that there are not")
 
-    arguments = {
-        "data": data,
-        "edge_type": ("key", "to", "query"),
-        "method": "bernoulli",
-        "exploration": 0.0,
-        "budget": d.maybe(1.0),
-    }
+    arguments = {"data": data, "edge_type": ("key", "to", "query"), "method": "bernoulli", "exploration": 0.0, "budget": d.maybe(1.0)}
     arguments |= {"clamp": True, "seed": d.getrandbits(60)}
     return Case(call, arguments, check, more={"data": hostile}, names={"data": DATA_NAMES}, free=("edge_type",))
 
@@ -1107,9 +970,7 @@ PATTERNS: dict[str, tuple[dict[str, tuple[int, int]], Place]] = {
 def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict[str, Any]) -> None:
     """A dense mask ``[H, N, N]`` against the definition."""
     is_causal = options.get("is_causal", False)
-    options = {
-        key: operator.index(value) for key, value in options.items() if key in PATTERNS[name][0] and value is not None
-    }
+    options = {key: operator.index(value) for key, value in options.items() if key in PATTERNS[name][0] and value is not None}
     start = 0
     for n in lengths:
         found = mask[:, start : start + n, start : start + n]
@@ -1118,12 +979,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
             wanted = reach.clamp(max=min(options["num_keys_per_query"], n))
             expect(bool((found.sum(2) == wanted).all()), "another number of keys")
         elif name == "bigbird":
-            least = torch.tensor(
-                [
-                    [abs(i - j) <= options["size"] or min(i, j) < options["num_global"] for j in range(n)]
-                    for i in range(n)
-                ]
-            )
+            least = torch.tensor([[abs(i - j) <= options["size"] or min(i, j) < options["num_global"] for j in range(n)] for i in range(n)])
             least = least.tril() if is_causal else least
             extra = (found & ~least).sum(2)
             expect(
@@ -1140,9 +996,7 @@ def check_pattern(name: str, mask: Tensor, lengths: Sequence[int], options: dict
 
 
 def pattern_options(d: Draw, name: str) -> dict[str, Any]:
-    options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][0].items()} | {
-        "heads": d.randint(1, 3)
-    }
+    options: dict[str, Any] = {option: d.randint(*bounds) for option, bounds in PATTERNS[name][0].items()} | {"heads": d.randint(1, 3)}
     options |= {"is_causal": d.random() < 0.3}
     return options | ({"seed": d.getrandbits(60), "generator": None} if name in ("random", "bigbird") else {})
 

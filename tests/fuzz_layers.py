@@ -84,9 +84,7 @@ from sbm_pyg.sparsefinder import ground_truth, predictors
 def _straight_through(d: Draw) -> Case:
     g = d.graph()
     arguments = {"probability": d.model(g), "graph": g, "forced": d.maybe(d.whole(2, g.num_edges) > 0)}
-    return Case(
-        estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1")
-    )
+    return Case(estimators.straight_through, arguments, lambda result, **_: expect((result == 1).all(), "a gate is not 1"))
 
 
 @case("estimators.draw_probes", 5)
@@ -168,13 +166,7 @@ def _relaxed(d: Draw) -> Case:
 @case("estimators.concrete_bias", 4)
 def _concrete(d: Draw) -> Case:
     g = d.graph()
-    arguments = {
-        "probability": d.model(g),
-        "graph": g,
-        "temperature": d.uniform(0.1, 2),
-        "seed": d.getrandbits(60),
-        "exploration": 0.1,
-    }
+    arguments = {"probability": d.model(g), "graph": g, "temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}
 
     def check(result: Tensor, probability: SBM, temperature: Any, **_: Any) -> None:
         sbm = probability
@@ -195,9 +187,7 @@ def _score(d: Draw) -> Case:
         expect(result.dim() == 0 and (bool(result == 0) or bool(result.isnan())), "a value that is not 0")
 
     return Case(
-        estimators.score_function,
-        {"probability": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1},
-        check,
+        estimators.score_function, {"probability": d.model(g), "graph": g, "loss": d.real(g.num_sequences), "exploration": 0.1}, check
     )
 
 
@@ -205,24 +195,9 @@ def _score(d: Draw) -> Case:
 
 
 def layer_options(d: Draw) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "in_channels": 4,
-        "out_channels": d.randint(1, 3),
-        "heads": d.randint(1, 3),
-        "num_blocks": d.randint(1, 4),
-    }
-    options |= {
-        "concat": d.random() < 0.7,
-        "bias": d.random() < 0.7,
-        "is_causal": d.random() < 0.2,
-        "sbm_options": None,
-    }
-    options |= {
-        "estimator": d.maybe(d.choice([*estimators.ESTIMATORS])),
-        "probes": 4.0,
-        "exploration": d.maybe(0.1),
-        "method": "bernoulli",
-    }
+    options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
+    options |= {"concat": d.random() < 0.7, "bias": d.random() < 0.7, "is_causal": d.random() < 0.2, "sbm_options": None}
+    options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "probes": 4.0, "exploration": d.maybe(0.1), "method": "bernoulli"}
     options |= {
         "budget": d.maybe(2.0),
         "self_loops": d.random() < 0.3,
@@ -242,10 +217,7 @@ def _conv(d: Draw) -> Case:
     lengths = d.lengths()
     options = layer_options(d)
     if d.random() < 0.2:
-        options |= {
-            "normalizer": d.choice(("entmax15", "sparsemax", "entmax")),
-            "estimator": d.choice(("mask", "none")),
-        }
+        options |= {"normalizer": d.choice(("entmax15", "sparsemax", "entmax")), "estimator": d.choice(("mask", "none"))}
 
     def call(in_channels: Any, **options: Any) -> Any:
         layer = SBMAttentionConv(in_channels, **options)
@@ -310,14 +282,7 @@ def _conv_forward(d: Draw) -> Case:
     by_batch = d.random() < 0.4
     ptr, batch = (None, torch.repeat_interleave(pointer(lengths).diff())) if by_batch else (pointer(lengths), None)
     tokens = (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x
-    arguments = {
-        "x": tokens,
-        "edge_index": given,
-        "edge_head": head,
-        "ptr": ptr,
-        "batch": batch,
-        "seed": d.getrandbits(60),
-    }
+    arguments = {"x": tokens, "edge_index": given, "edge_head": head, "ptr": ptr, "batch": batch, "seed": d.getrandbits(60)}
     arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths))) if given is None else None, "return_graph": True}
 
     def check(result: Any, x: Any, **o: Any) -> None:
@@ -326,26 +291,17 @@ def _conv_forward(d: Draw) -> Case:
         if not tame(keys, queries):
             return
         finite(out)
-        q, k, v = (
-            split_heads(lin(y), conv.heads)
-            for lin, y in ((conv.lin_query, queries), (conv.lin_key, keys), (conv.lin_value, keys))
-        )
+        q, k, v = (split_heads(lin(y), conv.heads) for lin, y in ((conv.lin_query, queries), (conv.lin_key, keys), (conv.lin_value, keys)))
         wanted = reference_attention(q.double(), k.double(), v.double(), graph, None, None, conv.scale, "score")
         close(out, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
         if how in ("graph", "edges", "typed") and isinstance(o["edge_index"], AttentionGraph | Tensor):
             kept = dense(graph)
             mine = dense(g) if how != "edges" else dense(g).any(0, keepdim=True).expand_as(kept)
-            same_edges = o["edge_index"] is g or (
-                isinstance(o["edge_index"], Tensor) and o["edge_index"].tolist() == g.edge_index.tolist()
-            )
-            expect(
-                torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given"
-            )
+            same_edges = o["edge_index"] is g or (isinstance(o["edge_index"], Tensor) and o["edge_index"].tolist() == g.edge_index.tolist())
+            expect(torch.equal(kept, mine) or not same_edges or o["edge_head"] is not head, "other edges than those given")
         conv.zero_grad()
         (out.sum() + auxiliary_loss(conv)).backward()
-        expect(
-            all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite"
-        )
+        expect(all(p.grad is None or bool(p.grad.isfinite().all()) for p in conv.parameters()), "a gradient is not finite")
 
     free = ("return_graph",) if given is None else ("return_graph", "sequence_ids")  # a given graph draws nothing
     names: dict[str, tuple[str, ...]] = {"x": ("x[0]", "x[1]", "query_membership", "key_membership")}
@@ -359,18 +315,14 @@ def _attend(d: Draw) -> Case:
     g = d.graph(None, n, d.choice((n, [2 for _ in n])))
     channels = d.randint(1, 4)
     conv = SBMAttentionConv(4, channels, g.heads, 3, probes=2.0).eval()
-    q, k, v = (
-        torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys)
-    )
+    q, k, v = (torch.randn(g.heads, count, channels, generator=d.torch) for count in (g.num_queries, g.num_keys, g.num_keys))
     arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "edge_index": d.choice((g, None)), "bipartite": True}
     arguments |= {"ptr": (g.key_ptr, g.query_ptr), "seed": d.getrandbits(60), "returns": Returns(graph=True)}
     arguments |= {"edge_filter": d.maybe(lambda graph: graph.edge_index[0] % 2 == 0)}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> None:
         if tame(query, key, value):
-            wanted = reference_attention(
-                query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score"
-            )
+            wanted = reference_attention(query.double(), key.double(), value.double(), result[1], None, None, conv.scale, "score")
             close(result[0], wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
     names = {"query": ("query_membership",), "key": ("key_membership",)}
@@ -419,9 +371,7 @@ def _head_forward(d: Draw) -> Case:
 
     def check(result: SBM, query: Tensor, key: Tensor, **_: Any) -> None:
         if tame(query, key):
-            expect(
-                bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]"
-            )
+            expect(bool(((chances(result) >= 0) & (chances(result) <= 1 + 1e-5)).all()), "a probability outside of [0, 1]")
 
     return Case(of_tokens(head), arguments, check)
 
@@ -491,12 +441,7 @@ def block_graph(d: Draw) -> BlockGraph:
 @case("BlockGraph", 4)
 def _block_graph(d: Draw) -> Case:
     graph = block_graph(d)
-    arguments = {
-        "blocks": graph.blocks,
-        "block_size": graph.block_size,
-        "query_ptr": graph.query_ptr,
-        "key_ptr": d.maybe(graph.key_ptr),
-    }
+    arguments = {"blocks": graph.blocks, "block_size": graph.block_size, "query_ptr": graph.query_ptr, "key_ptr": d.maybe(graph.key_ptr)}
     return Case(BlockGraph, arguments, lambda result, **_: valid(result.expand_tokens()))
 
 
@@ -575,13 +520,7 @@ def _multihead_forward(d: Draw) -> Case:
     layer = SBMMultiheadAttention.from_torch(old, num_blocks=None if full else 3).eval()
     q, k, v = (torch.randn(batch, count, 4, generator=d.torch) for count in (length, keys, keys))
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
-    arguments: dict[str, Any] = {
-        "query": q,
-        "key": k,
-        "value": v,
-        "key_padding_mask": d.maybe(padding),
-        "need_weights": d.random() < 0.5,
-    }
+    arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "key_padding_mask": d.maybe(padding), "need_weights": d.random() < 0.5}
     arguments |= {
         "attn_mask": d.maybe(torch.ones(length, keys, dtype=torch.bool).triu(1)),
         "average_attn_weights": True,
@@ -590,14 +529,7 @@ def _multihead_forward(d: Draw) -> Case:
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": None if full else d.maybe(d.whole(9, batch))}
 
     def check(
-        result: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Any,
-        attn_mask: Any,
-        is_causal: Any,
-        **_: Any,
+        result: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: Any, **_: Any
     ) -> None:
         if not tame(query, key, value):
             return
@@ -639,13 +571,7 @@ def _from_torch(d: Draw) -> Case:
 def encoder_options(d: Draw) -> dict[str, Any]:
     attention = d.choice(models.ATTENTION)
     extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "top_k": {"k": 2}}
-    options = {
-        "num_tokens": 9,
-        "channels": 4,
-        "num_layers": d.randint(1, 2),
-        "heads": d.randint(1, 2),
-        "head_channels": d.maybe(2),
-    }
+    options = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2), "head_channels": d.maybe(2)}
     options |= {
         "ffn_channels": d.maybe(5),
         "max_length": 8,
@@ -663,26 +589,13 @@ def encoder(d: Draw) -> SequenceEncoder:
 def tokens(d: Draw) -> dict[str, Any]:
     lengths = d.lengths()
     positions = torch.cat([torch.arange(n) for n in lengths])
-    arguments = {
-        "tokens": d.whole(9, sum(lengths)),
-        "ptr": pointer(lengths),
-        "batch": None,
-        "positions": d.maybe(positions),
-    }
-    return arguments | {
-        "seed": d.getrandbits(60),
-        "sequence_ids": d.maybe(d.whole(9, len(lengths))),
-        "return_trace": True,
-    }
+    arguments = {"tokens": d.whole(9, sum(lengths)), "ptr": pointer(lengths), "batch": None, "positions": d.maybe(positions)}
+    return arguments | {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths))), "return_trace": True}
 
 
 def ignored(model: SequenceEncoder) -> tuple[str, ...]:
     """What an encoder does not look at: sequence_ids, where its attention draws nothing."""
-    return (
-        ("return_trace",)
-        if model.constructor_options()["attention"] in ("sbm", "bigbird")
-        else ("return_trace", "sequence_ids")
-    )
+    return ("return_trace",) if model.constructor_options()["attention"] in ("sbm", "bigbird") else ("return_trace", "sequence_ids")
 
 
 def check_trace(result: Any, rows: int, width: int) -> None:
@@ -696,9 +609,7 @@ def check_trace(result: Any, rows: int, width: int) -> None:
 @case("SequenceEncoder", 16)
 def _encoder(d: Draw) -> Case:
     def call(**options: Any) -> Any:
-        return SequenceEncoder(**options)(
-            torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), seed=0, return_trace=True
-        )
+        return SequenceEncoder(**options)(torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), seed=0, return_trace=True)
 
     return Case(call, encoder_options(d), lambda result, channels, **_: check_trace(result, 5, channels))
 
@@ -732,19 +643,14 @@ def _classifier_forward(d: Draw) -> Case:
     arguments = tokens(d)
     model = SequenceClassifier(encoder(d), 3)
     return Case(
-        model,
-        arguments,
-        lambda result, ptr, **_: check_trace(result, 1 if ptr is None else len(ptr) - 1, 3),
-        free=("return_trace",),
+        model, arguments, lambda result, ptr, **_: check_trace(result, 1 if ptr is None else len(ptr) - 1, 3), free=("return_trace",)
     )
 
 
 @case("TokenClassifier.forward", 5)
 def _token_forward(d: Draw) -> Case:
     model = TokenClassifier(encoder(d), 3)
-    return Case(
-        model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 3), free=ignored(model.encoder)
-    )
+    return Case(model, tokens(d), lambda result, tokens, **_: check_trace(result, len(tokens), 3), free=ignored(model.encoder))
 
 
 @case("PairClassifier.forward", 10)
@@ -757,19 +663,12 @@ def _pair_forward(d: Draw) -> Case:
         "positions": None,
     }
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, 1)), "return_trace": True}
-    return Case(
-        PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",)
-    )
+    return Case(PairClassifier(encoder(d), 3), arguments, lambda result, **_: check_trace(result, 1, 3), free=("return_trace",))
 
 
 def _dense_layer(d: Draw, pattern: bool) -> Case:
     lengths = d.lengths()
-    options: dict[str, Any] = {
-        "channels": 4,
-        "head_channels": d.randint(1, 3),
-        "heads": d.randint(1, 3),
-        "dropout": 0.0,
-    }
+    options: dict[str, Any] = {"channels": 4, "head_channels": d.randint(1, 3), "heads": d.randint(1, 3), "dropout": 0.0}
     if pattern:
         options = {"in_channels": 4, "out_channels": options["head_channels"], "heads": options["heads"]}
         options |= {"source": patterns.PatternSource(patterns.window, size=1), "is_causal": d.random() < 0.5}
@@ -794,9 +693,7 @@ def _dense_forward(d: Draw) -> Case:
     def check(result: Tensor, x: Tensor, ptr: Tensor, **_: Any) -> None:
         if tame(x):
             q, k, v = (split_heads(lin(x), heads).double() for lin in lins)
-            wanted = reference_attention(
-                q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score"
-            )
+            wanted = reference_attention(q, k, v, patterns.full(None, ptr=ptr, heads=heads), None, None, 3**-0.5, "score")
             close(result, wanted.transpose(0, 1).flatten(1), "attention", torch.float32)
 
     arguments = {"x": float_tokens(d, sum(lengths), 4), "ptr": pointer(lengths), "seed": 3, "sequence_ids": None}
@@ -815,12 +712,7 @@ def choice_of(d: Draw, heads: int | None = None) -> Choice:
 def _choice(d: Draw) -> Case:
     made = choice_of(d)
     arguments = {"graph": made.graph, "probability": made.probability, "forced": made.forced, "exploration": 0.1}
-    return Case(
-        Choice,
-        arguments,
-        lambda result, graph, **_: expect(result.graph is graph, "another graph"),
-        free=("probability",),
-    )
+    return Case(Choice, arguments, lambda result, graph, **_: expect(result.graph is graph, "another graph"), free=("probability",))
 
 
 @case("Choice.select", 3)
@@ -887,28 +779,15 @@ def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
 def token_fields(d: Draw, heads: int = 2) -> dict[str, Any]:
     lengths = d.lengths()
     query, key = (d.real(heads, sum(lengths), 3) for _ in range(2))
-    arguments = {
-        "query": query,
-        "key": key,
-        "query_ptr": pointer(lengths),
-        "key_ptr": pointer(lengths),
-        "bipartite": False,
-    }
-    return arguments | {
-        "is_causal": d.random() < 0.5,
-        "seed": d.getrandbits(60),
-        "sequence_ids": d.maybe(d.whole(9, len(lengths))),
-    }
+    arguments = {"query": query, "key": key, "query_ptr": pointer(lengths), "key_ptr": pointer(lengths), "bipartite": False}
+    return arguments | {"is_causal": d.random() < 0.5, "seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
 
 
 @case("Tokens", 8)
 def _tokens(d: Draw) -> Case:
     def check(result: Tokens, query: Tensor, **_: Any) -> None:
         expect(result.query is query and result.num_keys == result.key.size(1), "other tokens")
-        expect(
-            int(result.query_ptr[-1]) == result.num_queries and int(result.key_ptr[-1]) == result.num_keys,
-            "other offsets",
-        )
+        expect(int(result.query_ptr[-1]) == result.num_queries and int(result.key_ptr[-1]) == result.num_keys, "other offsets")
         expect(bool((result.allowed_keys > 0).all()), "a query without keys")
 
     return Case(Tokens, token_fields(d), check, names={"query": ("key",), "query_ptr": ("key_ptr",)})
@@ -928,20 +807,9 @@ def _with_vectors(d: Draw) -> Case:
 def source_arguments(d: Draw, source: Any, check: Any) -> Case:
     lengths = d.lengths()
     tokens = torch.randn(2, sum(lengths), 4, generator=d.torch)
-    arguments = {
-        "query": tokens,
-        "key": tokens,
-        "query_ptr": pointer(lengths),
-        "key_ptr": pointer(lengths),
-        "bipartite": False,
-    }
+    arguments = {"query": tokens, "key": tokens, "query_ptr": pointer(lengths), "key_ptr": pointer(lengths), "bipartite": False}
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, len(lengths)))}
-    names = {
-        "query": ("query_membership", "key"),
-        "key": ("key_membership",),
-        "query_ptr": ("ptr", "key_ptr"),
-        "key_ptr": ("ptr",),
-    }
+    names = {"query": ("query_membership", "key"), "key": ("key_membership",), "query_ptr": ("ptr", "key_ptr"), "key_ptr": ("ptr",)}
     names |= {"bipartite": ("self_loops", "rule")}
     return Case(of_tokens(source), arguments, check, names=names)
 
@@ -959,9 +827,7 @@ def _sbm_source(d: Draw) -> Case:
         "pool": "mean",
         "detach": d.random() < 0.5,
     }
-    return Case(
-        SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",)
-    )
+    return Case(SBMSource, arguments, lambda result, head, **_: expect(result.head is head, "another head"), free=("head",))
 
 
 @case("LearnedSource.forward", 4)
@@ -987,9 +853,7 @@ def _pattern_source(d: Draw) -> Case:
 @case("patterns.PatternSource.forward", 4)
 def _pattern_source_forward(d: Draw) -> Case:
     return source_arguments(
-        d,
-        patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1),
-        lambda result, **_: valid(result.graph),
+        d, patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1), lambda result, **_: valid(result.graph)
     )
 
 
@@ -1007,11 +871,7 @@ def _rule(module: Any, name: str, options: Callable[[Draw, int], dict[str, Any]]
             expect(result.num_queries == query.size(1) and result.heads == heads, "a graph over other tokens")
 
         # a token may hold any number
-        names = {
-            "query_ptr": ("query", "key", "key_ptr"),
-            "key_ptr": ("query_ptr", "key"),
-            "query": ("query_ptr", "key", "centroids"),
-        }
+        names = {"query_ptr": ("query", "key", "key_ptr"), "key_ptr": ("query_ptr", "key"), "query": ("query_ptr", "key", "centroids")}
         names |= {"key": ("key_ptr", "query"), "bipartite": ("block_window", "global_blocks")}
         return Case(of_tokens(getattr(module, name)), arguments, check, free=("seed", "bipartite"), names=names)
 
@@ -1052,12 +912,7 @@ def _buckets(d: Draw) -> Case:
         expect(result.shape == x.shape and bool((result >= 0).all()), "no buckets")
         expect(int(result.max()) < num_buckets, "more buckets")
 
-    return Case(
-        predictors.buckets,
-        {"x": x, "num_buckets": count, "ptr": pointer(lengths)},
-        check,
-        names={"ptr": ("x",), "x": ("ptr",)},
-    )
+    return Case(predictors.buckets, {"x": x, "num_buckets": count, "ptr": pointer(lengths)}, check, names={"ptr": ("x",), "x": ("ptr",)})
 
 
 @case("predictors.clusters", 4)
@@ -1080,9 +935,7 @@ def _group_entropy(d: Draw) -> Case:
         expect(bool(((result >= 0) & (result <= 1 + 1e-9)).all()), "no share of the largest entropy")
 
     names = {"group": ("graph",), "graph": ("group",)}
-    return Case(
-        ground_truth.group_entropy, {"group": group, "num_groups": count, "graph": d.maybe(graph)}, check, names=names
-    )
+    return Case(ground_truth.group_entropy, {"group": group, "num_groups": count, "graph": d.maybe(graph)}, check, names=names)
 
 
 @case("ground_truth.compare", 4)
@@ -1193,9 +1046,7 @@ def _indexer_module(d: Draw) -> Case:
 
     def check(result: Any, **given: Any) -> None:
         expect(
-            result.query_weight.shape
-            == (given["heads"], given["channels"], given["index_heads"] * given["index_channels"]),
-            "other sizes",
+            result.query_weight.shape == (given["heads"], given["channels"], given["index_heads"] * given["index_channels"]), "other sizes"
         )
 
     return Case(indexer.Indexer, sizes, check)
@@ -1228,18 +1079,9 @@ TABLE["indexer.KeyScorer.forward"] = 2, _projected(indexer.KeyScorer)
 
 @case("indexer.IndexerSource", 4)
 def _indexer_source(d: Draw) -> Case:
-    arguments = {
-        "scorer": _indexer(d),
-        "select": "bernoulli",
-        "target_density": d.maybe(0.3),
-        "initial_density": 0.5,
-        "window": d.maybe(1),
-    }
+    arguments = {"scorer": _indexer(d), "select": "bernoulli", "target_density": d.maybe(0.3), "initial_density": 0.5, "window": d.maybe(1)}
     return Case(
-        indexer.IndexerSource,
-        arguments,
-        lambda result, scorer, **_: expect(result.scorer is scorer, "another scorer"),
-        free=("scorer",),
+        indexer.IndexerSource, arguments, lambda result, scorer, **_: expect(result.scorer is scorer, "another scorer"), free=("scorer",)
     )
 
 
@@ -1255,12 +1097,7 @@ def _index_probability(d: Draw) -> Case:
     tokens = Tokens(d.real(2, 6, 1), query_ptr=d.maybe(torch.tensor([0, 2, 6])), is_causal=d.random() < 0.5)
     arguments = {"tokens": tokens, "query": d.real(2, 6, 3, 2), "weight": d.real(2, 6, 3), "key": d.real(2, 6, 2),
                  "degree": d.maybe(torch.ones(6)), "bias": d.maybe(torch.zeros(2))}  # fmt: skip
-    return Case(
-        indexer.IndexProbability,
-        arguments,
-        lambda result, **_: expect(result.tokens.heads == 2, "other heads"),
-        free=("degree",),
-    )
+    return Case(indexer.IndexProbability, arguments, lambda result, **_: expect(result.tokens.heads == 2, "other heads"), free=("degree",))
 
 
 def _index_record(d: Draw) -> indexer.IndexProbability:
@@ -1301,9 +1138,7 @@ def _index_sample(d: Draw) -> Case:
 def _source_graph(d: Draw) -> Case:
     source = selectors.SelectorSource(selectors.top_k, k=2)
     arguments = {"source": source, "heads": 2, "is_causal": d.random() < 0.5, "seed": d.maybe(3)}
-    return Case(
-        SourceGraph, arguments, lambda result, **_: expect(result.source is source, "another"), free=("heads", "seed")
-    )
+    return Case(SourceGraph, arguments, lambda result, **_: expect(result.source is source, "another"), free=("heads", "seed"))
 
 
 @case("SourceGraph.forward", 8)
@@ -1337,9 +1172,7 @@ def _over(d: Draw) -> Case:
 @case("SequenceEncoder.check_tokens", 4)
 def _check_tokens(d: Draw) -> Case:
     model = SequenceEncoder(9, 4, heads=1, attention="full")
-    return Case(
-        model.check_tokens, {"tokens": d.whole(9, 5)}, lambda result, **_: expect(result.dim() == 1, "another shape")
-    )
+    return Case(model.check_tokens, {"tokens": d.whole(9, 5)}, lambda result, **_: expect(result.dim() == 1, "another shape"))
 
 
 def record_of(d: Draw) -> EncoderTrace:
@@ -1375,18 +1208,10 @@ def _density_loss(d: Draw) -> Case:
 @case("Pretrained.save_pretrained", 6)
 def _save(d: Draw) -> Case:
     model = SequenceClassifier(encoder(d), 3)
-    arguments = {
-        "folder": f"{d.folder()}/model",
-        "task": d.maybe("words"),
-        "metric": d.maybe({"accuracy": 0.5}),
-        "density": d.maybe(0.2),
-    }
+    arguments = {"folder": f"{d.folder()}/model", "task": d.maybe("words"), "metric": d.maybe({"accuracy": 0.5}), "density": d.maybe(0.2)}
 
     def check(result: None, folder: Any, density: Any, **_: Any) -> None:
-        expect(
-            density is None or 0 <= torch.as_tensor(density).min() <= torch.as_tensor(density).max() <= 1,
-            "a density outside of [0, 1]",
-        )
+        expect(density is None or 0 <= torch.as_tensor(density).min() <= torch.as_tensor(density).max() <= 1, "a density outside of [0, 1]")
         again = SequenceClassifier.from_pretrained(folder).state_dict()
         expect(all(torch.equal(x, again[name]) for name, x in model.state_dict().items()), "other weights come back")
 
@@ -1442,17 +1267,10 @@ def _load(d: Draw) -> Case:
         "options__encoder__options__attention": {}, "options__encoder__options__attention_options": deep, "library": "torch", "options__x": deep,
     }  # fmt: skip
     hostile: list[tuple[str, str, Callable[[], Any]]] = [
-        (
-            f"config {key.strip()}={value!r:.30}",
-            "value",
-            partial(corrupted, folder, "config.json", edited(**{key.strip(): value})),
-        )
+        (f"config {key.strip()}={value!r:.30}", "value", partial(corrupted, folder, "config.json", edited(**{key.strip(): value})))
         for key, value in bad.items()
     ]
-    raw = {
-        "config.json": (b"", b"[" * 5000, b"null", b'{"library": "sbm_pyg"', b"\xff\xfe"),
-        "model.safetensors": (b"", b"\0" * 99),
-    }
+    raw = {"config.json": (b"", b"[" * 5000, b"null", b'{"library": "sbm_pyg"', b"\xff\xfe"), "model.safetensors": (b"", b"\0" * 99)}
     for name, contents in raw.items():
         hostile += [(f"{name} is {x[:12]!r}", "value", partial(written, folder, name, x)) for x in contents]
         hostile += [(f"{name} cut", "value", partial(corrupted, folder, name, lambda old: old[:-9]))]
@@ -1469,18 +1287,9 @@ def _load(d: Draw) -> Case:
         stored = json.loads((Path(folder) / "config.json").read_text())["options"]["encoder"]["options"]["dropout"]
         expect(0 <= stored <= 1, f"dropout = {stored} was taken")
 
-    names: dict[str, tuple[str, ...]] = {
-        "folder": ("config.json", "model.safetensors", "class", "options", "version", "sha256")
-    }
+    names: dict[str, tuple[str, ...]] = {"folder": ("config.json", "model.safetensors", "class", "options", "version", "sha256")}
     kind: Any = d.choice((sbm_pyg.Pretrained, SequenceClassifier))
-    return Case(
-        kind.from_pretrained,
-        {"folder": folder, "device": "cpu"},
-        check,
-        more={"folder": hostile},
-        names=names,
-        free=("folder",),
-    )
+    return Case(kind.from_pretrained, {"folder": folder, "device": "cpu"}, check, more={"folder": hostile}, names=names, free=("folder",))
 
 
 # ------------------------------------------------------------------ analysis
@@ -1527,9 +1336,7 @@ def _statistics(d: Draw) -> Case:
                 mask = part(graph, b)[h]
                 n, m = mask.shape
                 wanted: Any = nx.DiGraph()
-                wanted.add_nodes_from(
-                    [*((0, i) for i in range(n)), *((1, j) for j in range(m))] if split else [(0, i) for i in range(n)]
-                )
+                wanted.add_nodes_from([*((0, i) for i in range(n)), *((1, j) for j in range(m))] if split else [(0, i) for i in range(n)])
                 wanted.add_edges_from(((1 if split else 0, j), (0, i)) for i, j in mask.nonzero().tolist())
                 values = {
                     "density": mask.double().mean().item(), "weak_components": nx.number_weakly_connected_components(wanted),
@@ -1572,9 +1379,7 @@ def _is_path(d: Draw) -> Case:
 
     def check(result: bool, graph: AttentionGraph, path: Any) -> None:
         mask, positions = dense(graph).any(0), [operator.index(token) for token in path]
-        truth = sorted(positions) == list(range(len(mask))) and all(
-            bool(mask[i, j]) for j, i in itertools.pairwise(positions)
-        )
+        truth = sorted(positions) == list(range(len(mask))) and all(bool(mask[i, j]) for j, i in itertools.pairwise(positions))
         expect(bool(result) == truth, f"{result}, where the truth is {truth}")
 
     return Case(analysis.is_hamiltonian_path, {"graph": g, "path": path}, check)
@@ -1584,13 +1389,7 @@ def _is_path(d: Draw) -> Case:
 def _universality(d: Draw) -> Case:
     n = d.randint(1, 6)
     given = [d.graph(None, [n], [n]) for _ in range(d.randint(1, 3))]
-    arguments = {
-        "patterns": d.choice((given, given[0])),
-        "threshold": 0.5,
-        "self_loops": d.random() < 0.5,
-        "time_limit": 5.0,
-        "seed": 0,
-    }
+    arguments = {"patterns": d.choice((given, given[0])), "threshold": 0.5, "self_loops": d.random() < 0.5, "time_limit": 5.0, "seed": 0}
 
     def check(result: Any, patterns: Any, self_loops: Any, **_: Any) -> None:
         graphs = [patterns] if isinstance(patterns, AttentionGraph) else list(patterns)
@@ -1621,9 +1420,7 @@ def _expected_graph(d: Draw) -> Case:
     def check(result: AttentionGraph, sbm: SBM, threshold: Any) -> None:
         p = chances(sbm)
         sure = (p - float(threshold)).abs() > 1e-3
-        expect(
-            torch.equal(dense(result)[sure], (p > float(threshold))[sure]), "other pairs than those above the threshold"
-        )
+        expect(torch.equal(dense(result)[sure], (p > float(threshold))[sure]), "other pairs than those above the threshold")
 
     return Case(analysis.expected_graph, {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}, check)
 
@@ -1632,8 +1429,7 @@ def _expected_graph(d: Draw) -> Case:
 def _communities_of(d: Draw) -> Case:
     def check(result: Any, sbm: SBM) -> None:
         expect(
-            torch.equal(result[0], sbm.query_membership.argmax(-1))
-            and torch.equal(result[1], sbm.key_membership.argmax(-1)),
+            torch.equal(result[0], sbm.query_membership.argmax(-1)) and torch.equal(result[1], sbm.key_membership.argmax(-1)),
             "other blocks",
         )
 
@@ -1660,9 +1456,7 @@ def _analysis_networkx(d: Draw) -> Case:
             and tame(sbm.query_membership, sbm.key_membership, sbm.block_matrix)
             and bool(((chances(sbm) >= 0) & (chances(sbm) <= 1)).all())
         ):
-            expect(
-                all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability"
-            )
+            expect(all(0 <= p <= 1.001 for _, _, p in result.edges(data="probability")), "an edge without its probability")
 
     return Case(analysis.to_networkx, arguments, check)
 
@@ -1673,10 +1467,7 @@ def _lemma2(d: Draw) -> Case:
 
     def check(result: Any, n: Any, num_blocks: Any) -> None:
         for graph, name, option in zip(
-            result.graphs,
-            ("block_diagonal", "relay_keys", "relay_queries"),
-            ("num_blocks", "num_relays", "num_relays"),
-            strict=True,
+            result.graphs, ("block_diagonal", "relay_keys", "relay_queries"), ("num_blocks", "num_relays", "num_relays"), strict=True
         ):
             mask = dense(graph)
             if name != "block_diagonal":
@@ -1687,8 +1478,7 @@ def _lemma2(d: Draw) -> Case:
                 check_pattern(name, mask, [n], {option: num_blocks})
         union = reduce_any([dense(graph)[0] for graph in result.graphs])
         expect(
-            sorted(result.path) == list(range(n))
-            and all(bool(union[i, j]) for j, i in zip(result.path, result.path[1:], strict=False)),
+            sorted(result.path) == list(range(n)) and all(bool(union[i, j]) for j, i in zip(result.path, result.path[1:], strict=False)),
             "no path",
         )
 
@@ -1712,20 +1502,12 @@ def _lemma2_s(d: Draw) -> Case:
 
 @case("analysis.lemma1", 4)
 def _lemma1(d: Draw) -> Case:
-    arguments = {
-        "n": d.randint(3, 6),
-        "probabilities": d.maybe([0.2, 0.8]),
-        "samples": d.randint(1, 3),
-        "seed": 0,
-        "time_limit": 1.0,
-    }
+    arguments = {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0}
 
     def check(result: Any, samples: Any, **_: Any) -> None:
         expect(bool((result.found + result.absent <= samples).all()), "more graphs than were drawn")
         low, high = result.interval
-        expect(
-            bool(((low <= result.share + 1e-9) & (result.share <= high + 1e-9)).all()), "an interval without its share"
-        )
+        expect(bool(((low <= result.share + 1e-9) & (result.share <= high + 1e-9)).all()), "an interval without its share")
         str(result)
 
     return Case(analysis.lemma1, arguments, check)
@@ -1737,10 +1519,7 @@ def _cycles(d: Draw) -> Case:
         expect(int(n) == n and n >= 1 and 0 <= p <= 1, "a number out of range was taken")
         if isinstance(p, np.float16) or p == 0:
             return
-        expect(
-            abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))),
-            "another number",
-        )
+        expect(abs(float(result) - (n * math.log10(p) + math.lgamma(n) / math.log(10))) < 1e-6 * (1 + abs(float(result))), "another number")
 
     return Case(analysis.log10_cycles, {"n": d.randint(2, 9), "p": d.uniform(0.1, 1)}, check)
 
@@ -1778,13 +1557,7 @@ def _plot_mask(d: Draw) -> Case:
 @case("plots.plot_communities", 2)
 def _plot_communities(d: Draw) -> Case:
     g = d.graph()
-    arguments = {
-        "graph": g,
-        "sbm": d.model(g),
-        "sequence": d.randrange(g.num_sequences),
-        "head": d.randrange(g.heads),
-        "title": "",
-    }
+    arguments = {"graph": g, "sbm": d.model(g), "sequence": d.randrange(g.num_sequences), "head": d.randrange(g.heads), "title": ""}
     return Case(plots.plot_communities, arguments, drawn, free=("title",))
 
 
@@ -1804,9 +1577,7 @@ def _extremes(d: Draw) -> Case:
         low, high = (mean[torch.tensor(side)].sum() for side in result)
         expect(len(result[0]) == len(result[1]) == count, "another number of inputs")
         expect(
-            abs(float(low - mean.sort().values[:count].sum())) + abs(float(high - mean.sort().values[-count:].sum()))
-            < 1e-9,
-            "other inputs",
+            abs(float(low - mean.sort().values[:count].sum())) + abs(float(high - mean.sort().values[-count:].sum())) < 1e-9, "other inputs"
         )
 
     return Case(plots.density_extremes, {"density": d.unit(2, d.randint(1, 6), 2), "count": d.randint(1, 3)}, check)
@@ -1847,11 +1618,7 @@ def _plot_training(d: Draw) -> Case:
     logs += [("rows of text", "value", lambda: ["a"]), ("rows without a column", "value", lambda: [{"step": 1}])]
     given = d.choice((str(path), path, [{"step": 0, "density_layer0_head0": 0.3}]))
     return Case(
-        plots.plot_training_density,
-        {"log": given, "ax": None},
-        drawn,
-        more={"log": logs},
-        names={"log": ("step", "density_layer0_head0")},
+        plots.plot_training_density, {"log": given, "ax": None}, drawn, more={"log": logs}, names={"log": ("step", "density_layer0_head0")}
     )
 
 
@@ -1869,14 +1636,9 @@ def _pad(d: Draw) -> Case:
             expect(mask[b].tolist() == [place < end - first for place in range(mask.size(1))], "a wrong mask")
             if end - first < mask.size(1):
                 filled = torch.full_like(padded[b, end - first :], float(fill_value))
-                expect(
-                    torch.equal(padded[b, end - first :].nan_to_num(7), filled.nan_to_num(7)),
-                    "something else stands in the padding",
-                )
+                expect(torch.equal(padded[b, end - first :].nan_to_num(7), filled.nan_to_num(7)), "something else stands in the padding")
 
-    return Case(
-        ragged.pad, {"x": d.real(sum(lengths), 2), "ptr": pointer(lengths), "fill_value": d.choice((0.0, -1.0))}, check
-    )
+    return Case(ragged.pad, {"x": d.real(sum(lengths), 2), "ptr": pointer(lengths), "fill_value": d.choice((0.0, -1.0))}, check)
 
 
 @case("unpad", 8)
@@ -1902,19 +1664,11 @@ def _offsets(d: Draw) -> Case:
 @case("ragged.resolve_ptr", 10)
 def _resolve(d: Draw) -> Case:
     lengths = d.lengths()
-    ptr, batch = d.choice(
-        ((pointer(lengths), None), (None, torch.repeat_interleave(pointer(lengths).diff())), (None, None))
-    )
+    ptr, batch = d.choice(((pointer(lengths), None), (None, torch.repeat_interleave(pointer(lengths).diff())), (None, None)))
 
     def check(result: Tensor, total: Any, ptr: Any, batch: Any, **_: Any) -> None:
         if not result.is_meta:
-            wanted = (
-                ptr.tolist()
-                if ptr is not None
-                else [0, total]
-                if batch is None
-                else [0, *torch.bincount(batch).cumsum(0).tolist()]
-            )
+            wanted = ptr.tolist() if ptr is not None else [0, total] if batch is None else [0, *torch.bincount(batch).cumsum(0).tolist()]
             expect(result.tolist() == wanted and result.dtype == torch.int64 and wanted[-1] == total, "other offsets")
 
     arguments = {"total": sum(lengths), "ptr": ptr, "batch": batch, "device": d.maybe(torch.device("cpu"))}
@@ -1931,11 +1685,7 @@ def _check_tensor(d: Draw) -> Case:
 
 @case("info.collect", 2)
 def _collect(d: Draw) -> Case:
-    return Case(
-        info.collect,
-        {"test": False},
-        lambda result, test: expect(bool(test) == (result["self_test"] is not None), "no self-test"),
-    )
+    return Case(info.collect, {"test": False}, lambda result, test: expect(bool(test) == (result["self_test"] is not None), "no self-test"))
 
 
 @case("info.self_test", 1)
@@ -2108,17 +1858,11 @@ def public_names() -> list[str]:
             if isinstance(thing, type):
                 members = {
                     key: value
-                    for key, value in (
-                        vars(CompressedRows) | vars(thing) if thing is AttentionGraph else vars(thing)
-                    ).items()
-                    if not key.startswith("_")
-                    and key != "pattern"
-                    and not getattr(value, "__module__", "").endswith("_propagate")
+                    for key, value in (vars(CompressedRows) | vars(thing) if thing is AttentionGraph else vars(thing)).items()
+                    if not key.startswith("_") and key != "pattern" and not getattr(value, "__module__", "").endswith("_propagate")
                 }  # MessagePassing writes `propagate` and `collect` of its own making into the class of its first instance
                 calls = {
-                    key
-                    for key, value in members.items()
-                    if callable(value) or isinstance(value, classmethod | staticmethod | property)
+                    key for key, value in members.items() if callable(value) or isinstance(value, classmethod | staticmethod | property)
                 }
                 names += [f"{full}.{key}" for key in sorted(calls)]
     return names

@@ -43,11 +43,7 @@ class Remote(Tensor):
 
     @staticmethod
     def __new__(cls, here: Tensor) -> Remote:
-        layout: dict[str, Any] = {
-            "strides": here.stride(),
-            "storage_offset": here.storage_offset(),
-            "dtype": here.dtype,
-        }
+        layout: dict[str, Any] = {"strides": here.stride(), "storage_offset": here.storage_offset(), "dtype": here.dtype}
         out = torch.Tensor._make_wrapper_subclass(cls, here.size(), device=DEVICE, **layout)
         out.here = here
         return out
@@ -56,9 +52,7 @@ class Remote(Tensor):
         return self.here.tolist()
 
     def numpy(self, **options: Any) -> Any:
-        raise TypeError(
-            f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-        )
+        raise TypeError(f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
         return self.numpy()
@@ -97,17 +91,13 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         first_only = op in INDEXED and isinstance(args[0], Remote)
         strangers = [x for x in tensors if x.dim() and not isinstance(x, Remote)]
         if strangers and not first_only:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}"
-            )
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}")
     device = kwargs.get("device")
     remote = remote if device is None else device.type == DEVICE.type
     out = op(*tree_map(local, args), **tree_map(local, kwargs))
     if not remote:
         return out
-    if not DOUBLES and any(
-        x.dtype in (torch.float64, torch.complex128) for x in tree_leaves(out) if isinstance(x, Tensor)
-    ):
+    if not DOUBLES and any(x.dtype in (torch.float64, torch.complex128) for x in tree_leaves(out) if isinstance(x, Tensor)):
         raise TypeError(f"Cannot make a float64 tensor on {DEVICE}, in {op}")
     out = tree_map(lambda x: Remote(x) if isinstance(x, Tensor) else x, out)
     return out if moves or device is not None else return_and_correct_aliasing(op, args, kwargs, out)

@@ -11,9 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sbm_pyg import SBM, AttentionGraph
 
 
-def random_graph(
-    heads: int, queries: int, keys: int, density: float, seed: int = 0, sequences: int = 1
-) -> AttentionGraph:
+def random_graph(heads: int, queries: int, keys: int, density: float, seed: int = 0, sequences: int = 1) -> AttentionGraph:
     """A Bernoulli graph by dense coins, independent of the library's samplers."""
     generator = torch.Generator().manual_seed(seed)
     return AttentionGraph.from_dense(torch.rand(sequences, heads, queries, keys, generator=generator) < density)
@@ -29,9 +27,7 @@ GRAPHS: dict[str, AttentionGraph] = {
     "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
     "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)),
     "bipartite": random_graph(3, 7, 11, 0.4),
-    "ragged": AttentionGraph.concatenate(
-        [random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]
-    ),
+    "ragged": AttentionGraph.concatenate([random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]),
     "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000),
     "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
@@ -58,14 +54,7 @@ class LargestStorage(TorchDispatchMode):
 
 
 def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: AttentionGraph,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    gate_form: str,
+    query: Tensor, key: Tensor, value: Tensor, graph: AttentionGraph, gate: Tensor | None, bias: Tensor | None, scale: float, gate_form: str
 ) -> Tensor:
     """Masked dense softmax attention, in plain differentiable torch; written apart from the library's reference."""
     heads, queries = query.shape[:2]

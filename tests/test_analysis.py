@@ -84,9 +84,7 @@ def assert_certified(certificate: Certificate, graph: AttentionGraph) -> None:
     tokens, others = set(certificate.tokens), set(certificate.others)
     if certificate.kind in ("sources", "sinks"):
         assert len(tokens) == 2
-        assert all(
-            (arcs.in_degree if certificate.kind == "sources" else arcs.out_degree)(token) == 0 for token in tokens
-        )
+        assert all((arcs.in_degree if certificate.kind == "sources" else arcs.out_degree)(token) == 0 for token in tokens)
     elif certificate.kind == "incomparable":
         a, b = certificate.tokens
         assert not nx.has_path(arcs, a, b)
@@ -182,9 +180,7 @@ def test_a_disconnected_graph_is_absent_with_a_certificate() -> None:
 def star(leaves: int, length: int) -> AttentionGraph:
     """Chains of tokens that meet in token 0, edges both ways."""
     ends = [
-        (0 if place == 0 else 1 + leaf * length + place - 1, 1 + leaf * length + place)
-        for leaf in range(leaves)
-        for place in range(length)
+        (0 if place == 0 else 1 + leaf * length + place - 1, 1 + leaf * length + place) for leaf in range(leaves) for place in range(length)
     ]
     edges = torch.tensor(ends).T
     return AttentionGraph.from_edge_index(torch.cat([edges, edges.flip(0)], 1))
@@ -198,15 +194,11 @@ NAMED: dict[str, tuple[AttentionGraph, str]] = {
     "full": (patterns.full(30), "FOUND"),
     "causal": (patterns.window(30, 30, is_causal=True), "FOUND"),
     "two heads, even and odd": (
-        AttentionGraph.from_dense(
-            torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])
-        ),
+        AttentionGraph.from_dense(torch.stack([torch.diag((torch.arange(9) % 2 == head).float(), -1) for head in (0, 1)])),
         "FOUND",
     ),
     "two ends that must be ends": (  # a source, a clique, a sink
-        AttentionGraph.from_edge_index(
-            torch.cat([patterns.full(20).edge_index, torch.tensor([[20, 7], [3, 21]])], 1), 22, 22
-        ),
+        AttentionGraph.from_edge_index(torch.cat([patterns.full(20).edge_index, torch.tensor([[20, 7], [3, 21]])], 1), 22, 22),
         "FOUND",
     ),
     "three chains that meet": (star(3, 2), "ABSENT"),
@@ -214,17 +206,13 @@ NAMED: dict[str, tuple[AttentionGraph, str]] = {
     "shuffled blocks and relays": (
         AttentionGraph.from_edge_index(
             torch.randperm(200, generator=torch.Generator().manual_seed(0))[
-                (
-                    patterns.block_diagonal(200, 8) | patterns.relay_keys(200, 8) | patterns.relay_queries(200, 8)
-                ).edge_index
+                (patterns.block_diagonal(200, 8) | patterns.relay_keys(200, 8) | patterns.relay_queries(200, 8)).edge_index
             ]
         ),
         "FOUND",
     ),
     "shuffled window": (
-        AttentionGraph.from_edge_index(
-            torch.randperm(500, generator=torch.Generator().manual_seed(0))[patterns.window(500, 3).edge_index]
-        ),
+        AttentionGraph.from_edge_index(torch.randperm(500, generator=torch.Generator().manual_seed(0))[patterns.window(500, 3).edge_index]),
         "FOUND",
     ),
 }
@@ -329,11 +317,7 @@ def test_assignments_are_those_of_scipy() -> None:
 
 def test_same_seed_gives_the_same_path() -> None:
     graph = planted(300, 8, seed=0)
-    assert (
-        hamiltonian_path(graph, seed=5).path
-        == hamiltonian_path(graph, seed=5).path
-        != hamiltonian_path(graph, seed=6).path
-    )
+    assert hamiltonian_path(graph, seed=5).path == hamiltonian_path(graph, seed=5).path != hamiltonian_path(graph, seed=6).path
 
 
 def test_unknown_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,15 +386,10 @@ def test_truth_is_the_answer_and_an_error_where_there_is_none() -> None:
     assert analysis.universality(patterns.full(3))
     assert not analysis.universality(star(3, 2), self_loops=True)
     unknown = HamiltonianPath("UNKNOWN", None, None, "nothing", 0.0)
-    with pytest.raises(
-        ValueError, match=r"Expected 'status' to be 'FOUND' or 'ABSENT' .* \(got 'UNKNOWN'\)\. Read `.status`, or raise"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'status' to be 'FOUND' or 'ABSENT' .* \(got 'UNKNOWN'\)\. Read `.status`, or raise"):
         bool(unknown)
     report = dataclasses.replace(analysis.universality(patterns.full(3)), hamiltonian=unknown)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'holds' to be True or False .* \(got None\)\. Read `.holds`, or raise `time_limit`\.",
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'holds' to be True or False .* \(got None\)\. Read `.holds`, or raise `time_limit`\."):
         bool(report)
     assert not dataclasses.replace(report, s=math.inf)  # one condition that fails is enough
 
@@ -456,39 +435,30 @@ def test_is_hamiltonian_path() -> None:
     assert is_hamiltonian_path(graph, [0, 2, 1, 3])
     for wrong in ([3, 1, 2, 0], [0, 2, 1], [0, 2, 1, 1], [0, 1, 2, 3], [0, 2, 1, 4], []):
         assert not is_hamiltonian_path(graph, wrong)
-    with pytest.raises(
-        TypeError, match=r"Expected 'path' to be integers \(got float64\)\. Pass the numbers of the tokens\."
-    ):
+    with pytest.raises(TypeError, match=r"Expected 'path' to be integers \(got float64\)\. Pass the numbers of the tokens\."):
         is_hamiltonian_path(graph, [0.4, 2.5, 1.0, 3.9])  # type: ignore[list-item]
 
 
 def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        TypeError,
-        match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). Build one with `AttentionGraph.from_edge_index`.",
+        TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). Build one with `AttentionGraph.from_edge_index`."
     ):
         hamiltonian_path(nx.Graph())
     for function in (graph_statistics, to_networkx):
         with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
             function(torch.eye(3))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."):
         hamiltonian_path(GRAPHS["ragged"])
     with pytest.raises(
         ValueError,
         match=r"Expected 'graph' to have the same tokens as queries and keys \(got N = 7, M = 11\). Paths need one set of tokens.",
     ):
         hamiltonian_path(GRAPHS["bipartite"])
-    with pytest.raises(
-        ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."):
         hamiltonian_path(patterns.full(3), time_limit=0)
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
-    with pytest.raises(
-        ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')
-    ):
+    with pytest.raises(ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')):
         hamiltonian_path(star(2, 3))
     with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):
         graph_statistics(patterns.full(3))
@@ -542,10 +512,7 @@ def test_s_is_finite_just_where_the_union_is_strongly_connected() -> None:
     outcomes: Counter[bool] = Counter()
     for _ in range(400):
         n, count = int(random.integers(2, 10)), int(random.integers(1, 4))
-        masks = [
-            torch.from_numpy(random.random((n, n)) < random.uniform(0.02, 0.3)) | torch.eye(n, dtype=torch.bool)
-            for _ in range(count)
-        ]
+        masks = [torch.from_numpy(random.random((n, n)) < random.uniform(0.02, 0.3)) | torch.eye(n, dtype=torch.bool) for _ in range(count)]
         graphs = [AttentionGraph.from_dense(mask) for mask in masks]
         s = spread_steps(graphs)
         union = AttentionGraph.from_dense(torch.stack(masks).any(0))
@@ -568,9 +535,7 @@ def test_s_without_self_loops_equals_brute_force() -> None:
         assert s == brute_force(masks)
         finite, endless = finite + (s < math.inf), endless + (s == math.inf)
     assert min(finite, endless) > 50
-    turn = AttentionGraph.from_dense(
-        torch.eye(5).roll(1, 0)
-    )  # strongly connected, and yet what is known only moves round
+    turn = AttentionGraph.from_dense(torch.eye(5).roll(1, 0))  # strongly connected, and yet what is known only moves round
     assert spread_steps([turn]) == math.inf
     assert "the spread of information repeats without reaching all tokens" in str(analysis.universality([turn]))
 
@@ -582,9 +547,7 @@ def test_long_ways_take_many_steps(threads: int) -> None:
     try:
         assert spread_steps([patterns.window(1000, 1)]) == 999
         assert spread_steps([patterns.self_loops(300), patterns.window(300, 2)]) == 2 * 150
-        clique_and_path = AttentionGraph.from_edge_index(
-            torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1)
-        )
+        clique_and_path = AttentionGraph.from_edge_index(torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1))
         assert spread_steps([clique_and_path]) == 101
         assert spread_steps([patterns.window(1500, 40)]) == 38  # large enough for threads to share a step
     finally:
@@ -607,12 +570,7 @@ def test_report_gives_evidence_for_each_condition() -> None:
     assert report.holds is True
     assert report.missing_self_loops == ((), (), ())
     assert report.hamiltonian_path is not None
-    assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == (
-        "FOUND",
-        5,
-        True,
-        None,
-    )
+    assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == ("FOUND", 5, True, None)
     page = str(report)
     for words in (
         "3 patterns over 64 tokens: HOLDS",
@@ -680,8 +638,7 @@ def test_expected_graph_of_ragged_heads() -> None:
 
 def test_universality_errors() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence.",
+        ValueError, match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence."
     ):
         analysis.universality([])
     with pytest.raises(ValueError, match=r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."):
@@ -690,41 +647,29 @@ def test_universality_errors() -> None:
         analysis.universality(GRAPHS["ragged"])
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
         analysis.universality(patterns.full(3), time_limit=-1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."):
         analysis.universality(lemma2(4, 2).sbms, threshold=1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."):
         lemma2(4, 5)
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs",
+        ValueError, match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"
     ):
         lemma2(10**7, 2)
     with pytest.raises(TypeError, match=r"Expected 'n' to be an int \(got float\). It is the number of tokens."):
         lemma2(4.5, 2)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."
-    ):
+    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."):
         analysis.universality(5)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."
-    ):
+    with pytest.raises(TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."):
         spread_steps(patterns.full(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."):
         spread_steps([patterns.full(3)], time_limit="5")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"):
         expected_graph(patterns.full(3))  # type: ignore[arg-type]
     ring = torch.arange(3 * 10**6)
-    with pytest.raises(
-        ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"):
         spread_steps([AttentionGraph.from_edge_index(torch.stack([ring, ring.roll(1)]))])
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\).",
+        ValueError, match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."
     ):
         lemma2(4, 2).s((0, 1, 2))
 
@@ -741,9 +686,7 @@ def test_expected_cycles_and_paths_equal_enumeration() -> None:
         for pair, chosen in zip(pairs, choice, strict=True):
             arcs[pair] = chosen
         weight = p ** sum(choice) * (1 - p) ** (len(pairs) - sum(choice))
-        cycles += weight * sum(
-            arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3))
-        )
+        cycles += weight * sum(arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3)))
         paths += weight * held_karp(arcs)
     assert 10 ** float(log10_cycles(n, p)) == pytest.approx(cycles)
     result = lemma1(n, [p], samples=400, seed=3)
@@ -773,11 +716,7 @@ def test_lemma1_errors() -> None:
         ({"n": 2.5}, TypeError, "Expected 'n' to be an int (got float)."),
         ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got 1,099,511,627,776 tokens"),
         ({"n": 2**70}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
-        (
-            {"n": 10**6, "probabilities": [0.9]},
-            ValueError,
-            "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges",
-        ),
+        ({"n": 10**6, "probabilities": [0.9]}, ValueError, "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges"),
         ({"samples": 0}, ValueError, "Expected 'samples' to be at least 1 (got 0)."),
         (
             {"samples": 2**31},
@@ -789,16 +728,8 @@ def test_lemma1_errors() -> None:
             ValueError,
             "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens",
         ),
-        (
-            {"probabilities": []},
-            ValueError,
-            "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out",
-        ),
-        (
-            {"probabilities": ["x"]},
-            ValueError,
-            "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x']).",
-        ),
+        ({"probabilities": []}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out"),
+        ({"probabilities": ["x"]}, ValueError, "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x'])."),
         ({"time_limit": math.nan}, ValueError, "Expected 'time_limit' to be a positive number of seconds (got nan)."),
         ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
     ):
@@ -810,9 +741,7 @@ def test_lemma1_errors() -> None:
         with pytest.raises(ValueError, match=r"Expected 'p' in \[0, 1\] and 'n' below 2\*\*53 \(got 1.5 and 4\)"):
             law(4, 1.5)
     assert log10_cycles(4, 0.0) == -math.inf
-    with pytest.raises(
-        ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'probabilities' to be a list of numbers in \(0, 1\] \(got \[0.0\]\)."):
         lemma1(5, [0.0])
 
 
@@ -869,21 +798,13 @@ def test_statistics_equal_those_of_networkx(name: str) -> None:
             peer = to_networkx(graph, sequence, head, view="bipartite" if split else "tokens")
             queries = [("query", i) if split else i for i in range(one.num_queries)]
             keys = [("key", j) if split else j for j in range(one.num_keys)]
-            assert found.in_degree[head, first : first + len(queries)].tolist() == [
-                peer.in_degree(node) for node in queries
-            ]
-            assert found.out_degree[head, first_key : first_key + len(keys)].tolist() == [
-                peer.out_degree(node) for node in keys
-            ]
+            assert found.in_degree[head, first : first + len(queries)].tolist() == [peer.in_degree(node) for node in queries]
+            assert found.out_degree[head, first_key : first_key + len(keys)].tolist() == [peer.out_degree(node) for node in keys]
             assert found.empty_queries[sequence, head] == np.mean([peer.in_degree(node) == 0 for node in queries])
             assert found.unread_keys[sequence, head] == np.mean([peer.out_degree(node) == 0 for node in keys])
             communities = [
                 {node for place, node in enumerate(queries) if query[head, first + place] == block}
-                | (
-                    {node for place, node in enumerate(keys) if key[head, first_key + place] == block}
-                    if split
-                    else set()
-                )
+                | ({node for place, node in enumerate(keys) if key[head, first_key + place] == block} if split else set())
                 for block in range(3)
             ]
             for statistic, value in networkx_statistics(peer, communities).items():
@@ -906,11 +827,7 @@ NARROW = {
     "random, with a long tail": (
         AttentionGraph.from_edge_index(
             torch.cat(
-                [
-                    random_graph(1, 1000, 1000, 0.01, 3).edge_index,
-                    torch.stack([torch.arange(999, 1199), torch.arange(1000, 1200)]),
-                ],
-                1,
+                [random_graph(1, 1000, 1000, 0.01, 3).edge_index, torch.stack([torch.arange(999, 1199), torch.arange(1000, 1200)])], 1
             )
         ),
         False,
@@ -972,19 +889,15 @@ def test_statistics_as_rows_and_table() -> None:
 
 def test_statistics_errors() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\).",
+        ValueError, match=r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\)."
     ):
         graph_statistics(GRAPHS["bipartite"], bipartite=False)
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'communities' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the community of each token",
+        ValueError, match=r"Expected 'communities' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the community of each token"
     ):
         graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long))
     for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),)):
-        with pytest.raises(
-            TypeError, match=r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got "
-        ):
+        with pytest.raises(TypeError, match=r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got "):
             graph_statistics(GRAPHS["bipartite"], communities=wrong)  # type: ignore[arg-type]
     for function in (communities_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
         with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
@@ -995,9 +908,7 @@ def test_communities_may_have_any_numbers() -> None:
     graph = random_graph(2, 30, 30, 0.2, 3)
     communities = torch.randint(3, (2, 30), generator=torch.Generator().manual_seed(0))
     wanted = graph_statistics(graph, communities=communities, spectral_gap=False).modularity
-    found = graph_statistics(
-        graph, communities=torch.tensor([2**62, -7, 2**40])[communities], spectral_gap=False
-    ).modularity
+    found = graph_statistics(graph, communities=torch.tensor([2**62, -7, 2**40])[communities], spectral_gap=False).modularity
     assert torch.equal(found, wanted)
 
 
@@ -1024,9 +935,7 @@ def test_networkx_views_carry_probabilities_and_communities() -> None:
         for a, b, p in tokens.edges.data("probability"):
             assert p == pytest.approx(float(chance[1, b, a]), abs=1e-6)
         first = int(ptr[sequence if sequence >= 0 else 1])
-        assert [tokens.nodes[i]["community"] for i in tokens] == query[1, first : first + len(tokens)].argmax(
-            -1
-        ).tolist()
+        assert [tokens.nodes[i]["community"] for i in tokens] == query[1, first : first + len(tokens)].argmax(-1).tolist()
         split = to_networkx(graph, sequence, 0, view="bipartite", sbm=sbm)
         assert split.nodes["key", 1]["community"] == int(key[0, first + 1].argmax())
         assert split.number_of_edges() == int((chance[0] > 0.1).sum())
@@ -1038,18 +947,14 @@ def test_networkx_views_carry_probabilities_and_communities() -> None:
 
 def test_networkx_errors() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once.",
+        ValueError, match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once."
     ):
         to_networkx(patterns.full(3), view="multigraph")
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\).",
+        ValueError, match=r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\)."
     ):
         to_networkx(GRAPHS["bipartite"], 0, 0)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."):
         to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])
 
 

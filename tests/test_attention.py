@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sbm_pyg import (
-    AttentionConv,
-    AttentionGraph,
-    Entmax,
-    SBMAttentionConv,
-    Tokens,
-    auxiliary_loss,
-    estimators,
-    sample_edges,
-)
+from sbm_pyg import AttentionConv, AttentionGraph, Entmax, SBMAttentionConv, Tokens, auxiliary_loss, estimators, sample_edges
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
@@ -42,10 +33,7 @@ def tokens(n: int = 30, seed: int = 1) -> Tensor:
 
 
 def projections(conv: SBMAttentionConv, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (
-        lin(x).view(-1, conv.heads, conv.out_channels).transpose(0, 1)
-        for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
-    )
+    q, k, v = (lin(x).view(-1, conv.heads, conv.out_channels).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
     return q, k, v
 
 
@@ -92,14 +80,11 @@ def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
         alone, alone_graph = conv(part, seed=3, sequence_ids=sequence_ids[sequence : sequence + 1], return_graph=True)
         assert alone_graph == graph.sequence(sequence)
         assert torch.equal(alone, out[start:end])
-        torch.testing.assert_close(
-            torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(torch.autograd.grad(alone.sin().sum(), part)[0], grad[start:end], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "dropout", "window", "biased"),
-    [*product(["paper", "mask", "none"], [0.0, 0.3], [None, 1], [False, True])],
+    ("estimator", "dropout", "window", "biased"), [*product(["paper", "mask", "none"], [0.0, 0.3], [None, 1], [False, True])]
 )
 def test_fused_equals_message_passing(estimator: str, dropout: float, window: int | None, biased: bool) -> None:
     conv = layer(
@@ -136,9 +121,7 @@ def test_bipartite(sample: bool) -> None:
     if not sample:
         q = conv.lin_query(queries).view(9, 2, 8).transpose(0, 1)
         k, v = (lin(keys).view(20, 2, 8).transpose(0, 1) for lin in (conv.lin_key, conv.lin_value))
-        torch.testing.assert_close(
-            out, F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1), rtol=0, atol=1e-10
-        )
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1), rtol=0, atol=1e-10)
 
 
 # ------------------------------------------------------------------ estimators
@@ -244,9 +227,7 @@ def test_hooks_of_the_fused_step_are_called() -> None:
     torch.testing.assert_close(conv(x, graph), 2 * plain)
     assert calls == [graph.expand(conv.heads)]
     before.remove()
-    conv.register_message_and_aggregate_forward_pre_hook(
-        lambda module, inputs: (patterns.full(30).expand(conv.heads), *inputs[1:])
-    )
+    conv.register_message_and_aggregate_forward_pre_hook(lambda module, inputs: (patterns.full(30).expand(conv.heads), *inputs[1:]))
     torch.testing.assert_close(conv(x, graph), 2 * conv(x, patterns.full(30)) / 2)
 
 
@@ -435,24 +416,15 @@ def test_call_errors() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            {"in_channels": 0},
-            "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)",
-        ),
-        (
-            {"in_channels": -2},
-            "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got -2)",
-        ),
+        ({"in_channels": 0}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
+        ({"in_channels": -2}, "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got -2)"),
         ({"in_channels": (16, 16, 16)}, "or a pair for keys and queries (got (16, 16, 16))"),
         ({"dropout": "0.1"}, "Expected 'dropout' to be a number in [0, 1) (got str)"),
         ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
         ({"num_blocks": "8"}, "Expected 'num_blocks' to be an int (got str)"),
-        (
-            {"score_bias": torch.zeros(3)},
-            "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)",
-        ),
+        ({"score_bias": torch.zeros(3)}, "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)"),
     ],
 )
 def test_option_types(option: dict[str, Any], message: str) -> None:
@@ -468,10 +440,7 @@ def test_tokens_of_another_width_or_type_are_named() -> None:
         pair((x, narrow))
     with pytest.raises(TypeError, match=re.escape("Expected 'x' to be floating point (got torch.int64)")):
         conv(x.long())
-    with pytest.raises(
-        TypeError,
-        match=re.escape("Expected 'x' to be torch.float64, as the layer's parameters are (got torch.float32)"),
-    ):
+    with pytest.raises(TypeError, match=re.escape("Expected 'x' to be torch.float64, as the layer's parameters are (got torch.float32)")):
         conv(x.float())
 
 
@@ -492,8 +461,7 @@ def test_a_graph_of_other_sequences_is_refused() -> None:
     batch = torch.repeat_interleave(torch.arange(3), PTR.diff())
     for offsets in ({"ptr": PTR}, {"batch": batch}):
         with pytest.raises(
-            ValueError,
-            match="Expected 'edge_index' over the sequences of 'ptr' or 'batch' \\(got AttentionGraph\\(1 sequence",
+            ValueError, match="Expected 'edge_index' over the sequences of 'ptr' or 'batch' \\(got AttentionGraph\\(1 sequence"
         ):
             conv(x, patterns.full(30), **offsets)
         conv(x, patterns.full(None, ptr=PTR.clone()), **offsets)
@@ -513,9 +481,7 @@ def test_a_graph_that_leaves_its_tokens_is_refused() -> None:
             conv(x, AttentionGraph(offsets, torch.zeros(30, dtype=torch.int32), 30, 30, 1))
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda graph: torch.zeros(1), lambda graph: torch.zeros(graph.num_edges, 1), lambda graph: 0.0]
-)
+@pytest.mark.parametrize("wrong", [lambda graph: torch.zeros(1), lambda graph: torch.zeros(graph.num_edges, 1), lambda graph: 0.0])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_score_bias_of_another_shape_is_refused(wrong: Callable[[AttentionGraph], object], fuse: bool) -> None:
     conv = layer(score_bias=lambda query, key, graph: wrong(graph))
@@ -532,9 +498,7 @@ def test_a_seed_that_is_none_is_named() -> None:
 
 def test_no_adjacency_is_named() -> None:
     for wrong in ([[0, 1], [1, 2]], nx.path_graph(30)):
-        with pytest.raises(
-            TypeError, match=f"Expected 'edge_index' to be a tensor .* \\(got {type(wrong).__name__}\\)"
-        ):
+        with pytest.raises(TypeError, match=f"Expected 'edge_index' to be a tensor .* \\(got {type(wrong).__name__}\\)"):
             layer()(tokens(), wrong)
 
 
@@ -557,9 +521,7 @@ def _writes_by_numpy(x: Tensor, values: list[int]) -> None:
 
 def over_indexer(estimator: str, **options: Any) -> AttentionConv:
     torch.manual_seed(0)
-    return AttentionConv(
-        16, 8, 2, IndexerSource(Indexer(8, 2), target_density=0.3, **options), estimator=estimator
-    ).double()
+    return AttentionConv(16, 8, 2, IndexerSource(Indexer(8, 2), target_density=0.3, **options), estimator=estimator).double()
 
 
 SAMPLING: dict[str, Callable[[], AttentionConv]] = {

@@ -16,17 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sbm_pyg import (
-    AttentionConv,
-    DCMMBias,
-    SBMAttentionConv,
-    SBMHead,
-    SBMSource,
-    SequenceEncoder,
-    Tokens,
-    auxiliary_loss,
-    sync_statistics,
-)
+from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, SBMHead, SBMSource, SequenceEncoder, Tokens, auxiliary_loss, sync_statistics
 from sbm_pyg.estimators import Imitate
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
@@ -57,9 +47,7 @@ LAYERS: dict[str, Any] = {
         8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
     ),
     "routing": lambda: AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3)),
-    "entropy": lambda: AttentionConv(
-        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5)
-    ),
+    "entropy": lambda: AttentionConv(8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5)),
     "entropy of both sides": lambda: AttentionConv(
         8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5, tied=False)
     ),
@@ -160,9 +148,7 @@ def test_centroids_move_once_though_calls_are_made_again() -> None:
 @pytest.mark.parametrize("name", ["imitate over all keys", "imitate", "entropy"])
 def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
     layer = make(name)
-    with pytest.raises(
-        RuntimeError, match=r"Expected the loss to hold the auxiliary loss of .*auxiliary_loss\(model\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Expected the loss to hold the auxiliary loss of .*auxiliary_loss\(model\)"):
         task_loss(layer, draw(1, 33, 8), PARTS[0], 1).backward()
     auxiliary_loss(layer)
     x = draw(1, 33, 8).requires_grad_()

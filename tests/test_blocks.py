@@ -294,15 +294,11 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     bias[alone] = -torch.inf
     (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     layout, options = (*ptrs, graph.edge_bias_to_blocks(bias)), (block_size, is_causal, 0.7, 0.0, 0, True)
-    out, total = PATHS[path].block_attention(
-        query, key, value, rowptr, col, *ptrs, block_size, is_causal, layout[2], 0.7
-    )
+    out, total = PATHS[path].block_attention(query, key, value, rowptr, col, *ptrs, block_size, is_causal, layout[2], 0.7)
     empty = torch.arange(out.size(0) * out.size(1)) % 3 == 0
     assert not out.flatten(0, 1)[empty].any()
     assert bool((total.flatten()[empty] == -torch.inf).all())
-    found = PATHS[path].block_attention_backward(
-        torch.ones_like(out), query, key, value, rowptr, col, *layout, out, total, *options
-    )
+    found = PATHS[path].block_attention_backward(torch.ones_like(out), query, key, value, rowptr, col, *layout, out, total, *options)
     assert all(x.isfinite().all() for x in found)
     assert not found[0].flatten(0, 1)[empty].any()
 
@@ -341,9 +337,7 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
     edges = (graph.blocks.rowptr, graph.blocks.col, tiles(graph, everywhere[at]))
     probes = (every.blocks.rowptr, every.blocks.col, tiles(every, everywhere))
     _, ptrs, block_size, is_causal = rows(graph)
-    effect, probe_effect = PATHS[path].block_effect(
-        grad, query, key, value, *edges, *probes, *ptrs, block_size, is_causal, 0.7
-    )
+    effect, probe_effect = PATHS[path].block_effect(grad, query, key, value, *edges, *probes, *ptrs, block_size, is_causal, 0.7)
     for number in range(graph.blocks.num_edges):
         kept = torch.arange(graph.blocks.num_edges) != number
         without = graph.with_blocks(graph.blocks.select(kept))
@@ -414,8 +408,7 @@ def test_ops_over_blocks_pass_opcheck_and_gradcheck() -> None:
     bias = torch.randn(graph.blocks.num_edges, 2, 2, dtype=torch.float64).requires_grad_()
     (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     torch.library.opcheck(
-        torch.ops.sbm_pyg.block_attention.default,
-        (query, key, value, rowptr, col, *ptrs, block_size, is_causal, bias, 0.5),
+        torch.ops.sbm_pyg.block_attention.default, (query, key, value, rowptr, col, *ptrs, block_size, is_causal, bias, 0.5)
     )
 
     def attend(*parts: Any) -> Any:
@@ -425,12 +418,9 @@ def test_ops_over_blocks_pass_opcheck_and_gradcheck() -> None:
     grad, probes = torch.randn_like(query), (rowptr.clone(), col.clone(), None)
     detached = [x.detach() for x in (query, key, value)]
     torch.library.opcheck(
-        torch.ops.sbm_pyg.block_effect.default,
-        (grad.detach(), *detached, rowptr, col, None, *probes, *ptrs, block_size, is_causal, 0.5),
+        torch.ops.sbm_pyg.block_effect.default, (grad.detach(), *detached, rowptr, col, None, *probes, *ptrs, block_size, is_causal, 0.5)
     )
-    torch.library.opcheck(
-        torch.ops.sbm_pyg.block_weight.default, (*detached[:2], rowptr, col, None, *ptrs, block_size, is_causal, 0.5)
-    )
+    torch.library.opcheck(torch.ops.sbm_pyg.block_weight.default, (*detached[:2], rowptr, col, None, *ptrs, block_size, is_causal, 0.5))
 
 
 def test_bad_arguments_of_block_ops_are_refused_by_name() -> None:
@@ -485,9 +475,7 @@ def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is
         out, _ = block_attention(query, key, value, *rows(graph), scale=0.7)
         expected = expected + law * (out * weight).sum()
         # probes are pairs drawn with their chance: each alone has its effect, so their mean is exact
-        local = estimators.attach_local_expectation(
-            out, query, key, value, probability, graph, every, chance, scale=0.7
-        )
+        local = estimators.attach_local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
         edge_part, probe_part = _split(local, weight, probability, pairs, mask, chance)
         found = found + law.detach() * (edge_part + probe_part)
     (wanted,) = grad_of(expected, free)
@@ -563,10 +551,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
                 buffer.zero_()
         again, chosen = conv2(other, ptr=ptr, seed=5, return_choice=True)
         assert torch.equal(again[:t], out[:t])
-        for graph, changed in (
-            (choice.graph, chosen.graph),
-            (probes, estimators.draw_probes(chosen.graph, 4, seed=5)[0]),
-        ):
+        for graph, changed in ((choice.graph, chosen.graph), (probes, estimators.draw_probes(chosen.graph, 4, seed=5)[0])):
             early = [each.expand_tokens().degree[:, :t] for each in (graph, changed)]
             assert torch.equal(*early)
             assert torch.equal(graph.to_dense(1)[:, : t - 8], changed.to_dense(1)[:, : t - 8])
@@ -618,9 +603,7 @@ def test_a_strict_model_draws_earlier_keys_with_their_probabilities(method: str,
     assert float(deviation.max()) < 5.5
     degree = p.sum(1)
     torch.testing.assert_close(sbm.expected_degree()[0], degree)
-    torch.testing.assert_close(
-        sbm.expected_density()[:, 0], torch.stack([degree[:5].sum() / 10, degree[5:].sum() / 21])
-    )
+    torch.testing.assert_close(sbm.expected_density()[:, 0], torch.stack([degree[:5].sum() / 10, degree[5:].sum() / 21]))
 
 
 def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:

@@ -138,9 +138,7 @@ def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
                 assert torch.equal(ours, meant)
     chance = torch.rand(350, generator=random)
     probes = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
-    for ours, meant in zip(
-        ops.sample_systematic(*probes), reference_systematic.sample_systematic(*probes), strict=True
-    ):
+    for ours, meant in zip(ops.sample_systematic(*probes), reference_systematic.sample_systematic(*probes), strict=True):
         assert torch.equal(ours, meant)
 
 

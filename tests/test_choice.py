@@ -224,9 +224,7 @@ def test_causal_attention_sees_no_later_key(estimator: str) -> None:
     full = patterns.full(None, ptr=ptr)
     same = torch.arange(9) != 3
     assert torch.equal(free(x, full)[same], free(changed, full)[same])
-    torch.testing.assert_close(
-        free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, is_causal=True, ptr=ptr))
-    )
+    torch.testing.assert_close(free(x, full), AttentionConv.forward(free, x, patterns.window(None, 9, is_causal=True, ptr=ptr)))
 
 
 def test_later_counts_places_within_sequences() -> None:
@@ -279,43 +277,19 @@ def test_forced_edges_of_one_head_serve_all() -> None:
 def test_errors() -> None:
     x, graph = draw(1, 9, 6, dtype=torch.float32), patterns.full(9)
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            lambda: AttentionConv(6, 4, source=cast(Any, graph)),
-            TypeError,
-            r"Expected 'source' to be a GraphSource \(got Att",
-        ),
-        (
-            lambda: AttentionConv(6, 4)(x),
-            ValueError,
-            r"Expected 'edge_index' \(got None, and the layer has no source: ",
-        ),
+        (lambda: AttentionConv(6, 4, source=cast(Any, graph)), TypeError, r"Expected 'source' to be a GraphSource \(got Att"),
+        (lambda: AttentionConv(6, 4)(x), ValueError, r"Expected 'edge_index' \(got None, and the layer has no source: "),
         (lambda: AttentionConv(6, 4, source=Doubtful(graph))(x), TypeError, "Expected 'source' to return a Choice"),
         (lambda: AttentionConv(6, 4, 3, Doubtful(Choice(graph.expand(2))))(x), ValueError, "have 1 or 3 heads"),
         (lambda: AttentionConv(6, 4, estimator="loud"), ValueError, "Expected 'estimator' to be one of"),
-        (
-            lambda: AttentionConv(6, 4, estimator=cast(Any, 3)),
-            TypeError,
-            "Expected 'estimator' to be an Estimator or a name",
-        ),
-        (
-            lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)),
-            TypeError,
-            r"Expected 'is_causal' to be a bool \(got int\)",
-        ),
+        (lambda: AttentionConv(6, 4, estimator=cast(Any, 3)), TypeError, "Expected 'estimator' to be an Estimator or a name"),
+        (lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)), TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
         (lambda: AttentionConv(6, 4, causal=True), TypeError, r"AttentionConv got unknown arguments \['causal'\]"),
         (lambda: Choice(cast(Any, x)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)"),
-        (
-            lambda: Choice(graph, cast(Any, x)),
-            TypeError,
-            r"Expected 'probability' to be an EdgeProbability \(got Tensor\)",
-        ),
+        (lambda: Choice(graph, cast(Any, x)), TypeError, r"Expected 'probability' to be an EdgeProbability \(got Tensor\)"),
         (lambda: Choice(graph, forced=torch.ones(3) > 0), ValueError, r"Expected 'forced' to be \[E\] = \[81\]"),
         (lambda: Choice(graph, exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
-        (
-            lambda: patterns.PatternSource(patterns.window, reach=2),
-            TypeError,
-            r"Expected options of 'rule' .*\['reach'\]",
-        ),
+        (lambda: patterns.PatternSource(patterns.window, reach=2), TypeError, r"Expected options of 'rule' .*\['reach'\]"),
         (
             lambda: patterns.PatternSource(patterns.window),
             TypeError,
@@ -346,9 +320,9 @@ def test_an_estimator_of_ones_own_is_called() -> None:
 PAIRED: dict[str, Any] = {  # all that takes queries, keys and the offsets of both
     "Tokens": lambda q, k, ptr: Tokens(q, k, query_ptr=ptr[1], key_ptr=ptr[0]),
     "over": lambda q, k, ptr: AttentionGraph.over(torch.tensor([[0], [0]]), q.size(1), k.size(1), ptr=ptr),
-    "AttentionConv": lambda q, k, ptr: AttentionConv(
-        6, 3, 2, selectors.SelectorSource(selectors.lsh, num_buckets=2, chunk_size=2)
-    )((k.transpose(0, 1).flatten(1), q.transpose(0, 1).flatten(1)), ptr=ptr),
+    "AttentionConv": lambda q, k, ptr: AttentionConv(6, 3, 2, selectors.SelectorSource(selectors.lsh, num_buckets=2, chunk_size=2))(
+        (k.transpose(0, 1).flatten(1), q.transpose(0, 1).flatten(1)), ptr=ptr
+    ),
 }
 
 
@@ -397,9 +371,7 @@ TRANSFORMED: dict[str, Any] = {
     "indexer": lambda: indexer.IndexerSource(indexer.Indexer(3, 2), select="top_k", k=3),
     "key selection": lambda: indexer.IndexerSource(indexer.KeyScorer(3, 2), target_density=0.5),
     "routing": lambda: selectors.RoutingSource(3, 2, num_clusters=2),
-    "distance": lambda: sparsefinder.SparsefinderSource(
-        sparsefinder.Projection(3, 2, 2), predictors.distance, threshold=1.0
-    ),
+    "distance": lambda: sparsefinder.SparsefinderSource(sparsefinder.Projection(3, 2, 2), predictors.distance, threshold=1.0),
     "pattern": lambda: patterns.PatternSource(patterns.window, size=1),
 }
 
@@ -430,11 +402,7 @@ def test_tokens_are_checked_when_they_are_made() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
         ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
-        (
-            {"key_ptr": torch.tensor([0, 4, 2**31])},
-            ValueError,
-            r"'key_ptr' to run from 0 to 9, .* \(got 0 to 2147483648",
-        ),
+        ({"key_ptr": torch.tensor([0, 4, 2**31])}, ValueError, r"'key_ptr' to run from 0 to 9, .* \(got 0 to 2147483648"),
         ({"query_ptr": torch.tensor([0, 4, 20])}, ValueError, r"'query_ptr' to run from 0 to 9, .* \(got 0 to 20\)"),
         ({"key_ptr": torch.tensor([0, 9])}, ValueError, r"'key_ptr' to hold as many sequences .* \(got 1 and 2\)"),
         ({"key": x[:, :5], "key_ptr": None}, ValueError, r"'key_ptr' to run from 0 to 5, .* \(got 0 to 9\)"),
@@ -470,9 +438,7 @@ def test_tokens_fill_in_what_they_are_not_given() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tokens_know_their_positions_and_allowed_keys(is_causal: bool) -> None:
-    tokens = Tokens(
-        draw(1, 2, 5, 3), draw(2, 2, 4, 3), torch.tensor([0, 2, 5]), torch.tensor([0, 3, 4]), True, is_causal
-    )
+    tokens = Tokens(draw(1, 2, 5, 3), draw(2, 2, 4, 3), torch.tensor([0, 2, 5]), torch.tensor([0, 3, 4]), True, is_causal)
     for made in (tokens, tokens.with_vectors(draw(3, 2, 5, 1), draw(4, 2, 4, 1)), dataclasses.replace(tokens, seed=3)):
         assert (made.heads, made.num_queries, made.num_keys) == (2, 5, 4)
         assert made.query_sequence.tolist() == [0, 0, 1, 1, 1]
@@ -530,9 +496,7 @@ def test_what_is_forced_of_blocks_is_causal_with_them() -> None:
 def test_probabilities_refuse_graphs_over_other_sequences_or_that_are_not_causal(is_causal: bool) -> None:
     x, ptr = draw(1, 2, 9, 4), torch.tensor([0, 4, 9])
     sbm = SBM(x.sigmoid() / 4, x.sigmoid(), query_ptr=ptr, is_causal=is_causal)
-    index = indexer.IndexProbability(
-        Tokens(x, query_ptr=ptr, is_causal=is_causal), *indexer.Indexer(4, 2).double()(x, x)
-    )
+    index = indexer.IndexProbability(Tokens(x, query_ptr=ptr, is_causal=is_causal), *indexer.Indexer(4, 2).double()(x, x))
     for probability in (sbm, index):
         right = patterns.full(None, ptr=ptr, is_causal=is_causal).expand(2)
         assert probability.on(right).shape == (right.num_edges,)

@@ -18,16 +18,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.testing import assert_module
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
-from sbm_pyg import (
-    AttentionGraph,
-    SBMAttentionConv,
-    SBMHead,
-    SBMSource,
-    SequenceEncoder,
-    SourceGraph,
-    Tokens,
-    sample_edges,
-)
+from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMHead, SBMSource, SequenceEncoder, SourceGraph, Tokens, sample_edges
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -72,10 +63,7 @@ def test_all_layouts_give_the_same() -> None:
     transposed = edge_index.flip(0)  # rows are targets
     layouts = [
         EdgeIndex(edge_index, sparse_size=(20, 9)),
-        *(
-            convert(transposed, size=(9, 20))
-            for convert in (to_torch_coo_tensor, to_torch_csr_tensor, to_torch_csc_tensor)
-        ),
+        *(convert(transposed, size=(9, 20)) for convert in (to_torch_coo_tensor, to_torch_csr_tensor, to_torch_csc_tensor)),
         AttentionGraph.from_edge_index(edge_index, 9, 20),
         edge_index[:, [*range(100), 3, 3, 5]],  # repeated edges count once
     ]
@@ -132,17 +120,13 @@ def test_edges_of_each_head_as_pyg_writes_them(fuse: bool) -> None:
     expected, graph, (_, alpha) = conv(x, ptr=PTR, seed=1, return_graph=True, return_attention_weights=True)
     order = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(3))
     index, head = graph.edge_index[:, order], graph.edge_head[order]
-    out, used, (same, shuffled) = conv(
-        x, index, edge_head=head, ptr=PTR, return_graph=True, return_attention_weights=True
-    )
+    out, used, (same, shuffled) = conv(x, index, edge_head=head, ptr=PTR, return_graph=True, return_attention_weights=True)
     assert used == graph
     assert same is index
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(shuffled, alpha[order], rtol=1e-12, atol=1e-14)
     assert torch.equal(graph.find(index, head), order)
-    with pytest.raises(
-        ValueError, match=r"Expected 'edge_head' with an 'edge_index' tensor alone \(got it with AttentionGraph\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'edge_head' with an 'edge_index' tensor alone \(got it with AttentionGraph\)"):
         conv(x, graph, edge_head=head)
     with pytest.raises(ValueError, match=r"Expected 'edge_head' in 0..1 \(got 0 to 2\)"):
         conv(x, index, edge_head=head.clone().fill_(2).index_fill_(0, torch.tensor([0]), 0))
@@ -198,13 +182,7 @@ def test_seed_everything_fixes_everything() -> None:
         model = SequenceEncoder(15, 16, attention_options={"num_blocks": 4, "dropout": 0.1})
         sbm = conv.sbm(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8))) if conv.sbm is not None else None
         assert sbm is not None
-        return [
-            out,
-            graph.col,
-            model(torch.randint(15, (30,)), PTR),
-            sample_edges(sbm, clamp=True).col,
-            patterns.random(30, 3).col,
-        ]
+        return [out, graph.col, model(torch.randint(15, (30,)), PTR), sample_edges(sbm, clamp=True).col, patterns.random(30, 3).col]
 
     state = torch.get_rng_state()
     first, second = everything(), everything()
@@ -220,9 +198,7 @@ def test_sequential() -> None:
     model = Sequential("x, edge_index", [(first, "x, edge_index -> x"), nn.ReLU(), (second, "x, edge_index -> x")])
     x, edge_index = tokens(), edges()
     assert torch.equal(model(x, edge_index), second(first(x, edge_index).relu(), edge_index))
-    sampling = Sequential(
-        "x, ptr, seed", [(first, "x, ptr=ptr, seed=seed -> x"), (second, "x, ptr=ptr, seed=seed -> x")]
-    )
+    sampling = Sequential("x, ptr, seed", [(first, "x, ptr=ptr, seed=seed -> x"), (second, "x, ptr=ptr, seed=seed -> x")])
     assert torch.equal(sampling(x, PTR, 5), second(first(x, ptr=PTR, seed=5), ptr=PTR, seed=5))
 
 
@@ -279,16 +255,10 @@ def test_to_hetero() -> None:
     (conv,) = [child for name, child in model.first.items() if "by" in name]
     alone = conv((data["paper"].x, data["author"].x), data["paper", "by", "author"].edge_index)
     again = {
-        "paper": model.first["author__writes__paper"](
-            (data["author"].x, data["paper"].x), data["author", "writes", "paper"].edge_index
-        )
+        "paper": model.first["author__writes__paper"]((data["author"].x, data["paper"].x), data["author", "writes", "paper"].edge_index)
     }
-    again["paper"] = again["paper"] + model.first["paper__cited__paper"](
-        data["paper"].x, data["paper", "cited", "paper"].edge_index
-    )
-    expected = model.second["paper__by__author"](
-        (again["paper"].relu(), alone.relu()), data["paper", "by", "author"].edge_index
-    )
+    again["paper"] = again["paper"] + model.first["paper__cited__paper"](data["paper"].x, data["paper", "cited", "paper"].edge_index)
+    expected = model.second["paper__by__author"]((again["paper"].relu(), alone.relu()), data["paper", "by", "author"].edge_index)
     torch.testing.assert_close(out["author"], expected)
 
 
@@ -296,12 +266,7 @@ def test_summary() -> None:
     pytest.importorskip("tabulate", reason="torch_geometric.nn.summary needs tabulate")
     conv = layer()
     table = summary(conv, tokens(), edges(), leaf_module=None)
-    for line in (
-        "SBMAttentionConv",
-        "lin_query",
-        "[30, 16], [2, 100]",
-        f"{sum(p.numel() for p in conv.parameters()):,}",
-    ):
+    for line in ("SBMAttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}"):
         assert line in table
 
 
@@ -322,10 +287,7 @@ class Explained(nn.Module):
 
 
 def explain(model: nn.Module, algorithm: Any, x: Tensor, edge_index: Tensor, **kwargs: Any) -> Any:
-    masks = {
-        "edge_mask_type": "object",
-        "node_mask_type": None if isinstance(algorithm, AttentionExplainer) else "attributes",
-    }
+    masks = {"edge_mask_type": "object", "node_mask_type": None if isinstance(algorithm, AttentionExplainer) else "attributes"}
     config = {"mode": "regression", "task_level": "node", "return_type": "raw"}
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -369,12 +331,7 @@ def test_a_mask_of_an_explainer_is_over_the_edges_that_were_given() -> None:
     value = conv.lin_value(x).view(30, 2, 8)
     mask = torch.ones(100, dtype=torch.float64)
     mask[17] = 0
-    conv.explain, conv._edge_mask, conv._loop_mask, conv._apply_sigmoid = (
-        True,
-        mask,
-        edge_index[0] != edge_index[1],
-        False,
-    )
+    conv.explain, conv._edge_mask, conv._loop_mask, conv._apply_sigmoid = (True, mask, edge_index[0] != edge_index[1], False)
     message = mask[:, None, None] * alpha[..., None] * value[edge_index[0]]
     expected = torch.zeros(30, 2, 8, dtype=torch.float64).index_add(0, edge_index[1], message)
     torch.testing.assert_close(conv(x, edge_index), expected.flatten(1))
@@ -422,9 +379,7 @@ def test_explainers_of_a_layer_that_samples_are_refused(algorithm: Any) -> None:
             return self.conv(x, self.graph)
 
     for graph, got in ((None, "None, so the source would choose its own"), (patterns.window(30, 1), "AttentionGraph")):
-        with pytest.raises(
-            ValueError, match=rf"Expected 'edge_index' to be \[2, E\], the edges to explain \(got {got}\). Sample first"
-        ):
+        with pytest.raises(ValueError, match=rf"Expected 'edge_index' to be \[2, E\], the edges to explain \(got {got}\). Sample first"):
             explain(Blind(graph), algorithm, tokens(), edges())
     blind, seen = layer(), layer()
     blind.explain = False  # the other way out: leave this layer out
@@ -462,17 +417,13 @@ def test_loader_of_graphs_as_data(workers: int) -> None:
         items.append(data)
     (batch,) = DataLoader(items, batch_size=3, num_workers=workers)
     assert batch.ptr.tolist() == [0, 4, 11, 16]
-    joined = AttentionGraph.from_edge_index(
-        batch.edge_index, 16, 16, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr
-    )
+    joined = AttentionGraph.from_edge_index(batch.edge_index, 16, 16, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr)
     assert joined == AttentionGraph.concatenate(graphs)
     conv = layer()
     out, used = conv(batch.x, batch.edge_index, edge_head=batch.edge_type, ptr=batch.ptr, return_graph=True)
     assert used == joined
     for number, (item, graph) in enumerate(zip(batch.to_data_list(), graphs, strict=True)):
-        assert (
-            AttentionGraph.from_edge_index(item.edge_index, item.num_nodes, edge_head=item.edge_type, heads=2) == graph
-        )
+        assert AttentionGraph.from_edge_index(item.edge_index, item.num_nodes, edge_head=item.edge_type, heads=2) == graph
         alone = conv(item.x, graph)
         torch.testing.assert_close(out[batch.batch == number], alone, rtol=1e-12, atol=1e-14)
 
@@ -485,16 +436,11 @@ def test_loader_of_graphs_as_attributes() -> None:
     assert AttentionGraph.concatenate(batch.graph) == AttentionGraph.concatenate(graphs)
     assert torch.equal(AttentionGraph.concatenate(batch.graph).query_ptr, batch.ptr)
     assert {graph.device.type for graph in batch.to("meta").graph} == {"meta"}
-    assert [
-        item.graph == graph for item, graph in zip(Batch.from_data_list(items).to_data_list(), graphs, strict=True)
-    ] == [True] * 3
+    assert [item.graph == graph for item, graph in zip(Batch.from_data_list(items).to_data_list(), graphs, strict=True)] == [True] * 3
 
 
 def test_loader_of_hetero_data_with_query_and_key_nodes() -> None:
-    graphs = [
-        AttentionGraph.from_dense(torch.rand(2, n, m, generator=torch.Generator().manual_seed(n)) < 0.4)
-        for n, m in ((4, 6), (3, 2))
-    ]
+    graphs = [AttentionGraph.from_dense(torch.rand(2, n, m, generator=torch.Generator().manual_seed(n)) < 0.4) for n, m in ((4, 6), (3, 2))]
     items = []
     for graph in graphs:
         data = graph.to_hetero_data()

@@ -37,9 +37,7 @@ def published(bias: DCMMBias, query: Tensor, key: Tensor) -> Tensor:
         logits = torch.stack([x @ row for row in own[f"{prefix}group.weight"]], -1) + own[f"{prefix}group.bias"]
         powers = logits.exp()
         raw = (x * own[f"{prefix}degree.weight"][0]).sum(-1) + own[f"{prefix}degree.bias"]
-        degree = {"relu": raw * (raw > 0), "sigmoid": 1 / (1 + (-raw).exp()), "softplus": (1 + raw.exp()).log()}[
-            bias.degree
-        ]
+        degree = {"relu": raw * (raw > 0), "sigmoid": 1 / (1 + (-raw).exp()), "softplus": (1 + raw.exp()).log()}[bias.degree]
         return powers / powers.sum(-1, keepdim=True), degree
 
     pi, theta = side(query, "lin_")
@@ -76,9 +74,7 @@ def graphs() -> dict[str, AttentionGraph]:
 @pytest.mark.parametrize("name", ["full", "ragged", "causal", "random"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("fuse", [True, False])
-def test_output_and_every_gradient_are_those_of_the_published_formulas(
-    name: str, options: dict[str, Any], fuse: bool
-) -> None:
+def test_output_and_every_gradient_are_those_of_the_published_formulas(name: str, options: dict[str, Any], fuse: bool) -> None:
     torch.manual_seed(1)
     conv: Any = AttentionConv(6, CHANNELS, HEADS, score_bias=DCMMBias(CHANNELS, HEADS, BLOCKS, **options)).double()
     conv.fuse = fuse

@@ -27,18 +27,9 @@ from sbm_pyg.sources import patterns
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 
 SIZES: dict[str, Any] = {"patch": 4, "channels": 8, "layers": 2, "heads": 2, "ffn": 32}
-RUN = train.Run(
-    "digits", "full", 1, "last", None, **SIZES, steps=6, batch_size=4, learning_rate=1e-3, validation=0.2, evaluations=3
-)
+RUN = train.Run("digits", "full", 1, "last", None, **SIZES, steps=6, batch_size=4, learning_rate=1e-3, validation=0.2, evaluations=3)
 FEW = "num_blocks=3"
-METHODS = (
-    "full",
-    f"dcmm:{FEW}",
-    f"sbm:{FEW}",
-    f"sbm:{FEW},estimator=mask,control=fixed",
-    f"dcsbm:{FEW}",
-    f"dcmm-sbm:{FEW}",
-)
+METHODS = ("full", f"dcmm:{FEW}", f"sbm:{FEW}", f"sbm:{FEW},estimator=mask,control=fixed", f"dcsbm:{FEW}", f"dcmm-sbm:{FEW}")
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -49,14 +40,9 @@ def generator(seed: int = 0) -> torch.Generator:
 def small(monkeypatch: pytest.MonkeyPatch) -> data.Images:
     """Five images of each digit."""
     digits = data.load("digits")
-    few = [
-        torch.cat([(x == digit).nonzero()[:5, 0] for digit in range(10)])
-        for x in (digits.train_labels, digits.test_labels)
-    ]
+    few = [torch.cat([(x == digit).nonzero()[:5, 0] for digit in range(10)]) for x in (digits.train_labels, digits.test_labels)]
     train_, test = few
-    found = data.Images(
-        digits.train[train_], digits.train_labels[train_], digits.test[test], digits.test_labels[test], digits.classes
-    )
+    found = data.Images(digits.train[train_], digits.train_labels[train_], digits.test[test], digits.test_labels[test], digits.classes)
     monkeypatch.setattr(data, "load", lambda name, size=None: found)
     return found
 
@@ -101,9 +87,7 @@ def make_folder(root: Path, parts: tuple[str, ...], count: int = 6) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("parts", "sizes"), [(("",), (10, 2)), (("train", "test"), (12, 12)), (("train", "val", "test"), (24, 12))]
-)
+@pytest.mark.parametrize(("parts", "sizes"), [(("",), (10, 2)), (("train", "test"), (12, 12)), (("train", "val", "test"), (24, 12))])
 def test_folders_of_classes(parts: tuple[str, ...], sizes: tuple[int, int], tmp_path: Path) -> None:
     found = data.load(str(make_folder(tmp_path, parts)), 16)
     assert found.classes == ("cat", "dog")
@@ -149,11 +133,7 @@ def test_options_reach_the_layers(small: data.Images) -> None:
     assert (bias.num_blocks, bias.entropy_weight) == (5, 0.3)
     assert bias.scale == 10
     usual: Any = model.make_attention("dcmm-sbm", 8, 4, 2)
-    assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == (
-        "relu",
-        0.1,
-        0.25,
-    )
+    assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == ("relu", 0.1, 0.25)
     corrected: Any = model.make_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
     assert corrected.sbm.degree_corrected
     assert corrected.source.target_density is None
@@ -172,9 +152,7 @@ def test_images_are_cut_into_patches() -> None:
 # ---------------------------------------------------------------- weights of timm
 
 
-def make_state(
-    channels: int = 128, layers: int = 2, patch: int = 4, side: int = 2, colours: int = 3
-) -> dict[str, Tensor]:
+def make_state(channels: int = 128, layers: int = 2, patch: int = 4, side: int = 2, colours: int = 3) -> dict[str, Tensor]:
     """Names and shapes as those of ``timm.create_model("vit_small_patch16_224").state_dict()``, in small."""
     shapes: dict[str, tuple[int, ...]] = {
         "cls_token": (1, 1, channels),
@@ -257,9 +235,7 @@ def test_weights_are_read_from_files(name: str, tmp_path: Path) -> None:
 
 def test_weights_that_cannot_be_had_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(
-        ValueError, match=r"Expected 'weights' to be a file, or 'timm' to be installed \(got 'vit_tiny'"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'weights' to be a file, or 'timm' to be installed \(got 'vit_tiny'"):
         model.read_weights("vit_tiny")
     (tmp_path / "w.pth").write_text("no weights")
     with pytest.raises(ValueError, match="Expected 'weights' to be a file of weights"):
@@ -345,9 +321,7 @@ def test_degrees_of_zero_are_counted(small: data.Images) -> None:
     assert math.isnan(train.idle(train.make_model(dataclasses.replace(RUN, method="full"), small), small.test))
 
 
-def test_the_best_of_validation_is_tested_once(
-    small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_of_validation_is_tested_once(small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy, tests, weights = iter([0.3, 0.5, 0.5]), [], []
 
     def evaluate(made: model.Vision, images: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -365,9 +339,7 @@ def test_the_best_of_validation_is_tested_once(
     assert [row["test"] == 0.9 for row in rows] == [False, True, False]
 
 
-def test_evaluation_is_at_the_final_density(
-    small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_is_at_the_final_density(small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     densities = []
     evaluate = train.evaluate
 
@@ -392,23 +364,8 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_trains_reports_and_draws(
-    small: data.Images, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "--steps",
-        "4",
-        "--channels",
-        "8",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--validation",
-        "0.2",
-        "--batch-size",
-        "8",
-    ]
+def test_the_program_trains_reports_and_draws(small: data.Images, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--steps", "4", "--channels", "8", "--layers", "2", "--heads", "2", "--validation", "0.2", "--batch-size", "8"]
     words += ["--output", str(tmp_path), "--methods", "full", *METHODS[1:3]]
     program.main(words)
     said = capsys.readouterr().out
@@ -443,9 +400,7 @@ def test_pictures_show_what_the_layer_does() -> None:
     tokens, _ = made.tokens(image[None])
     block = made.encoder.layers[0]
     x = block.norm1(made.encoder.token(tokens) + made.encoder.position.weight)
-    query, key = (
-        lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (block.attention.lin_query, block.attention.lin_key)
-    )
+    query, key = (lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (block.attention.lin_query, block.attention.lin_key))
     seen, score = layers[0][1], query[:, 0, None] @ key.mT / 4**0.5
     torch.testing.assert_close(seen.plain, score[:, 0].softmax(-1))
     bias = block.attention.score_bias(query, key, patterns.full(5, heads=2)).view(2, 5, 5)
@@ -456,9 +411,7 @@ def test_pictures_show_what_the_layer_does() -> None:
 
 
 def test_the_row_of_the_class_token() -> None:
-    graph = AttentionGraph.from_dense(
-        torch.tensor([[[1, 0, 1], [0, 1, 0], [1, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]])
-    )
+    graph = AttentionGraph.from_dense(torch.tensor([[[1, 0, 1], [0, 1, 0], [1, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]]))
     row = pictures.class_row(graph, torch.arange(1.0, graph.num_edges + 1))
     assert row.tolist() == [[1, 0, 2], [0, 7, 0]]
 

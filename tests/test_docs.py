@@ -71,9 +71,7 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         if promised is not None:
             printed = capsys.readouterr().out
             flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-            assert doctest.OutputChecker().check_output(promised, printed, flags), (
-                f"{path.name}, block {number} printed\n{printed}"
-            )
+            assert doctest.OutputChecker().check_output(promised, printed, flags), f"{path.name}, block {number} printed\n{printed}"
             compared += 1
     return compared
 
@@ -83,9 +81,7 @@ def test_the_pages_are_found() -> None:
     assert len(GUIDES) > 7
 
 
-def test_the_runner_notices_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runner_notices_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n")
     assert run_page(page, capsys, monkeypatch) == 1
@@ -133,11 +129,7 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     listed = set()
     for page in DOCS.rglob("*.md"):
         for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-            listed |= {
-                (page.parent / line).with_suffix(".md").resolve()
-                for line in tree.splitlines()
-                if line and not line.startswith(":")
-            }
+            listed |= {(page.parent / line).with_suffix(".md").resolve() for line in tree.splitlines() if line and not line.startswith(":")}
     pages = {page.resolve() for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert pages - listed == {(DOCS / "index.md").resolve()}
     assert listed <= pages
@@ -145,11 +137,7 @@ def test_every_page_is_in_a_table_of_contents() -> None:
 
 def test_links_between_pages_lead_to_files() -> None:
     """Sphinx takes no folders, and GitHub shows a link to nothing without a word."""
-    pages = [
-        *ROOT.glob("*.md"),
-        *(ROOT / "examples").glob("*.md"),
-        *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
-    ]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md"), *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
     link = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
     links = [(page, target) for page in pages for target in link.findall(FENCE.sub("", page.read_text()))]
     assert len(links) > 20

@@ -34,17 +34,11 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def effect_arguments(
-    graph: AttentionGraph, channels: int, values: int, biased: bool, dtype: torch.dtype = torch.float64
-) -> tuple:
+def effect_arguments(graph: AttentionGraph, channels: int, values: int, biased: bool, dtype: torch.dtype = torch.float64) -> tuple:
     heads, n, m = graph.heads, graph.num_queries, graph.num_keys
     probes = random_graph(heads, n, m, 0.4, seed=9)
     biases = [draw(5 + i, g.num_edges, dtype=dtype) if biased else None for i, g in enumerate((graph, probes))]
-    plain = (
-        draw(1, heads, n, values, dtype=dtype),
-        draw(2, heads, n, channels, dtype=dtype),
-        draw(3, heads, m, channels, dtype=dtype),
-    )
+    plain = (draw(1, heads, n, values, dtype=dtype), draw(2, heads, n, channels, dtype=dtype), draw(3, heads, m, channels, dtype=dtype))
     value = draw(4, heads, m, values, dtype=dtype)
     return (*plain, value, graph.rowptr, graph.col, biases[0], probes.rowptr, probes.col, biases[1], 0.7)
 
@@ -83,9 +77,7 @@ def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
         return (out * grad_out).sum()
 
     for effects, edges in zip(effect(op, *arguments), (graph, probes), strict=True):
-        for number, (head, row, token) in enumerate(
-            zip(edges.edge_head, edges.edge_index[1], edges.edge_index[0], strict=True)
-        ):
+        for number, (head, row, token) in enumerate(zip(edges.edge_head, edges.edge_index[1], edges.edge_index[0], strict=True)):
             if edges is probes and mask[head, row, token]:
                 assert effects[number] == 0
                 continue
@@ -116,19 +108,7 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
     key[:, 3], value[:, 3] = math.nan, math.nan
     bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
     probe_bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
-    arguments = (
-        draw(4, 1, 2, 4),
-        query,
-        key,
-        value,
-        graph.rowptr,
-        graph.col,
-        bias,
-        probes.rowptr,
-        probes.col,
-        probe_bias,
-        1.0,
-    )
+    arguments = (draw(4, 1, 2, 4), query, key, value, graph.rowptr, graph.col, bias, probes.rowptr, probes.col, probe_bias, 1.0)
     for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
@@ -155,17 +135,12 @@ def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize(
-    ("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference_effects)]
-)
+@pytest.mark.parametrize(("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference_effects)])
 def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, exploration: float, op: Any) -> None:
     """One half of the estimate from the side with the edge and one from that without, within the bounds of the docstring."""
     graph, eta = GRAPHS[name], 0.2
     plain = effect_arguments(graph, 4, 3, False)
-    rate, member = (
-        draw(6, graph.heads, graph.num_queries, blocks).abs(),
-        draw(7, graph.heads, graph.num_keys, blocks).abs(),
-    )
+    rate, member = (draw(6, graph.heads, graph.num_queries, blocks).abs(), draw(7, graph.heads, graph.num_keys, blocks).abs())
     rate = rate / (rate @ member.mT).amax().clamp(min=1)  # from far below the chance of a probe up to 1
     chance = torch.full((graph.num_queries,), eta, dtype=torch.float64)
     probes = AttentionGraph(plain[7], plain[8], graph.num_queries, graph.num_keys, graph.heads)
@@ -182,9 +157,7 @@ def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, explora
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("exploration", "probing"), [(0.0, False), (0.1, True)])
-def test_weighing_effects_equals_the_reference(
-    name: str, dtype: torch.dtype, exploration: float, probing: bool
-) -> None:
+def test_weighing_effects_equals_the_reference(name: str, dtype: torch.dtype, exploration: float, probing: bool) -> None:
     """Probabilities that are given, from none to more than 1; some queries have no probes, some edges are forced."""
     graph = GRAPHS[name]
     prob, effect = draw(1, graph.num_edges, dtype=dtype).abs(), draw(2, graph.num_edges)
@@ -230,12 +203,7 @@ class OneQuery:
     """One query, four keys, a linear loss: 16 graphs."""
 
     def __init__(self) -> None:
-        self.query, self.key, self.value, self.weight = (
-            draw(1, 1, 1, 3),
-            draw(2, 1, 4, 3),
-            draw(3, 1, 4, 3),
-            draw(4, 1, 1, 3),
-        )
+        self.query, self.key, self.value, self.weight = (draw(1, 1, 1, 3), draw(2, 1, 4, 3), draw(3, 1, 4, 3), draw(4, 1, 1, 3))
         self.p = torch.tensor([[0.1, 0.3, 0.6, 0.9]], dtype=torch.float64)
         self.graphs = [AttentionGraph.from_dense(torch.tensor([bits])) for bits in product([0.0, 1.0], repeat=4)]
 
@@ -255,9 +223,7 @@ class OneQuery:
         return torch.autograd.grad((self.chances(p) * losses).sum(), p)[0]
 
 
-@pytest.mark.parametrize(
-    ("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.3, 0.2), (0.0, 0.0), (0.0, 0.2)]
-)
+@pytest.mark.parametrize(("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.3, 0.2), (0.0, 0.0), (0.0, 0.2)])
 def test_local_expectation_is_unbiased_for_a_linear_loss(eta: float, exploration: float) -> None:
     case = OneQuery()
     chance = torch.tensor([eta], dtype=torch.float64)
@@ -300,9 +266,7 @@ def test_score_function_takes_the_mean_of_the_others_as_baseline() -> None:
     found = torch.autograd.grad(term, p)[0]
     advantage = [1 - (5 + 12) / 2, 5 - (1 + 12) / 2, 12 - (1 + 5) / 2]
     wanted = [advantage[0] / 0.25, -advantage[1] / 0.5, advantage[2] / 0.8]
-    torch.testing.assert_close(
-        found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0
-    )  # probabilities are cut at 1e-6
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=0)  # probabilities are cut at 1e-6
 
 
 @pytest.mark.parametrize("form", ["score", "weight"])
@@ -405,14 +369,10 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
     arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
-    for ours, meant in zip(
-        ops.sample_systematic(*arguments), reference_systematic.sample_systematic(*arguments), strict=True
-    ):
+    for ours, meant in zip(ops.sample_systematic(*arguments), reference_systematic.sample_systematic(*arguments), strict=True):
         assert ours.dtype == meant.dtype
         assert torch.equal(ours, meant)
-    graph = AttentionGraph(
-        *ops.sample_systematic(*arguments), 240, 96, 3, query_ptr, key_ptr
-    ).validate()  # sorted, without repeats
+    graph = AttentionGraph(*ops.sample_systematic(*arguments), 240, 96, 3, query_ptr, key_ptr).validate()  # sorted, without repeats
     expected = chance.double() * torch.repeat_interleave(key_ptr.diff(), query_ptr.diff())
     assert bool(((graph.degree - expected).abs() < 1).all())
     assert abs(float((graph.degree - expected).mean())) < 5 * 0.5 / math.sqrt(3 * 240)
@@ -431,10 +391,7 @@ def test_refused_probes() -> None:
 def test_refused_arguments_of_estimators() -> None:
     ptr = torch.tensor([0, 3, 5])
     sbm = SBM(torch.full((1, 5, 1), 0.1), torch.ones(1, 5, 1), torch.ones(1, 1, 1), ptr)
-    graph, (probes, chance) = (
-        sample_edges(sbm, exploration=0.5, seed=0),
-        draw_probes(sample_edges(sbm, seed=0), 2.0, seed=0),
-    )
+    graph, (probes, chance) = (sample_edges(sbm, exploration=0.5, seed=0), draw_probes(sample_edges(sbm, seed=0), 2.0, seed=0))
     x, foreign = torch.ones(1, 5, 4), patterns.full(5)
     longer = patterns.full(9)
     loss = torch.ones(2)
@@ -451,11 +408,7 @@ def test_refused_arguments_of_estimators() -> None:
     )
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: expect(model=None), TypeError, r"Expected 'probability' to be an EdgeProbability \(got NoneType\)"),
-        (
-            lambda: expect(edges=longer),
-            ValueError,
-            r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)",
-        ),
+        (lambda: expect(edges=longer), ValueError, r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)"),
         (lambda: expect(edges=foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: expect(tried=foreign), ValueError, "Expected 'probes' over the sequences of this SBM"),
         (lambda: expect(edges=None), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
@@ -465,11 +418,7 @@ def test_refused_arguments_of_estimators() -> None:
         (lambda: expect(exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
         (lambda: expect(scale=math.nan), ValueError, r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
         (lambda: expect(forced=chance), ValueError, r"Expected 'forced' to be \[E\]"),
-        (
-            lambda: straight_through(sbm, graph, graph.col),
-            TypeError,
-            r"Expected 'forced' to be bool \(got torch.int32\)",
-        ),
+        (lambda: straight_through(sbm, graph, graph.col), TypeError, r"Expected 'forced' to be bool \(got torch.int32\)"),
         (lambda: straight_through(sbm, foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: relaxed_bias(sbm, graph, math.nan), ValueError, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         (
@@ -477,47 +426,19 @@ def test_refused_arguments_of_estimators() -> None:
             TypeError,
             r"Expected 'probability' to be an EdgeProbability \(got AttentionGraph\)",
         ),
-        (
-            lambda: concrete_bias(sbm, graph, 0.0, seed=0),
-            ValueError,
-            r"Expected 'temperature' in \(0, inf\) \(got 0.0\)",
-        ),
-        (
-            lambda: concrete_bias(sbm, graph, math.nan, seed=0),
-            ValueError,
-            r"Expected 'temperature' in \(0, inf\) \(got nan\)",
-        ),
-        (
-            lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)),
-            TypeError,
-            r"Expected 'seed' to be an integer \(got 1.5\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss.mean()),
-            ValueError,
-            r"Expected 'loss' to be \[B\] = \[2\] \(got \[\]\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss[:1]),
-            ValueError,
-            r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss.long()),
-            TypeError,
-            r"Expected 'loss' to be a floating tensor \(got torch.int64\)",
-        ),
+        (lambda: concrete_bias(sbm, graph, 0.0, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got 0.0\)"),
+        (lambda: concrete_bias(sbm, graph, math.nan, seed=0), ValueError, r"Expected 'temperature' in \(0, inf\) \(got nan\)"),
+        (lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)), TypeError, r"Expected 'seed' to be an integer \(got 1.5\)"),
+        (lambda: score_function(sbm, graph, loss.mean()), ValueError, r"Expected 'loss' to be \[B\] = \[2\] \(got \[\]\)"),
+        (lambda: score_function(sbm, graph, loss[:1]), ValueError, r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)"),
+        (lambda: score_function(sbm, graph, loss.long()), TypeError, r"Expected 'loss' to be a floating tensor \(got torch.int64\)"),
         (lambda: score_function(sbm, foreign, loss), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (
             lambda: draw_probes(sample_edges(sbm, seed=0), cast(Any, "2"), seed=0),
             TypeError,
             r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)",
         ),
-        (
-            lambda: draw_probes(cast(Any, None), 2.0, seed=0),
-            TypeError,
-            r"Expected 'graph' to be an AttentionGraph \(got NoneType\)",
-        ),
+        (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
     ]
     for action, error, message in cases:
         with pytest.raises(error, match=message):
@@ -533,31 +454,18 @@ def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
         draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
     with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds"):
         SBMAttentionConv(4, 4, num_blocks=2, estimator="relaxed")(torch.ones(60_000, 4), seed=0)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 3,600,000,000 pairs"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 3,600,000,000 pairs"):
         score_function(sbm, sample_edges(sbm, seed=0), torch.ones(1))
     assert draw_probes(sample_edges(sbm, seed=0), 16.0, seed=0)[0].num_edges == pytest.approx(960_000, rel=0.01)
-    few, short = (
-        patterns.window(6000, 500),
-        SBM(sbm.query_membership[:, :6000], sbm.key_membership[:, :6000], sbm.block_matrix),
-    )
+    few, short = (patterns.window(6000, 500), SBM(sbm.query_membership[:, :6000], sbm.key_membership[:, :6000], sbm.block_matrix))
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**26)
     for bias in (lambda: relaxed_bias(short, few), lambda: concrete_bias(short, few, 0.5, seed=0)):
-        with pytest.raises(
-            ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 5,755,500 edges"
-        ):
+        with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 5,755,500 edges"):
             bias()
 
 
 def test_infinitely_many_probes_are_all_pairs() -> None:
-    sbm = SBM(
-        torch.full((2, 3, 1), 0.1),
-        torch.ones(2, 5, 1),
-        torch.ones(2, 1, 1),
-        torch.tensor([0, 1, 3]),
-        torch.tensor([0, 3, 5]),
-    )
+    sbm = SBM(torch.full((2, 3, 1), 0.1), torch.ones(2, 5, 1), torch.ones(2, 1, 1), torch.tensor([0, 1, 3]), torch.tensor([0, 3, 5]))
     probes, chance = draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
     assert probes.num_edges == 2 * (1 * 3 + 2 * 2)
     assert torch.equal(chance, torch.ones(3))
@@ -600,22 +508,10 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     graph, sbm = choice.graph, choice.probability
     weight = draw(2, *out.shape)
     got = torch.autograd.grad((out * weight).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight], retain_graph=True)
-    query, key, value = (
-        lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
-    )
+    query, key, value = (lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
     everything = AttentionGraph.from_dense(torch.ones(2, 7, 7))
     effects = reference_effects.edge_effect(
-        weight.view(7, 2, 4).transpose(0, 1),
-        query,
-        key,
-        value,
-        graph.rowptr,
-        graph.col,
-        None,
-        everything.rowptr,
-        everything.col,
-        None,
-        0.5,
+        weight.view(7, 2, 4).transpose(0, 1), query, key, value, graph.rowptr, graph.col, None, everything.rowptr, everything.col, None, 0.5
     )
     g = torch.zeros(14, 7, dtype=torch.float64)
     g[everything.edge_row, everything.col.long()] = effects[1]
@@ -706,14 +602,8 @@ def test_the_default_follows_the_normaliser() -> None:
 def test_initial_density_is_what_was_asked_for(parameterization: str, density: float, blocks: int) -> None:
     torch.manual_seed(0)
     head = SBMHead(32, 2, blocks, parameterization=parameterization, initial_density=density)
-    found = (
-        head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32)))
-        .expected_density()
-        .detach()
-    )
-    assert float(found.mean()) == pytest.approx(
-        density, rel=0.15 if blocks > 4 else 0.3
-    )  # few blocks: few random affinities
+    found = head(Tokens(draw(1, 2, 64, 32, dtype=torch.float32), draw(2, 2, 64, 32, dtype=torch.float32))).expected_density().detach()
+    assert float(found.mean()) == pytest.approx(density, rel=0.15 if blocks > 4 else 0.3)  # few blocks: few random affinities
     if parameterization == "mixed":
         torch.testing.assert_close(head.block.detach().sigmoid().mean(-1), torch.full((2, blocks), density))
 

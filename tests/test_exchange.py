@@ -108,9 +108,7 @@ def test_a_graph_may_be_an_input_of_a_program() -> None:
     )
     shapes = {"x": {0: any_size}, "edge_index": [*graph.values()]}
     with torch.no_grad():
-        program = torch.export.export(
-            conv, (torch.randn(9, 16), patterns.window(None, 1, ptr=PTR)), dynamic_shapes=shapes
-        )
+        program = torch.export.export(conv, (torch.randn(9, 16), patterns.window(None, 1, ptr=PTR)), dynamic_shapes=shapes)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)

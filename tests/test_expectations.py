@@ -22,10 +22,7 @@ def rows() -> list[tuple[str, list[str]]]:
 
 
 def test_every_row_names_a_test_that_exists() -> None:
-    functions = {
-        path.name: {*re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
-        for path in TESTS.rglob("test_*.py")
-    }
+    functions = {path.name: {*re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)} for path in TESTS.rglob("test_*.py")}
     for _, cells in rows():
         assert len(cells) == 3, cells
         named = re.fullmatch(r"`(test_\w+\.py)::(test_\w+)`", cells[2])

@@ -29,9 +29,7 @@ def counted(action: Callable[[], Any]) -> dict[str, int]:
     """Counts by name, of ours and of torch's."""
     with FlopCounterMode(display=False) as counter:
         action()
-    return {
-        str(op).removeprefix("sbm_pyg."): count for op, count in counter.get_flop_counts().get("Global", {}).items()
-    }
+    return {str(op).removeprefix("sbm_pyg."): count for op, count in counter.get_flop_counts().get("Global", {}).items()}
 
 
 def random(*shape: int) -> Tensor:
@@ -94,10 +92,7 @@ def test_effects_of_edges_and_probes() -> None:
     sides = (GRAPH.rows, probes.rows)
     out = ops.local_expectation(out.requires_grad_(), query, key, value, *sides, torch.ones(N), factors=(rate, member))
     both = E + probes.num_edges
-    assert counted(lambda: out.sum().backward()) == {
-        "edge_effect": 2 * both * (C + V + K),
-        "edge_dot_backward": 4 * both * K,
-    }
+    assert counted(lambda: out.sum().backward()) == {"edge_effect": 2 * both * (C + V + K), "edge_dot_backward": 4 * both * K}
     plain = (random(HEADS, N, V), query, key, value, GRAPH.rows, probes.rows)
     assert counted(lambda: ops.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
 
@@ -106,18 +101,11 @@ def test_effects_of_edges_and_probes() -> None:
 @pytest.mark.parametrize("device", ["real", "meta"])
 def test_sampling_by_coins_looks_at_all_pairs(method: str, device: str) -> None:
     """Where a quarter of the pairs are edges, coins are cheapest."""
-    sbm = SBM(
-        torch.full((HEADS, N, K), 0.5),
-        torch.full((HEADS, N, K), 0.5),
-        torch.eye(K).expand(HEADS, K, K) * 0.2,
-        query_ptr=PTR,
-    )
+    sbm = SBM(torch.full((HEADS, N, K), 0.5), torch.full((HEADS, N, K), 0.5), torch.eye(K).expand(HEADS, K, K) * 0.2, query_ptr=PTR)
     sequence_ids = torch.arange(2)
     found: list[Any] = []
     if device == "real":
-        count = counted(
-            lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key_membership, PTR, PTR, sequence_ids, 0, method))
-        )
+        count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key_membership, PTR, PTR, sequence_ids, 0, method)))
         pairs = HEADS * (9 * 9 + 15 * 15)
     else:  # nothing to plan by: only the edges
         count = {"sample_sbm": flops.sample_sbm(
@@ -131,22 +119,14 @@ def test_sampling_of_a_sparse_model_counts_its_proposals() -> None:
     """Few edges: the count follows the expected edges, not the pairs, and is that of the seed's graph within its noise."""
     tokens, blocks, density = 2000, 4, 1e-3
     ptr = torch.tensor([0, tokens])
-    sbm = SBM(
-        torch.full((1, tokens, blocks), 0.5), torch.full((1, tokens, blocks), 0.5), torch.eye(blocks)[None] * density
-    )
+    sbm = SBM(torch.full((1, tokens, blocks), 0.5), torch.full((1, tokens, blocks), 0.5), torch.eye(blocks)[None] * density)
     assert float(sbm.expected_density()) == pytest.approx(density, rel=1e-4)
     found: list[Any] = []
-    count = counted(
-        lambda: found.append(
-            ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0)
-        )
-    )
+    count = counted(lambda: found.append(ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0)))
     edges = found[0][1].numel()
     tried = count["sample_sbm"] / (2 * blocks) - 2 * tokens
     assert abs(tried - edges) < 6 * edges**0.5  # equal rates: nearly nothing that is proposed is turned down
-    free = counted(
-        lambda: ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0, "fastrg")
-    )
+    free = counted(lambda: ops.sample_sbm(sbm.rate, sbm.key_membership, ptr, ptr, torch.zeros(1, dtype=torch.int64), 0, "fastrg"))
     assert free == {"sample_sbm": 2 * blocks * 2 * tokens}
 
 

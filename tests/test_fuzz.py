@@ -23,18 +23,7 @@ DRIVER = Path(__file__).with_name("fuzz.py")
 def fuzz(calls: int, folder: Path, seed: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Verdicts of that many calls, in a process of their own, and what it says about them."""
     verdicts = folder / "verdicts.json"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(DRIVER),
-        "--calls",
-        str(calls),
-        "--seed",
-        str(seed),
-        "--json",
-        str(verdicts),
-    ]
+    command = [sys.executable, "-W", "ignore", str(DRIVER), "--calls", str(calls), "--seed", str(seed), "--json", str(verdicts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert verdicts.is_file(), done.stderr
     return json.loads(verdicts.read_text()), done.stdout
@@ -114,12 +103,8 @@ def lie() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "verdict"), [(crash, "crash"), (spin, "hang"), (lie, "wrong"), (lambda: 3, "returned")]
-)
-def test_the_driver_sees_crashes_hangs_and_wrong_results(
-    call: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("call", "verdict"), [(crash, "crash"), (spin, "hang"), (lie, "wrong"), (lambda: 3, "returned")])
+def test_the_driver_sees_crashes_hangs_and_wrong_results(call: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fuzz"])
     monkeypatch.setitem(TABLE, "only", (1, lambda draw: Case(call, {}, lambda result: expect(result == 3, "not 3"))))
     for name in [*TABLE]:

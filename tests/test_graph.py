@@ -26,9 +26,7 @@ from sbm_pyg.ragged import resolve_ptr
 from sbm_pyg.rows import check_sizes
 from sbm_pyg.sources import patterns
 
-needs_torch_sparse = pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
-)
+needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 
 
 def says(message: str) -> str:
@@ -55,21 +53,13 @@ def build(masks: list[Tensor], dtype: torch.dtype = torch.int64) -> AttentionGra
             first_key += mask.size(2)
     query_ptr, key_ptr = offsets([mask.size(1) for mask in masks]), offsets([mask.size(2) for mask in masks])
     return AttentionGraph(
-        torch.tensor(rowptr),
-        torch.tensor(col, dtype=dtype),
-        int(query_ptr[-1]),
-        int(key_ptr[-1]),
-        heads,
-        query_ptr,
-        key_ptr,
+        torch.tensor(rowptr), torch.tensor(col, dtype=dtype), int(query_ptr[-1]), int(key_ptr[-1]), heads, query_ptr, key_ptr
     )
 
 
 def whole(masks: list[Tensor]) -> Tensor:
     """One mask ``[H, N, M]`` of all sequences."""
-    return torch.stack(
-        [torch.block_diag(*[mask[head].int() for mask in masks]).bool() for head in range(masks[0].size(0))]
-    )
+    return torch.stack([torch.block_diag(*[mask[head].int() for mask in masks]).bool() for head in range(masks[0].size(0))])
 
 
 def edges(masks: list[Tensor]) -> list[tuple[int, int, int]]:
@@ -87,11 +77,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, m
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 MASKS = st.builds(draw_masks, SEEDS, SHAPES, HEADS, DENSITIES)
 SQUARE_MASKS = st.builds(
-    lambda seed, lengths, heads, density: draw_masks(seed, [(n, n) for n in lengths], heads, density),
-    SEEDS,
-    LENGTHS,
-    HEADS,
-    DENSITIES,
+    lambda seed, lengths, heads, density: draw_masks(seed, [(n, n) for n in lengths], heads, density), SEEDS, LENGTHS, HEADS, DENSITIES
 )
 DTYPES = st.sampled_from([torch.int32, torch.int64])
 many = settings(max_examples=200, deadline=None)
@@ -122,10 +108,7 @@ def test_resolve_ptr_of_one_sequence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_resolve_ptr_takes_both_integer_types(dtype: torch.dtype) -> None:
-    for ptr in (
-        resolve_ptr(5, torch.tensor([0, 2, 5], dtype=dtype)),
-        resolve_ptr(5, batch=torch.tensor([0, 0, 1, 1, 1], dtype=dtype)),
-    ):
+    for ptr in (resolve_ptr(5, torch.tensor([0, 2, 5], dtype=dtype)), resolve_ptr(5, batch=torch.tensor([0, 0, 1, 1, 1], dtype=dtype))):
         assert ptr.tolist() == [0, 2, 5]
         assert ptr.dtype == torch.int64
 
@@ -155,20 +138,13 @@ def test_resolve_ptr_from_batch(lengths: list[int]) -> None:
         (2, [0.0, 2.0], None, TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (2, [1, 2], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 1 to 2)"),
         (2, [0, 3], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 0 to 3)"),
-        (
-            2,
-            [0, 1, 1, 2],
-            None,
-            ValueError,
-            "Expected 'ptr' to be strictly increasing (got an empty sequence at sequence 1)",
-        ),
+        (2, [0, 1, 1, 2], None, ValueError, "Expected 'ptr' to be strictly increasing (got an empty sequence at sequence 1)"),
         (2, [0, 3, 2], None, ValueError, "Expected 'ptr' to be strictly increasing (got a decrease at sequence 1)"),
     ],
 )
 def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Exception], message: str) -> None:
     tensors = [
-        None if value is None else torch.tensor(value) if value else torch.tensor(value, dtype=torch.int64)
-        for value in (ptr, batch)
+        None if value is None else torch.tensor(value) if value else torch.tensor(value, dtype=torch.int64) for value in (ptr, batch)
     ]
     with pytest.raises(error, match=says(message)):
         resolve_ptr(total, *tensors)
@@ -176,9 +152,7 @@ def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Except
 
 def test_resolve_ptr_takes_tensors() -> None:
     for name in ("ptr", "batch"):
-        with pytest.raises(
-            TypeError, match=says(f"Expected '{name}' to be a tensor (got list). Convert it with `torch.as_tensor`.")
-        ):
+        with pytest.raises(TypeError, match=says(f"Expected '{name}' to be a tensor (got list). Convert it with `torch.as_tensor`.")):
             resolve_ptr(2, **{name: [0, 2]})  # type: ignore[arg-type]
 
 
@@ -221,14 +195,8 @@ def test_unpad_takes_padding_anywhere() -> None:
     ("mask", "message"),
     [
         (torch.ones(2, 3), "Expected 'mask' to be bool [2, 3], as 'x' is [B, L, ...] (got torch.float32 [2, 3])"),
-        (
-            torch.ones(2, 2, dtype=torch.bool),
-            "Expected 'mask' to be bool [2, 3], as 'x' is [B, L, ...] (got torch.bool [2, 2])",
-        ),
-        (
-            torch.tensor([[True] * 3, [False] * 3]),
-            "Expected 'mask' to hold a real token in each row (got an empty sequence)",
-        ),
+        (torch.ones(2, 2, dtype=torch.bool), "Expected 'mask' to be bool [2, 3], as 'x' is [B, L, ...] (got torch.bool [2, 2])"),
+        (torch.tensor([[True] * 3, [False] * 3]), "Expected 'mask' to hold a real token in each row (got an empty sequence)"),
     ],
 )
 def test_unpad_errors(mask: Tensor, message: str) -> None:
@@ -246,9 +214,7 @@ def test_pad_checks_the_offsets() -> None:
 @pytest.mark.parametrize("fill_value", [0.5, math.nan, math.inf, -1, 256])
 def test_pad_fills_with_values_of_the_type(fill_value: float) -> None:
     x, ptr = torch.arange(3, dtype=torch.uint8), torch.tensor([0, 1, 3])
-    with pytest.raises(
-        ValueError, match=says(f"Expected 'fill_value' to be a value of torch.uint8, as 'x' is (got {fill_value})")
-    ):
+    with pytest.raises(ValueError, match=says(f"Expected 'fill_value' to be a value of torch.uint8, as 'x' is (got {fill_value})")):
         pad(x, ptr, fill_value)
     assert pad(x, ptr, 255.0)[0].tolist() == [[0, 255], [1, 2]]
     assert pad(x > 0, ptr, 1)[0].tolist() == [[False, True], [True, True]]
@@ -256,9 +222,7 @@ def test_pad_fills_with_values_of_the_type(fill_value: float) -> None:
 
 def test_pad_looks_at_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available", lambda device: 2**30)
-    with pytest.raises(
-        ValueError, match=says("Expected 'ptr' to ask for no more than memory holds (got 1,920,480,000 numbers")
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'ptr' to ask for no more than memory holds (got 1,920,480,000 numbers")):
         pad(torch.zeros(50_000, 16), torch.tensor([*range(0, 20_001, 5), 50_000]))
 
 
@@ -290,11 +254,7 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)},
-            TypeError,
-            "Expected 'rowptr' to be int64 (got torch.int32)",
-        ),
+        ({"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)}, TypeError, "Expected 'rowptr' to be int64 (got torch.int32)"),
         ({"col": torch.tensor([0.0, 1, 0, 2])}, TypeError, "Expected 'col' to be int32 or int64 (got torch.float32)"),
         ({"heads": 0}, ValueError, "Expected 'heads' to be at least 1 (got 0)"),
         ({"heads": 2}, ValueError, "Expected 'rowptr' to be [H*N+1] = [7] (got [4])"),
@@ -306,44 +266,16 @@ GOOD: dict[str, Any] = {
             ValueError,
             "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)",
         ),
-        (
-            {"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)},
-            TypeError,
-            "Expected 'query_ptr' to be int64 (got torch.int32)",
-        ),
+        ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
-        (
-            {"key_ptr": torch.tensor([0, 3])},
-            ValueError,
-            "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])",
-        ),
+        ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
         ({"query_ptr": [0, 2, 3]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
         ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
-        (
-            {"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])},
-            ValueError,
-            "to be [B+1] both (got [1, 2] and [1, 2])",
-        ),
-        (
-            {"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])},
-            ValueError,
-            "to be [B+1] both (got [1] and [1])",
-        ),
-        (
-            {"rowptr": GOOD["rowptr"].to("meta")},
-            ValueError,
-            "Expected 'rowptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"query_ptr": GOOD["query_ptr"].to("meta")},
-            ValueError,
-            "Expected 'query_ptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"key_ptr": GOOD["key_ptr"].to("meta")},
-            ValueError,
-            "Expected 'key_ptr' on the device of 'col' (got meta and cpu)",
-        ),
+        ({"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])}, ValueError, "to be [B+1] both (got [1, 2] and [1, 2])"),
+        ({"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])}, ValueError, "to be [B+1] both (got [1] and [1])"),
+        ({"rowptr": GOOD["rowptr"].to("meta")}, ValueError, "Expected 'rowptr' on the device of 'col' (got meta and cpu)"),
+        ({"query_ptr": GOOD["query_ptr"].to("meta")}, ValueError, "Expected 'query_ptr' on the device of 'col' (got meta and cpu)"),
+        ({"key_ptr": GOOD["key_ptr"].to("meta")}, ValueError, "Expected 'key_ptr' on the device of 'col' (got meta and cpu)"),
     ],
 )
 def test_constructor_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -356,48 +288,25 @@ def test_constructor_errors(change: dict[str, Any], error: type[Exception], mess
 def test_a_graph_has_tokens(name: str) -> None:
     sizes: dict[str, Any] = {"num_queries": 1, "num_keys": 1, name: 0}
     with pytest.raises(ValueError, match=says(f"Expected '{name}' to be at least 1 (got 0)")):
-        AttentionGraph(
-            torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes
-        )
+        AttentionGraph(torch.zeros(sizes["num_queries"] + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), **sizes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"query_ptr": torch.tensor([0, 2, 4])},
-            "Expected 'query_ptr' to run from 0 to 3, the number of tokens (got 0 to 4)",
-        ),
-        (
-            {"query_ptr": torch.tensor([0, 0, 3])},
-            "Expected 'query_ptr' to be strictly increasing (got an empty sequence at sequence 0)",
-        ),
-        (
-            {"key_ptr": torch.tensor([1, 2, 3])},
-            "Expected 'key_ptr' to run from 0 to 3, the number of tokens (got 1 to 3)",
-        ),
-        (
-            {"key_ptr": torch.tensor([0, 3, 3])},
-            "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)",
-        ),
+        ({"query_ptr": torch.tensor([0, 2, 4])}, "Expected 'query_ptr' to run from 0 to 3, the number of tokens (got 0 to 4)"),
+        ({"query_ptr": torch.tensor([0, 0, 3])}, "Expected 'query_ptr' to be strictly increasing (got an empty sequence at sequence 0)"),
+        ({"key_ptr": torch.tensor([1, 2, 3])}, "Expected 'key_ptr' to run from 0 to 3, the number of tokens (got 1 to 3)"),
+        ({"key_ptr": torch.tensor([0, 3, 3])}, "Expected 'key_ptr' to be strictly increasing (got an empty sequence at sequence 1)"),
         ({"rowptr": torch.tensor([1, 2, 3, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 1 to 4"),
         ({"rowptr": torch.tensor([0, 2, 3, 5])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 5"),
-        (
-            {"rowptr": torch.tensor([0, 2, 1, 4])},
-            "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, and 2 to 1 in row 1)",
-        ),
+        ({"rowptr": torch.tensor([0, 2, 1, 4])}, "Expected 'rowptr' to rise from 0 to E = 4 (got 0 to 4, and 2 to 1 in row 1)"),
         ({"col": torch.tensor([0, 1, 0, 3])}, "(got 3 to 3 in row 2; its sequence has keys 2 to 2)"),
         ({"col": torch.tensor([-1, 1, 0, 2])}, "(got -1 to 1 in row 0; its sequence has keys 0 to 1)"),
         ({"col": torch.tensor([0, 1, 2, 2])}, "(got 2 to 2 in row 1; its sequence has keys 0 to 1)"),
         ({"col": torch.tensor([0, 1, 0, 1])}, "(got 1 to 1 in row 2; its sequence has keys 2 to 2)"),
-        (
-            {"col": torch.tensor([1, 0, 0, 2])},
-            "to hold the keys of each row ascending, without repeats (got 1 before 0 in row 0)",
-        ),
-        (
-            {"col": torch.tensor([1, 1, 0, 2])},
-            "to hold the keys of each row ascending, without repeats (got 1 before 1 in row 0)",
-        ),
+        ({"col": torch.tensor([1, 0, 0, 2])}, "to hold the keys of each row ascending, without repeats (got 1 before 0 in row 0)"),
+        ({"col": torch.tensor([1, 1, 0, 2])}, "to hold the keys of each row ascending, without repeats (got 1 before 1 in row 0)"),
     ],
 )
 def test_no_graph_is_made_of_wrong_values(change: dict[str, Any], message: str) -> None:
@@ -445,9 +354,7 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(AttentionGraph, "validate", lambda self: pytest.fail("checked once more"))
     union = graph.to("cpu") | graph.select(graph.col > 0) | graph.head(0)
     assert AttentionGraph.concatenate([union.sequence(0), union.sequence(1).head(1).expand(2)]).num_sequences == 2
-    assert AttentionGraph.from_dense(torch.ones(2, 2)) == AttentionGraph.from_edge_index(
-        torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]])
-    )
+    assert AttentionGraph.from_dense(torch.ones(2, 2)) == AttentionGraph.from_edge_index(torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]]))
 
 
 @pytest.mark.parametrize(
@@ -458,10 +365,7 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
             "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)",
         ),
         ({"num_keys": 2**63}, "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63"),
-        (
-            {"num_queries": 2**40, "num_keys": 3},
-            "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows",
-        ),
+        ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows"),
         ({"heads": 2**40}, "Expected 'heads' to ask for no more than memory holds"),
     ],
 )
@@ -475,10 +379,7 @@ def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, Any], m
 def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), 10_000)
     monkeypatch.setattr(checks, "available", lambda device: 10**8 - 1)
-    with pytest.raises(
-        ValueError,
-        match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs, 0.1 GiB"),
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'sequence' to ask for no more than memory holds (got 100,000,000 pairs, 0.1 GiB")):
         graph.to_dense()
     monkeypatch.setattr(checks, "available", lambda device: 10**8)
     assert graph.to_dense().sum() == 1
@@ -509,10 +410,7 @@ def test_repr() -> None:
         repr(build(RAGGED))
         == f"AttentionGraph(3 sequences, 2 heads, 7 queries, 9 keys, {len(edges(RAGGED))} edges, density {100 * len(edges(RAGGED)) / 48:.1f}%)"
     )
-    assert (
-        repr(build([torch.ones(1, 1, 1)]))
-        == "AttentionGraph(1 sequence, 1 head, 1 query, 1 key, 1 edge, density 100.0%)"
-    )
+    assert repr(build([torch.ones(1, 1, 1)])) == "AttentionGraph(1 sequence, 1 head, 1 query, 1 key, 1 edge, density 100.0%)"
     assert repr(build(NO_EDGES)) == "AttentionGraph(1 sequence, 2 heads, 3 queries, 3 keys, 0 edges, density 0.0%)"
     assert (
         repr(AttentionGraph.from_dense(torch.ones(40, 50)))
@@ -577,9 +475,7 @@ def test_sequence_head_and_concatenate(masks: list[Tensor], dtype: torch.dtype) 
     assert graph.sequence(-1) == parts[-1]
     assert AttentionGraph.concatenate(parts) == graph
     assert AttentionGraph.concatenate([graph, graph]) == build(masks + masks)
-    assert [graph.head(head) for head in range(heads)] == [
-        build([mask[head : head + 1] for mask in masks]) for head in range(heads)
-    ]
+    assert [graph.head(head) for head in range(heads)] == [build([mask[head : head + 1] for mask in masks]) for head in range(heads)]
     assert graph.head(-1) == graph.head(heads - 1)
     assert graph.head(0).expand(3) == build([mask[[0, 0, 0]] for mask in masks])
     assert graph.expand(heads) is graph
@@ -596,9 +492,7 @@ def test_errors_of_graphs_from_graphs() -> None:
         graph.expand(3)
     with pytest.raises(ValueError, match=says("Expected 'heads' to be at least 1 (got -1)")):
         graph.head(0).expand(-1)
-    with pytest.raises(
-        ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")):
         AttentionGraph.concatenate([])
     with pytest.raises(ValueError, match=says("graphs with the same heads (got [2, 1])")):
         AttentionGraph.concatenate([graph, graph.head(0)])
@@ -658,9 +552,7 @@ def test_select_and_find(masks: list[Tensor], dtype: torch.dtype) -> None:
 )
 def test_union_errors(other: AttentionGraph) -> None:
     graph = build(RAGGED)
-    with pytest.raises(
-        ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")
-    ):
+    with pytest.raises(ValueError, match=says(f"Expected 'other' over the same tokens, heads and sequences (got {other} for {graph})")):
         graph.union(other)
 
 
@@ -672,9 +564,7 @@ def test_offsets_are_compared_where_they_may_be_read() -> None:
     assert not graph.same_offsets(other, graph.key_ptr)
     assert not graph.same_offsets(same[1:], graph.key_ptr)
     assert graph.same_offsets(other.to("meta"), graph.key_ptr)
-    known = torch.func.vmap(lambda ptr: torch.tensor(graph.same_offsets(ptr, graph.key_ptr)))(
-        torch.stack([same, other])
-    )
+    known = torch.func.vmap(lambda ptr: torch.tensor(graph.same_offsets(ptr, graph.key_ptr)))(torch.stack([same, other]))
     assert known.tolist() == [True, True]
     per_sample = torch.func.vmap(torch.func.grad(lambda x: x.sum() if not can_read(x * x) else x.new_zeros(())))
     assert per_sample(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
@@ -697,10 +587,7 @@ def test_from_edge_index_sorts_and_drops_repeats(masks: list[Tensor], seed: int)
     for dtype in (torch.int32, torch.int64):
         edge_index, edge_head = graph.edge_index[:, order].to(dtype), graph.edge_head[order].to(dtype)
         assert AttentionGraph.from_edge_index(edge_index, edge_head=edge_head, **sizes) == graph
-        assert (
-            AttentionGraph.from_edge_index(edge_index, graph.num_queries, graph.num_keys, edge_head=edge_head, **sizes)
-            == graph
-        )
+        assert AttentionGraph.from_edge_index(edge_index, graph.num_queries, graph.num_keys, edge_head=edge_head, **sizes) == graph
 
 
 def test_from_edge_index_finds_the_sizes() -> None:
@@ -723,32 +610,12 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.zeros(3, 2, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [3, 2])"),
         (torch.zeros(4, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [4])"),
         (torch.zeros(2, 2), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.float32)"),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.zeros(2)},
-            TypeError,
-            "Expected 'edge_head' to be int64 (got torch.float32)",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0])},
-            ValueError,
-            "Expected 'edge_head' to be [2] (got [1])",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0, 1])},
-            ValueError,
-            "Expected 'edge_head' in 0..0 (got 0 to 1)",
-        ),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.zeros(2)}, TypeError, "Expected 'edge_head' to be int64 (got torch.float32)"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0])}, ValueError, "Expected 'edge_head' to be [2] (got [1])"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0, 1])}, ValueError, "Expected 'edge_head' in 0..0 (got 0 to 1)"),
         (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
-        (
-            torch.tensor([[0, 1], [0, 4]]),
-            {"num_queries": 4},
-            ValueError,
-            "Expected 'edge_index[1]' in 0..3 (got 0 to 4)",
-        ),
+        (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
         (
             torch.tensor([[0, 1], [1, 0]]),
             {"query_ptr": torch.tensor([0, 1, 2])},
@@ -763,31 +630,14 @@ def test_from_edge_index_finds_the_sizes() -> None:
         ),
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
         (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
-        (
-            torch.tensor([[0], [0]]),
-            {"size": (1, 1), "num_keys": 1},
-            ValueError,
-            "Expected 'size' or 'num_queries' and 'num_keys'",
-        ),
-        (
-            torch.tensor([[0], [0]]),
-            {"size": 3},
-            TypeError,
-            "Expected 'size' to be the pair (M, N) of keys and queries (got 3)",
-        ),
+        (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
+        (torch.tensor([[0], [0]]), {"size": 3}, TypeError, "Expected 'size' to be the pair (M, N) of keys and queries (got 3)"),
         (torch.tensor([[0], [0]]), {"num_queries": 2.0}, TypeError, "Expected 'num_queries' to be an int (got float)"),
-        (
-            torch.tensor([[0], [0]]),
-            {"query_ptr": torch.tensor([])},
-            ValueError,
-            "Expected 'query_ptr' to be [B+1] int64 (got [0]",
-        ),
+        (torch.tensor([[0], [0]]), {"query_ptr": torch.tensor([])}, ValueError, "Expected 'query_ptr' to be [B+1] int64 (got [0]"),
         (torch.tensor([[0], [0]]), {"query_ptr": [0, 1]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
     ],
 )
-def test_from_edge_index_errors(
-    edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_from_edge_index_errors(edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_edge_index(edge_index, **options)
 
@@ -801,9 +651,7 @@ def test_edge_index_of_pyg_round_trip(masks: list[Tensor]) -> None:
         assert isinstance(adjacency, EdgeIndex)
         assert adjacency.validate() is adjacency  # the order and the sizes it claims
         assert (adjacency.is_sorted_by_col, adjacency.sparse_size()) == (True, (graph.num_keys, graph.num_queries))
-        assert AttentionGraph.from_edge_index(
-            adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-        ) == graph.head(head)
+        assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
     every = graph.to_edge_index()
     assert every.validate() is every
     assert torch.equal(every.as_tensor(), graph.edge_index)
@@ -845,9 +693,7 @@ def test_sparse_tensor_round_trip() -> None:
         for head in range(graph.heads):
             adjacency = graph.to_sparse_tensor(head)
             assert torch.equal(adjacency.to_dense().bool(), whole(masks)[head])
-            assert AttentionGraph.from_edge_index(
-                adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-            ) == graph.head(head)
+            assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
 
 
 def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -857,19 +703,10 @@ def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPa
 
 
 @many
-@given(
-    SEEDS,
-    st.integers(1, 3),
-    HEADS,
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.sampled_from([torch.bool, torch.float32, torch.int64]),
-)
+@given(SEEDS, st.integers(1, 3), HEADS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([torch.bool, torch.float32, torch.int64]))
 def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dtype: torch.dtype) -> None:
     masks = draw_masks(seed, [(n, m)] * batch, heads, 0.5)
-    graph = AttentionGraph.from_dense(
-        -3 * torch.stack(masks).int().to(dtype) if dtype != torch.bool else torch.stack(masks)
-    )
+    graph = AttentionGraph.from_dense(-3 * torch.stack(masks).int().to(dtype) if dtype != torch.bool else torch.stack(masks))
     assert graph == build(masks)
     assert torch.equal(torch.stack([graph.to_dense(sequence) for sequence in range(batch)]), torch.stack(masks))
     assert AttentionGraph.from_dense(masks[0]) == build(masks[:1])
@@ -888,9 +725,7 @@ def test_to_dense_of_ragged_graphs(masks: list[Tensor], dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])
 def test_from_dense_errors(shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")
-    ):
+    with pytest.raises(ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")):
         AttentionGraph.from_dense(torch.ones(shape))
 
 
@@ -917,33 +752,21 @@ def test_data_round_trip(masks: list[Tensor], dtype: torch.dtype) -> None:
     assert data.validate()
     assert data.num_nodes == graph.num_queries
     assert data.batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(1))]
-    assert (
-        AttentionGraph.from_edge_index(data.edge_index, edge_head=data.edge_type, heads=graph.heads, query_ptr=data.ptr)
-        == graph
-    )
+    assert AttentionGraph.from_edge_index(data.edge_index, edge_head=data.edge_type, heads=graph.heads, query_ptr=data.ptr) == graph
 
 
 def test_a_batch_of_data_is_the_concatenated_graph() -> None:
     graph = build(SQUARE)
     parts = [graph.sequence(sequence).to_data() for sequence in range(2)]
-    batch = Batch.from_data_list(
-        [Data(edge_index=part.edge_index, edge_type=part.edge_type, num_nodes=part.num_nodes) for part in parts]
-    )
-    assert (
-        AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr)
-        == graph
-    )
+    batch = Batch.from_data_list([Data(edge_index=part.edge_index, edge_type=part.edge_type, num_nodes=part.num_nodes) for part in parts])
+    assert AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr) == graph
 
 
 def test_to_data_needs_the_same_tokens() -> None:
-    with pytest.raises(
-        ValueError, match=says("Expected 'graph' to have the same tokens as queries and keys (got N = 7, M = 9)")
-    ):
+    with pytest.raises(ValueError, match=says("Expected 'graph' to have the same tokens as queries and keys (got N = 7, M = 9)")):
         build(RAGGED).to_data()
     graph = build(draw_masks(0, [(3, 5), (7, 5)], heads=1, density=0.5))
-    with pytest.raises(
-        ValueError, match=says("(got N = 10, M = 10 and sequences of other lengths). Use `to_hetero_data()`.")
-    ):
+    with pytest.raises(ValueError, match=says("(got N = 10, M = 10 and sequences of other lengths). Use `to_hetero_data()`.")):
         graph.to_data()
 
 
@@ -955,16 +778,10 @@ def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
     assert data.validate()
     assert (data["query"].num_nodes, data["key"].num_nodes) == (graph.num_queries, graph.num_keys)
     for name, axis in (("query", 1), ("key", 2)):
-        assert data[name].batch.tolist() == [
-            sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))
-        ]
+        assert data[name].batch.tolist() == [sequence for sequence, mask in enumerate(masks) for _ in range(mask.size(axis))]
     store = data["key", "to", "query"]
     again = AttentionGraph.from_edge_index(
-        store.edge_index,
-        edge_head=store.edge_head,
-        heads=graph.heads,
-        query_ptr=data["query"].ptr,
-        key_ptr=data["key"].ptr,
+        store.edge_index, edge_head=store.edge_head, heads=graph.heads, query_ptr=data["query"].ptr, key_ptr=data["key"].ptr
     )
     assert again == graph
 
@@ -978,9 +795,7 @@ def test_networkx_of_tokens(masks: list[Tensor]) -> None:
             result = graph.to_networkx(sequence, head)
             assert type(result) is nx.DiGraph
             assert list(result) == list(range(mask.size(1)))
-            assert np.array_equal(
-                nx.to_numpy_array(result).T.astype(bool), mask[head].numpy()
-            )  # networkx: rows are sources
+            assert np.array_equal(nx.to_numpy_array(result).T.astype(bool), mask[head].numpy())  # networkx: rows are sources
 
 
 @many
@@ -990,12 +805,8 @@ def test_networkx_bipartite(masks: list[Tensor]) -> None:
     for sequence, mask in enumerate(masks):
         for head in range(graph.heads):
             result = graph.to_networkx(sequence, head, bipartite=True)
-            assert {node for node, side in result.nodes(data="bipartite") if side == 0} == {
-                ("key", j) for j in range(mask.size(2))
-            }
-            assert {node for node, side in result.nodes(data="bipartite") if side == 1} == {
-                ("query", i) for i in range(mask.size(1))
-            }
+            assert {node for node, side in result.nodes(data="bipartite") if side == 0} == {("key", j) for j in range(mask.size(2))}
+            assert {node for node, side in result.nodes(data="bipartite") if side == 1} == {("query", i) for i in range(mask.size(1))}
             assert set(result.edges) == {(("key", j), ("query", i)) for i, j in mask[head].nonzero().tolist()}
             assert nx.is_bipartite(result)
 
@@ -1019,8 +830,7 @@ def test_networkx_chooses_the_view() -> None:
     assert ("key", 2) in graph.to_networkx(0, 0)
     assert set(graph.to_networkx(1, "all").edges(keys=True)) == {(j, i, h) for h, i, j in RAGGED[1].nonzero().tolist()}
     with pytest.raises(
-        ValueError,
-        match=says("Expected 'bipartite' to be True or None if queries and keys differ in number (got False, 2 and 3)"),
+        ValueError, match=says("Expected 'bipartite' to be True or None if queries and keys differ in number (got False, 2 and 3)")
     ):
         graph.to_networkx(0, 0, bipartite=False)
     with pytest.raises(ValueError, match=says("Expected 'sequence' in 0..2 (got 3)")):
@@ -1063,21 +873,13 @@ def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
     assert torch.equal(graph.find(graph.edge_index[:, order], graph.edge_head[order]), order)
     pairs = torch.cartesian_prod(*(torch.arange(-1, size + 1) for size in (graph.heads, *every_size(graph)[:2])))
     edges = {*zip(graph.edge_head.tolist(), *graph.edge_index.flip(0).tolist(), strict=True)}
-    assert graph.contains(pairs[:, 1:].flip(1).mT, pairs[:, 0]).tolist() == [
-        (*pair,) in edges for pair in pairs.tolist()
-    ]
+    assert graph.contains(pairs[:, 1:].flip(1).mT, pairs[:, 0]).tolist() == [(*pair,) in edges for pair in pairs.tolist()]
     every = AttentionGraph.from_dense(torch.ones(graph.heads, graph.num_queries, graph.num_keys))
     strange = every.select(~every.union(AttentionGraph(graph.rowptr, graph.col, *every_size(graph)))[1])
     for edge in range(0, strange.num_edges, 5):
         with pytest.raises(ValueError, match="Expected 'edge_index' to hold edges of the graph"):
             graph.find(strange.edge_index[:, edge : edge + 1], strange.edge_head[edge : edge + 1])
-    for key, query, head in (
-        (-1, 0, 0),
-        (graph.num_keys, 0, 0),
-        (0, graph.num_queries, 0),
-        (0, 0, graph.heads),
-        (0, -1, 0),
-    ):
+    for key, query, head in ((-1, 0, 0), (graph.num_keys, 0, 0), (0, graph.num_queries, 0), (0, 0, graph.heads), (0, -1, 0)):
         with pytest.raises(ValueError, match=r"Expected 'edge_(index' to hold edges of the graph|head' in 0\.\.)"):
             graph.find(torch.tensor([[key], [query]]), torch.tensor([head]))
 
@@ -1112,10 +914,7 @@ def test_from_data_inverts_to_hetero_data(masks: list[Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_from_data_reads_batches_and_transposed_adjacencies() -> None:
-    single = [
-        Data(edge_index=torch.tensor([[0, 1], [1, 1]]), num_nodes=2),
-        Data(edge_index=torch.tensor([[2], [0]]), num_nodes=3),
-    ]
+    single = [Data(edge_index=torch.tensor([[0, 1], [1, 1]]), num_nodes=2), Data(edge_index=torch.tensor([[2], [0]]), num_nodes=3)]
     batch = Batch.from_data_list(single)
     graph = AttentionGraph.from_data(batch)
     assert graph.query_ptr.tolist() == [0, 2, 5]
@@ -1145,14 +944,9 @@ def test_from_networkx_inverts_to_networkx(masks: list[Tensor]) -> None:
     for sequence in range(len(masks)):
         one = graph.sequence(sequence)
         for bipartite in (None, True):
-            assert (
-                AttentionGraph.from_networkx(graph.to_networkx(sequence, "all", bipartite=bipartite), heads=graph.heads)
-                == one
-            )
+            assert AttentionGraph.from_networkx(graph.to_networkx(sequence, "all", bipartite=bipartite), heads=graph.heads) == one
             for head in range(graph.heads):
-                assert AttentionGraph.from_networkx(graph.to_networkx(sequence, head, bipartite=bipartite)) == one.head(
-                    head
-                )
+                assert AttentionGraph.from_networkx(graph.to_networkx(sequence, head, bipartite=bipartite)) == one.head(head)
 
 
 def test_from_networkx_of_other_graphs() -> None:
@@ -1181,11 +975,7 @@ def test_from_networkx_of_other_graphs() -> None:
             ValueError,
             "Expected each edge of 'graph' to run from a key to a query (got (2, 0)",
         ),
-        (
-            nx.DiGraph([(0, 1, {"head": "a"})]),
-            ValueError,
-            "Expected the attribute 'head' of each edge of 'graph' to be an int",
-        ),
+        (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
 )

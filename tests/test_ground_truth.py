@@ -59,9 +59,7 @@ def test_a_record_is_what_dense_entmax_uses(normalizer: str, is_causal: bool) ->
     (query, key, graph), (_, _, other) = found[""]
     assert not query.requires_grad
     assert (graph.num_sequences, other.num_queries, graph.is_causal) == (2, 5, is_causal)
-    wanted = ground_truth_graph(
-        Tokens(query, key, query_ptr=PTR, is_causal=is_causal), alpha=1.5 if normalizer == "entmax15" else 2.0
-    )
+    wanted = ground_truth_graph(Tokens(query, key, query_ptr=PTR, is_causal=is_causal), alpha=1.5 if normalizer == "entmax15" else 2.0)
     assert graph == wanted
     dense = entmax.entmax15 if normalizer == "entmax15" else entmax.sparsemax
     value = conv.lin_value(x).view(17, 2, 4).transpose(0, 1)
@@ -152,12 +150,7 @@ def test_layers_are_as_they_were_after_an_error() -> None:
     [
         (3, None, TypeError, r"Expected 'model' to be a module \(got int\)"),
         (nn.Linear(2, 2), None, ValueError, "Expected 'model' to have AttentionConv layers"),
-        (
-            AttentionConv(4, 2).eval(),
-            None,
-            ValueError,
-            "Expected 'model' with sparse normalisers .got softmax in layer ''",
-        ),
+        (AttentionConv(4, 2).eval(), None, ValueError, "Expected 'model' with sparse normalisers .got softmax in layer ''"),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
         (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.layers.0"),
         (make_model(), "x", TypeError, "Expected 'layers' to be a collection of names"),
@@ -235,10 +228,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_a_graph_without_edges_misses_nothing_precisely() -> None:
-    ground_truth, none = (
-        patterns.self_loops(4),
-        AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4, 4),
-    )
+    ground_truth, none = (patterns.self_loops(4), AttentionGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4, 4))
     found, other = compare(ground_truth, none), compare(none, ground_truth)
     assert (float(found.precision), float(found.recall), float(found.exact)) == (1, 0, 0)
     assert (float(other.precision), float(other.recall), float(other.exact)) == (0, 1, 1)

@@ -72,9 +72,7 @@ def dense(graph: AttentionGraph) -> Tensor:
     return mask
 
 
-def probabilities(
-    scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool
-) -> tuple[IndexProbability, Tensor, Tensor]:
+def probabilities(scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool) -> tuple[IndexProbability, Tensor, Tensor]:
     """The record, and densely its scores and probabilities, with gradients to what was drawn."""
     module, (ptr, key_ptr) = make(scorer), map(pointer, sizes)
     q, z = draw(1, HEADS, sum(sizes[0]), CHANNELS), draw(2, HEADS, sum(sizes[1]), CHANNELS)
@@ -106,9 +104,7 @@ def test_probabilities_are_their_definition(
         torch.testing.assert_close(given.score(every), scores[at], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(given.on(every), p[at], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(given.expected_degree(), p.sum(2), rtol=1e-10, atol=1e-10)
-        for b, ((start, end), (first, last)) in enumerate(
-            zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True)
-        ):
+        for b, ((start, end), (first, last)) in enumerate(zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True)):
             count = allowed(ptr, key_ptr, is_causal)[start:end, first:last].sum()
             expected = p[:, start:end, first:last].sum((1, 2)) / count
             torch.testing.assert_close(given.expected_density()[b], expected, rtol=1e-10, atol=1e-10)
@@ -125,21 +121,13 @@ def test_gradients_are_those_of_the_dense_definition(scorer: str, apart: bool, m
     graph = given.top_k(2)
     weight = draw(3, graph.num_edges)
     inputs = [q, z, *module.parameters()]
-    found = torch.autograd.grad(
-        (given.on(graph) * weight).sum() + given.expected_density().square().sum(), inputs, allow_unused=True
-    )
+    found = torch.autograd.grad((given.on(graph) * weight).sum() + given.expected_density().square().sum(), inputs, allow_unused=True)
     mask, scores = allowed(ptr, key_ptr, True), define(module, q, z)
-    p = (
-        scores.sigmoid() * mask
-        if degree is None
-        else scores.masked_fill(~mask, -torch.inf).softmax(2) * degree[:, None]
-    )
+    p = scores.sigmoid() * mask if degree is None else scores.masked_fill(~mask, -torch.inf).softmax(2) * degree[:, None]
     at = (graph.edge_head, graph.edge_index[1], graph.edge_index[0])
     sums = torch.stack([p[:, ptr[b] : ptr[b + 1], key_ptr[b] : key_ptr[b + 1]].sum((1, 2)) for b in range(3)])
     count = torch.stack([mask[ptr[b] : ptr[b + 1], key_ptr[b] : key_ptr[b + 1]].sum() for b in range(3)])
-    expected = torch.autograd.grad(
-        (p[at] * weight).sum() + (sums / count[:, None]).square().sum(), inputs, allow_unused=True
-    )
+    expected = torch.autograd.grad((p[at] * weight).sum() + (sums / count[:, None]).square().sum(), inputs, allow_unused=True)
     assert any(each is not None and each.abs().max() > 1e-3 for each in expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(
@@ -503,11 +491,7 @@ def test_writing_into_offsets_changes_no_gradient(apart: bool, by_numpy: bool) -
         scorer, ptr, x = make("indexer"), pointer([2, 7]), draw(1, HEADS, 9, CHANNELS)
         degree = None if apart else torch.full((9,), 2.0, dtype=torch.float64)
         probability = IndexProbability(Tokens(x, query_ptr=ptr), *scorer(x, x), degree=degree)
-        loss = (
-            (probability.on(patterns.full(None, ptr=ptr).expand(HEADS)) + probability.expected_degree().mean())
-            .square()
-            .sum()
-        )
+        loss = (probability.on(patterns.full(None, ptr=ptr).expand(HEADS)) + probability.expected_degree().mean()).square().sum()
         if written and by_numpy:
             ptr.numpy()[1] = 6
         elif written:
@@ -531,15 +515,9 @@ def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:
 
 
 def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
-    scorer, x, bias = (
-        make("indexer"),
-        draw(1, HEADS, 9, CHANNELS),
-        torch.ones(HEADS, dtype=torch.float64).requires_grad_(),
-    )
+    scorer, x, bias = (make("indexer"), draw(1, HEADS, 9, CHANNELS), torch.ones(HEADS, dtype=torch.float64).requires_grad_())
     degree, graph = torch.full((9,), 2.0, dtype=torch.float64), patterns.full(9).expand(HEADS)
-    with_bias, without = (
-        IndexProbability(Tokens(x), *scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None)
-    )
+    with_bias, without = (IndexProbability(Tokens(x), *scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None))
     assert torch.equal(with_bias, without)
     with_bias.square().sum().backward()
     assert bias.grad is None or not bias.grad.any()

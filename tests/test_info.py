@@ -89,10 +89,7 @@ def test_instructions_without_vectors_are_told() -> None:
         ("sample_sbm", lambda result: (result[0], result[1].flip(0))),
         ("edge_attention", lambda result: (result[0] * 1.001, result[1])),
         ("edge_attention", lambda result: (result[0] * float("nan"), result[1])),
-        (
-            "edge_attention",
-            lambda result: (result[0] + 0.001 * (result[0].detach() - result[0]), result[1]),
-        ),  # gradients alone
+        ("edge_attention", lambda result: (result[0] + 0.001 * (result[0].detach() - result[0]), result[1])),  # gradients alone
     ],
 )
 def test_self_test_notices_broken_kernels(

@@ -146,11 +146,7 @@ def test_nan_is_found_without_waiting_for_memberships() -> None:
 def test_offsets_are_waited_for_once() -> None:
     """By the first layer of a model."""
     torch.manual_seed(0)
-    layers, x, ptr = (
-        [SBMAttentionConv(32, 16, heads=2) for _ in range(2)],
-        torch.randn(96, 32),
-        torch.tensor([0, 40, 96]),
-    )
+    layers, x, ptr = ([SBMAttentionConv(32, 16, heads=2) for _ in range(2)], torch.randn(96, 32), torch.tensor([0, 40, 96]))
     counts = []
     with plain_torch() as counted:
         for layer in layers:
@@ -174,9 +170,7 @@ def test_a_training_step_over_a_given_graph_waits_for_nothing(block_size: int, d
     """So it can be captured as a CUDA graph."""
     conv, x = AttentionConv(32, 16, heads=2, dropout=dropout), torch.randn(250, 32, requires_grad=True)
     tokens = patterns.random(250 // block_size + (block_size > 1), 5, heads=2, seed=0)
-    graph: AttentionGraph = (
-        BlockGraph(tokens, block_size, query_ptr=torch.tensor([0, 250])) if block_size > 1 else tokens
-    )
+    graph: AttentionGraph = BlockGraph(tokens, block_size, query_ptr=torch.tensor([0, 250])) if block_size > 1 else tokens
     with plain_torch() as counted:
         conv(x, graph, seed=1).square().sum().backward()
     assert counted.waits == 0
@@ -210,9 +204,7 @@ def test_the_root_of_entmax_is_found_without_waiting() -> None:
 @pytest.mark.parametrize("room", [2**12, 2**15, 2**40])
 @pytest.mark.parametrize("margin", [0.01, 1.0])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_edges_do_not_depend_on_room(
-    room: int, margin: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edges_do_not_depend_on_room(room: int, margin: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in parts, and random words in several attempts."""
     given = model("all", 3, 200, 2, is_causal=is_causal)
     expected = reference_sampling.sample_sbm(*given)

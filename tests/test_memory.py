@@ -32,9 +32,7 @@ class Live(TorchDispatchMode):
         self.known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_sparse
-        }
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_sparse}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not x.is_sparse:

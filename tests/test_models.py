@@ -55,13 +55,7 @@ def encoder(attention: str = "sbm", **options: object) -> SequenceEncoder:
 def test_only_density_above_the_floor_costs() -> None:
     """Two heads of constant probabilities, one below the floor and one above it."""
     chance = torch.tensor([0.1, 0.5], requires_grad=True)
-    sbm = SBM(
-        chance[:, None, None].expand(2, 6, 1),
-        torch.ones(2, 6, 1),
-        torch.ones(2, 1, 1),
-        torch.tensor([0, 6]),
-        torch.tensor([0, 6]),
-    )
+    sbm = SBM(chance[:, None, None].expand(2, 6, 1), torch.ones(2, 6, 1), torch.ones(2, 1, 1), torch.tensor([0, 6]), torch.tensor([0, 6]))
     trace = EncoderTrace((Choice(patterns.full(6, heads=2), sbm),), (1, 2))
     for floor, loss, gradient in [(0.0, 0.3, [0.5, 0.5]), (0.2, 0.15, [0.0, 0.5]), (0.6, 0.0, [0.0, 0.0])]:
         found = trace.density_loss(floor)
@@ -85,9 +79,7 @@ def test_trace_and_shapes(attention: str) -> None:
         trace.density_loss().backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         assert grads["encoder.layers.0.attention.source.head.clusters"].any()  # type: ignore[union-attr]
-        torch.testing.assert_close(
-            trace.density, torch.stack([graph.density for graph in trace.graphs if graph is not None])
-        )
+        torch.testing.assert_close(trace.density, torch.stack([graph.density for graph in trace.graphs if graph is not None]))
     else:
         known = {choice is not None and choice.probability is not None for choice in trace.choices}
         assert known == {attention in ("indexer", "key_selection")}
@@ -112,15 +104,11 @@ def test_full_attention_equals_the_layer_on_a_full_graph() -> None:
     conv = SBMAttentionConv(16, 8, 2, num_blocks=None).double()
     conv.load_state_dict(dense.state_dict())
     x = torch.randn(30, 16, dtype=torch.float64)
-    torch.testing.assert_close(
-        dense(x, ptr=PTR), conv(x, patterns.full(None, ptr=PTR), ptr=PTR), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(dense(x, ptr=PTR), conv(x, patterns.full(None, ptr=PTR), ptr=PTR), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_full_attention_takes_sequences_of_other_lengths_apart(
-    is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_attention_takes_sequences_of_other_lengths_apart(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     dense = FullAttention(16, 8, 2, is_causal=is_causal).double()
     lengths = torch.tensor([4] * 30 + [200] + [3] * 30)
@@ -136,9 +124,7 @@ def test_full_attention_takes_sequences_of_other_lengths_apart(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     out = dense(x, ptr=ptr)
     assert sizes == [60 * 4, 200]
-    alone = torch.cat(
-        [dense(x[start:end], ptr=torch.tensor([0, end - start])) for start, end in itertools.pairwise(ptr)]
-    )
+    alone = torch.cat([dense(x[start:end], ptr=torch.tensor([0, end - start])) for start, end in itertools.pairwise(ptr)])
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(each.sin().sum(), [x, *dense.parameters()]) for each in (out, alone)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
@@ -192,15 +178,7 @@ def test_token_classifier_learns_to_copy_a_neighbour() -> None:
     """The label of a token is the parity of the one before it: needs attention by position, which a window gives."""
     torch.manual_seed(0)
     model = TokenClassifier(
-        SequenceEncoder(
-            8,
-            32,
-            num_layers=1,
-            max_length=12,
-            dropout=0.0,
-            attention="sbm",
-            attention_options={"num_blocks": 8, "window": 1},
-        ),
+        SequenceEncoder(8, 32, num_layers=1, max_length=12, dropout=0.0, attention="sbm", attention_options={"num_blocks": 8, "window": 1}),
         2,
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -259,12 +237,7 @@ def test_bf16_autocast_trains() -> None:
     [
         (torch.tensor([0, 15]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got 0 to 15\)"),
         (torch.tensor([-1, 3]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got -1 to 3\)"),
-        (
-            torch.zeros(41, dtype=torch.long),
-            None,
-            ValueError,
-            r"Expected sequences of at most max_length = 40 tokens \(got 41\)",
-        ),
+        (torch.zeros(41, dtype=torch.long), None, ValueError, r"Expected sequences of at most max_length = 40 tokens \(got 41\)"),
         (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
         (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
         ([1, 2], None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got list\)"),
@@ -281,9 +254,7 @@ def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception]
 @pytest.mark.parametrize("name", ["tokens", "ptr", "batch", "positions"])
 def test_pairs_are_pairs(name: str) -> None:
     given: dict[str, Any] = {"tokens": (TOKENS, TOKENS), "ptr": (PTR, PTR)}
-    with pytest.raises(
-        TypeError, match=rf"Expected '{name}' to be a pair, of first and second sequences \(got Tensor\)"
-    ):
+    with pytest.raises(TypeError, match=rf"Expected '{name}' to be a pair, of first and second sequences \(got Tensor\)"):
         PairClassifier(encoder(), 2)(**given | {name: TOKENS})
 
 
@@ -322,21 +293,9 @@ def test_constructor_errors() -> None:
         ({"dropout": None}, TypeError, r"Expected 'dropout' to be a number in \[0, 1\) \(got NoneType\)"),
         ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
         ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
-        (
-            {"attention_options": {"blocks": 3}},
-            ValueError,
-            r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)",
-        ),
-        (
-            {"attention_options": {"heads": 3}},
-            ValueError,
-            r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)",
-        ),
-        (
-            {"attention_options": {"concat": False}},
-            ValueError,
-            r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)",
-        ),
+        ({"attention_options": {"blocks": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)"),
+        ({"attention_options": {"heads": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)"),
+        ({"attention_options": {"concat": False}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)"),
         (
             {"attention": "window", "attention_options": {"window": 3}},
             ValueError,
@@ -347,41 +306,23 @@ def test_constructor_errors() -> None:
             ValueError,
             r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)",
         ),
-        (
-            {"attention": "full", "attention_options": {"dropout": math.nan}},
-            ValueError,
-            r"Expected 'dropout' in \[0, 1\) \(got nan\)",
-        ),
-        (
-            {"attention": "window", "attention_options": {"size": -1}},
-            ValueError,
-            r"Expected 'size' to be at least 0 \(got -1\)",
-        ),
+        ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+        ({"attention": "window", "attention_options": {"size": -1}}, ValueError, r"Expected 'size' to be at least 0 \(got -1\)"),
         (
             {"attention": "bigbird", "attention_options": {"num_random": 1.5}},
             TypeError,
             r"Expected 'num_random' to be an int \(got float\)",
         ),
-        (
-            {"num_layers": 10**9},
-            ValueError,
-            r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters",
-        ),
+        ({"num_layers": 10**9}, ValueError, r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
         (
             {"num_layers": 10**9, "channels": 1, "heads": 1},
             ValueError,
             r"Expected 'num_layers' to ask for no more than memory holds \(got 8,000,000,000 parameters",
         ),
-        (
-            {"num_layers": 10**7, "channels": 1, "heads": 1},
-            ValueError,
-            r"Expected 'num_layers' .* \(got 10,000,000 layers",
-        ),
+        ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 layers"),
     ],
 )
-def test_options_of_an_encoder(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_an_encoder(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
     with pytest.raises(error, match=message):
         SequenceEncoder(**{"num_tokens": 15, **options})
@@ -414,15 +355,9 @@ def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
         ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)"),
     ],
 )
-def test_options_of_a_classifier(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_a_classifier(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
-    for kind in (
-        (SequenceClassifier, PairClassifier)
-        if "pool_length" in options
-        else (SequenceClassifier, PairClassifier, TokenClassifier)
-    ):
+    for kind in (SequenceClassifier, PairClassifier) if "pool_length" in options else (SequenceClassifier, PairClassifier, TokenClassifier):
         with pytest.raises(error, match=message):
             kind(**{"encoder": encoder(), "num_classes": 2, **options})
 
@@ -431,11 +366,7 @@ def test_inputs_of_layers() -> None:
     layers = FullAttention(4, 2, 2), AttentionConv(4, 2, 2, patterns.PatternSource(cast(Any, lambda n, ptr: None)))
     x, ptr = torch.ones(3, 4), torch.tensor([0, 3])
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            lambda: layers[0](x[:, :3], ptr=ptr),
-            ValueError,
-            r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)",
-        ),
+        (lambda: layers[0](x[:, :3], ptr=ptr), ValueError, r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
         (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be floating point \(got torch.int64\)"),
         (
             lambda: layers[0](x.bfloat16(), ptr=ptr),
@@ -449,11 +380,7 @@ def test_inputs_of_layers() -> None:
         (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
         (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
         (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        (
-            lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])),
-            TypeError,
-            r"Expected 'positions' to be a tensor \(got list\)",
-        ),
+        (lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])), TypeError, r"Expected 'positions' to be a tensor \(got list\)"),
         (lambda: encoder()(TOKENS, cast(Any, [0, 30])), TypeError, r"Expected 'ptr' to be a tensor \(got list\)"),
         (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
     ]
@@ -474,16 +401,11 @@ def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
     positions = torch.arange(12).expand(2, 12)[kept]
     logits = model(tokens[kept], ptr, positions=positions)
 
-    x = (
-        encoder.token(tokens) + encoder.position.weight
-    )  # the older way: nothing is removed, keys are masked, the rest is zeroed
+    x = encoder.token(tokens) + encoder.position.weight  # the older way: nothing is removed, keys are masked, the rest is zeroed
     layers: Any = encoder.layers
     for block in layers:
         layer, hidden = block.attention, block.norm1(x)
-        query, key, value = (
-            lin(hidden).unflatten(2, (2, -1)).transpose(1, 2)
-            for lin in (layer.lin_query, layer.lin_key, layer.lin_value)
-        )
+        query, key, value = (lin(hidden).unflatten(2, (2, -1)).transpose(1, 2) for lin in (layer.lin_query, layer.lin_key, layer.lin_value))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=kept[:, None, None])
         x = x + block.lin_out(attended.transpose(1, 2).flatten(2))
         x = x + block.ffn(block.norm2(x))
@@ -511,9 +433,7 @@ def test_places_are_checked() -> None:
     tokens = torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r"Expected 'positions' in 0\.\.3 \(got 0 to 4\)"):
         encoder(tokens, positions=torch.tensor([0, 4]))
-    with pytest.raises(
-        ValueError, match=r"Expected 'positions' to be \[2\] int64, one for each token \(got \[1\] torch\.int64\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'positions' to be \[2\] int64, one for each token \(got \[1\] torch\.int64\)"):
         encoder(tokens, positions=torch.tensor([0]))
     torch.testing.assert_close(encoder.eval()(tokens, seed=0), encoder(tokens, positions=torch.tensor([0, 1]), seed=0))
     with pytest.raises(ValueError, match=r"Expected 'pool_length' to be at least 1 \(got 0\)"):
@@ -522,9 +442,7 @@ def test_places_are_checked() -> None:
 
 def test_dcmm_is_the_score_bias_of_its_layers() -> None:
     """So there is no room for another."""
-    with pytest.raises(
-        ValueError, match=r"Expected 'attention_options' of 'dcmm' to be known \(got \['score_bias'\]\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'dcmm' to be known \(got \['score_bias'\]\)"):
         SequenceEncoder(9, 8, attention="dcmm", attention_options={"score_bias": lambda query, key, graph: None})
 
 

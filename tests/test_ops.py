@@ -38,13 +38,7 @@ OPTIONS = [*product(["score", "weight"], [False, True], [False, True], [0.0, 0.4
 
 
 def tensors(
-    graph: AttentionGraph,
-    channels: int,
-    values: int,
-    gated: bool,
-    biased: bool,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
+    graph: AttentionGraph, channels: int, values: int, gated: bool, biased: bool, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> list[Any]:
     """Leaves for attention over a graph: query, key, value, gate, bias."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,18 +47,8 @@ def tensors(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     heads, n, m = graph.heads, graph.num_queries, graph.num_keys
-    gate = (
-        (0.5 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-        if gated
-        else None
-    )
-    return [
-        draw(heads, n, channels),
-        draw(heads, m, channels),
-        draw(heads, m, values),
-        gate,
-        draw(graph.num_edges) if biased else None,
-    ]
+    gate = (0.5 + torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_() if gated else None
+    return [draw(heads, n, channels), draw(heads, m, channels), draw(heads, m, values), gate, draw(graph.num_edges) if biased else None]
 
 
 def attend(
@@ -100,9 +84,7 @@ def test_attention_equals_the_reference(
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-10)
         grad_out = torch.randn_like(out)
-        wanted = reference_edges.edge_attention_backward(
-            grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased
-        )
+        wanted = reference_edges.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
     for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
@@ -147,10 +129,7 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
         exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)
         exact = [x.detach() for x in (exact_out, *gradients(exact_out, double))]
         single = [leaf.detach().float().requires_grad_() for leaf in double]
-        outs = (
-            attend(single, graph, gate_form, 0.0)[0],
-            reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form),
-        )
+        outs = (attend(single, graph, gate_form, 0.0)[0], reference_attention(*single[:3], graph, *single[3:], 0.3, gate_form))
         for out, found in zip(outs, (errors, peers), strict=True):
             results = [x.detach().double() for x in (out, *gradients(out, single))]
             found.append([float((x - want).abs().max()) for x, want in zip(results, exact, strict=True)])
@@ -195,9 +174,7 @@ def test_attention_takes_any_strides_and_index_type() -> None:
     graph = GRAPHS["ragged"]
     leaves = tensors(graph, 8, 8, False, False)
     expected = attend(leaves, graph, "score", 0.0)[0]
-    strided: list[Any] = [
-        None if leaf is None else leaf.detach().transpose(0, 1).contiguous().transpose(0, 1) for leaf in leaves
-    ]
+    strided: list[Any] = [None if leaf is None else leaf.detach().transpose(0, 1).contiguous().transpose(0, 1) for leaf in leaves]
     assert not strided[0].is_contiguous()
     assert torch.equal(attend(strided, graph, "score", 0.0)[0], expected)
     assert graph.col.dtype == torch.int64
@@ -235,9 +212,7 @@ def test_extreme_scores_do_not_overflow(gate_form: str) -> None:
     key = torch.tensor([[[1.0], [-1.0], [0.999]]])
     value = torch.eye(3)[None]
     out, lse = ops.edge_attention(query, key, value, graph.rows, torch.ones(3), 1.0, gate_form)
-    assert out[0, 0].tolist() == pytest.approx(
-        [1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2
-    )
+    assert out[0, 0].tolist() == pytest.approx([1 / (1 + math.exp(-10)), 0, math.exp(-10) / (1 + math.exp(-10))], rel=1e-2)
     assert lse.isfinite().all()
 
 
@@ -304,9 +279,7 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     gate = ops.edge_gate(query, key, graph.rows)
     assert torch.equal(gate, torch.ones_like(gate))
-    for got, want in zip(
-        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True
-    ):
+    for got, want in zip(torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -475,9 +448,7 @@ def test_entmax_of_forbidden_values_is_zero(alpha: float, dtype: torch.dtype) ->
 
 
 def test_entmax_takes_floats() -> None:
-    with pytest.raises(
-        TypeError, match=r"Expected 'src' to be a floating tensor \(got torch.int64\). Convert it with `.float\(\)`"
-    ):
+    with pytest.raises(TypeError, match=r"Expected 'src' to be a floating tensor \(got torch.int64\). Convert it with `.float\(\)`"):
         ops.segment_entmax(torch.arange(4), ptr=torch.tensor([0, 4]))
 
 
@@ -488,10 +459,7 @@ def test_entmax_takes_floats() -> None:
         ({}, r"Expected one of 'index' and 'ptr' \(got neither\)"),
         ({"index": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}, r"\(got both\)"),
         ({"ptr": torch.tensor([0, 2]), "alpha": torch.tensor(1.0)}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
-        (
-            {"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)},
-            r"a shape that broadcasts to \[S, ...\] = \[1\] \(got \[3\]\)",
-        ),
+        ({"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)}, r"a shape that broadcasts to \[S, ...\] = \[1\] \(got \[3\]\)"),
     ],
 )
 def test_entmax_errors(arguments: dict, message: str) -> None:
@@ -501,9 +469,7 @@ def test_entmax_errors(arguments: dict, message: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
-def test_entmax_attention_is_its_definition(
-    name: str, gate_form: str, gated: bool, biased: bool, dropout: float
-) -> None:
+def test_entmax_attention_is_its_definition(name: str, gate_form: str, gated: bool, biased: bool, dropout: float) -> None:
     """Over all edges, one step after the other, with weights by the op that is tested above."""
     graph = GRAPHS[name]
     leaves = tensors(graph, 8, 5, gated, biased)
@@ -520,13 +486,9 @@ def test_entmax_attention_is_its_definition(
         kept = reference_edges.dropout_mask(*rows[:2], graph.heads, graph.num_keys, dropout, 7)
         weight = weight * kept / (1 - dropout)
     end = graph.col + graph.edge_head * graph.num_keys
-    wanted = (
-        torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
-    )
+    wanted = torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
     torch.testing.assert_close(out, wanted.view_as(out), rtol=1e-10, atol=1e-10)
-    for got, want in zip(
-        gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), strict=True
-    ):
+    for got, want in zip(gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
 
 
@@ -640,27 +602,15 @@ def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tens
         (lambda col: ops.edge_entmax(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL)), "rowptr", COL),
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col)), "probe_rowptr", COL),
+        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)), "rowptr", COL),
         (
-            lambda col: ops.local_expectation(
-                X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)
-            ),
-            "rowptr",
-            COL,
-        ),
-        (
-            lambda col: ops.local_expectation(
-                X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)
-            ),
+            lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)),
             "probe_rowptr",
             COL,
         ),
         (lambda col: ops.block_attention(X, X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
         (lambda col: ops.block_weight(X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
-        (
-            lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2),
-            "probe_rowptr",
-            BLOCK,
-        ),
+        (lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2), "probe_rowptr", BLOCK),
         (block_expectation, "probe_rowptr", BLOCK),
     ],
 )
@@ -680,10 +630,7 @@ def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], nam
         (lambda mine, theirs: ops.sample_sbm(X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
         (lambda mine, _: ops.sample_systematic(ONES, mine, PTR, IDS, 2, 0), ("query_ptr",)),
         (lambda mine, _: ops.invalid_row(ROWS, COL, mine, PTR, 2), ("query_ptr",)),
-        (
-            lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2),
-            (r"ptrs\[0\]", r"ptrs\[1\]"),
-        ),
+        (lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2), (r"ptrs\[0\]", r"ptrs\[1\]")),
     ],
 )
 def test_offsets_run_over_the_tokens_that_there_are(op: Callable[..., Any], sides: tuple[str, ...]) -> None:
@@ -708,25 +655,13 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     x, rowptr, col = given["query"], given["rowptr"], given["col"]
     chance, ptr, sequence_ids = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
 
-    def effect(
-        grad: Any = x,
-        probes: Tensor = col,
-        model: tuple[Any, ...] = (x, x, chance),
-        scale: Any = 1.0,
-        more: float = 0.0,
-    ) -> Any:
+    def effect(grad: Any = x, probes: Tensor = col, model: tuple[Any, ...] = (x, x, chance), scale: Any = 1.0, more: float = 0.0) -> Any:
         return ops.edge_effect(grad, x, x, x, ops.Rows(rowptr, col), ops.Rows(rowptr, probes), scale, *model, more)
 
-    def expectation(
-        out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any
-    ) -> Any:
-        return ops.local_expectation(
-            out, x, x, x, ops.Rows(rowptr, col), ops.Rows(probes, col), chance, forced, factors=model, **more
-        )
+    def expectation(out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any) -> Any:
+        return ops.local_expectation(out, x, x, x, ops.Rows(rowptr, col), ops.Rows(probes, col), chance, forced, factors=model, **more)
 
-    def sample(
-        query: Any = x, *options: Any, sequence_ids: Tensor = sequence_ids, starts: Tensor = ptr, seed: Any = 0
-    ) -> Any:
+    def sample(query: Any = x, *options: Any, sequence_ids: Tensor = sequence_ids, starts: Tensor = ptr, seed: Any = 0) -> Any:
         return ops.sample_sbm(query, x, starts, starts, sequence_ids, seed, *options)
 
     def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
@@ -741,24 +676,15 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     for action, message in (
         (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
         (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
-        (
-            lambda: effect(model=(x, None, None)),
-            r"Expected 'rate', 'member' and 'chance' together \(got some of them\)",
-        ),
+        (lambda: effect(model=(x, None, None)), r"Expected 'rate', 'member' and 'chance' together \(got some of them\)"),
         (lambda: effect(model=(x, x[..., :2], chance)), r"Expected 'member' to be \[H, M, K\] = \[2, 5, 4\]"),
         (lambda: effect(model=(x, x, chance[:3])), r"Expected 'chance' to be \[N\] = \[5\]"),
         (lambda: expectation(out=x[0]), "Expected 'out' to be "),
         (lambda: expectation(forced=col[:3] > 0), "Expected 'forced' to be "),
         (lambda: expectation(probes=rowptr[1:]), "Expected 'probe_rowptr' to be "),
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"),
-            r"Expected 'method' to be one of .* \(got 'bernuli'\)",
-        ),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"), r"Expected 'method' to be one of .* \(got 'bernuli'\)"),
         (lambda: ops.sample_sbm(x, x[..., :2], ptr, ptr, sequence_ids, 0), "Expected 'member' to be "),
-        (
-            lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0),
-            r"Expected 'member' on cpu, as 'rate' is \(got meta\)",
-        ),
+        (lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0), r"Expected 'member' on cpu, as 'rate' is \(got meta\)"),
         (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
         (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
         (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
@@ -768,28 +694,13 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         ),
         (lambda: ops.segment_entmax(chance, ptr=ptr.to("meta")), r"Expected 'ptr' on cpu, as 'src' is \(got meta\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[None]), r"Expected 'ptr' to be \[S\+1\]"),
-        (
-            lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])),
-            r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)",
-        ),
-        (
-            lambda: ops.segment_entmax(chance, index=col[:3].long()),
-            r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)",
-        ),
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0),
-            r"Expected 'sequence_ids' to be int64 \(got torch.int32\)",
-        ),
+        (lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])), r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)"),
+        (lambda: ops.segment_entmax(chance, index=col[:3].long()), r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0), r"Expected 'sequence_ids' to be int64 \(got torch.int32\)"),
         (lambda: effect(model=(x, x, chance.to("meta"))), r"Expected 'chance' on cpu, as 'query' is \(got meta\)"),
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0),
-            r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)",
-        ),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0), r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)"),
         (lambda: ops.sample_systematic(x, ptr, ptr, sequence_ids, 2, 0), "Expected 'chance' to be "),
-        (
-            lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), sequence_ids, 2, 0),
-            "Expected 'key_ptr' to be ",
-        ),
+        (lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), sequence_ids, 2, 0), "Expected 'key_ptr' to be "),
         (lambda: effect(grad=None), r"Expected 'grad_out' to be a tensor \(got NoneType\)"),
         (lambda: effect(grad=x.bool()), r"Expected 'grad_out' to be a floating tensor \(got torch.bool\)"),
         (lambda: effect(scale=math.inf), r"Expected 'scale' in \(-inf, inf\) \(got inf\)"),
@@ -802,9 +713,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
         (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
         (
-            lambda: ops.local_expectation(
-                x, x, x, x, cast(Any, [rowptr]), ops.Rows(rowptr, col), chance, factors=(x, x)
-            ),
+            lambda: ops.local_expectation(x, x, x, x, cast(Any, [rowptr]), ops.Rows(rowptr, col), chance, factors=(x, x)),
             "Expected 'rows' to be a tuple",
         ),
         (lambda: expectation(model=None), r"Expected one of 'factors' and 'prob' \(got neither\)"),
@@ -816,22 +725,13 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         (lambda: sample(x, "bernoulli", 2), r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
         (lambda: sample(seed=2**64), r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
-        (
-            lambda: sample(starts=ptr[:1], sequence_ids=ptr[:0]),
-            r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)",
-        ),
-        (
-            lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]),
-            r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)",
-        ),
+        (lambda: sample(starts=ptr[:1], sequence_ids=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)"),
+        (lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]), r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)"),
         (lambda: spread(chance > 0), r"Expected 'chance' to be a floating tensor \(got torch.bool\)"),
         (lambda: spread(None), r"Expected 'chance' to be a tensor \(got NoneType\)"),
         (lambda: spread(heads=0), r"Expected 'heads' to be at least 1 \(got 0\)"),
         (lambda: spread(heads=True), r"Expected 'heads' to be an int \(got bool\)"),
-        (
-            lambda: spread(heads=2**60),
-            r"Expected 'heads' to ask for no more than memory holds \(got 5,764,607,523,034,234,880 rows",
-        ),
+        (lambda: spread(heads=2**60), r"Expected 'heads' to ask for no more than memory holds \(got 5,764,607,523,034,234,880 rows"),
         (lambda: spread(seed="a"), r"Expected 'seed' to be an integer \(got 'a'\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr.float()), r"Expected 'ptr' to be int64 \(got torch.float32\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[:0]), r"Expected 'ptr' to be \[S\+1\] \(got \[0\]\)"),
@@ -839,14 +739,8 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4, 2, 5])), "Expected 'ptr' to rise from 0 to E = 5"),
         (lambda: ops.segment_entmax(chance, index=chance), r"Expected 'index' to be int64 \(got torch.float32\)"),
         (lambda: ops.segment_entmax(chance, index=torch.arange(5) - 1), r"Expected 'index' to be 0 or more \(got -1\)"),
-        (
-            lambda: ops.segment_entmax(chance, index=torch.arange(5) + 2**60),
-            "Expected 'index' to ask for no more than memory holds",
-        ),
-        (
-            lambda: ops.segment_entmax(chance, index=torch.arange(5), num_nodes=-1),
-            "Expected 'num_nodes' to be at least 0",
-        ),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5) + 2**60), "Expected 'index' to ask for no more than memory holds"),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5), num_nodes=-1), "Expected 'num_nodes' to be at least 0"),
         (lambda: ops.segment_entmax(chance, ptr=ptr, alpha=math.nan), r"Expected 'alpha' in \(1, 4\] \(got nan\)"),
         (
             lambda: ops.segment_entmax(chance, ptr=ptr, alpha=cast(Any, None)),
@@ -860,15 +754,10 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
 
 def test_a_chance_outside_0_and_1_is_cut() -> None:
     ptr, sequence_ids = torch.tensor([0, 6]), torch.tensor([0])
-    wild, cut = (
-        torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]),
-        torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]),
-    )
+    wild, cut = (torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]), torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]))
     for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
         for got, want in zip(
-            sample(wild, ptr, ptr, sequence_ids, 2, 3, False),
-            sample(cut, ptr, ptr, sequence_ids, 2, 3, False),
-            strict=True,
+            sample(wild, ptr, ptr, sequence_ids, 2, 3, False), sample(cut, ptr, ptr, sequence_ids, 2, 3, False), strict=True
         ):
             assert torch.equal(got, want)
 
@@ -882,9 +771,7 @@ CPU = torch.device("cpu")
 def test_what_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available", lambda device: 3 * 2**30)
     checks.memory("n", 3 * 2**28, 4, CPU, "Take fewer.")
-    message = (
-        "Expected 'n' to ask for no more than memory holds (got 805,306,369 edges, 3.0 GiB of 3.0 GiB). Take fewer."
-    )
+    message = "Expected 'n' to ask for no more than memory holds (got 805,306,369 edges, 3.0 GiB of 3.0 GiB). Take fewer."
     with pytest.raises(ValueError, match=re.escape(message)):
         checks.memory("n", 3 * 2**28 + 1, 4, CPU, "Take fewer.")
     with pytest.raises(ValueError, match=re.escape("(got more than 2**63 rows, ")):
@@ -926,9 +813,7 @@ def test_a_limit_of_the_address_space_counts() -> None:
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.startswith(
-        "Expected 'n' to ask for no more than memory holds (got 144,000,000 edges, 0.5 GiB of 0."
-    )
+    assert done.stdout.startswith("Expected 'n' to ask for no more than memory holds (got 144,000,000 edges, 0.5 GiB of 0.")
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -947,9 +832,7 @@ def test_limits_of_control_groups(version: int, tmp_path: Path) -> None:
     groups = [*checks._limited_groups(table, mount)]
     assert [(usage.read_text(), limit) for usage, _, _, limit in groups] == [("100\n", 800), ("700\n", 1000)]
     assert {name for _, _, name, _ in groups} == {"inactive_file" if version == 2 else "total_inactive_file"}
-    table.write_text(
-        "0::/elsewhere\n" if version == 2 else "4:memory:/elsewhere\n"
-    )  # as in a container, where its own group is the root
+    table.write_text("0::/elsewhere\n" if version == 2 else "4:memory:/elsewhere\n")  # as in a container, where its own group is the root
     (root / names[0]).write_text("600\n")
     assert [limit for *_, limit in checks._limited_groups(table, mount)] == [600]
     assert [*checks._limited_groups(tmp_path / "nothing", mount)] == []
@@ -992,11 +875,7 @@ def test_philox_known_answers() -> None:
     cases = [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((ones, ones, ones, ones), ones << 32 | ones, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0x299F31D0 << 32 | 0xA4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0 << 32 | 0xA4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ]
     for counter, key, expected in cases:
         found = random_words.philox(*(torch.tensor(c) for c in counter), key)
@@ -1023,52 +902,14 @@ def _samples() -> dict[str, tuple]:
     seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
     return {
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
-        "block_attention_backward": (
-            torch.ones_like(seen),
-            *plain[:3],
-            *blocks,
-            *cuts[:2],
-            tile,
-            seen,
-            total,
-            2,
-            False,
-            0.5,
-            0.2,
-            3,
-            True,
-        ),
+        "block_attention_backward": (torch.ones_like(seen), *plain[:3], *blocks, *cuts[:2], tile, seen, total, 2, False, 0.5, 0.2, 3, True),
         "block_effect": (torch.ones_like(seen), *plain[:3], *blocks, tile, *blocks, None, *cuts, False, 0.5),
         "block_weight": (*plain[:2], *blocks, tile, *cuts, False, 0.5),
         "edge_dot": (query, key, *rows),
         "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
-        "edge_attention_backward": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            *plain[3:],
-            out,
-            lse,
-            0.5,
-            "score",
-            0.0,
-            0,
-            True,
-            True,
-        ),
-        "edge_effect": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            plain[4],
-            *rows,
-            plain[4],
-            0.5,
-            *plain[:2],
-            torch.full((3,), 0.5),
-            0.1,
-        ),
+        "edge_attention_backward": (torch.ones_like(out), *plain[:3], *rows, *plain[3:], out, lse, 0.5, "score", 0.0, 0, True, True),
+        "edge_effect": (torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5, *plain[:2], torch.full((3,), 0.5), 0.1),
         "weigh_effect": (plain[3], plain[3].abs(), graph.rowptr, torch.full((3,), 0.5), plain[4] > 0, 0.1, False),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
@@ -1214,9 +1055,7 @@ def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: 
     options=st.sampled_from(OPTIONS),
     seed=st.integers(0, 2**20),
 )
-def test_attention_on_random_cases(
-    heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int
-) -> None:
+def test_attention_on_random_cases(heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int) -> None:
     graph = random_graph(heads, queries, keys, density, seed)
     gate_form, gated, biased, dropout = options
     leaves = tensors(graph, channels, channels, gated, biased, seed=seed)
@@ -1225,9 +1064,7 @@ def test_attention_on_random_cases(
     with torch.no_grad():
         expected, _ = reference_edges.edge_attention(*arguments, 0.3, gate_form, dropout, 7)
         grad_out = torch.ones_like(out)
-        wanted = reference_edges.edge_attention_backward(
-            grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased
-        )
+        wanted = reference_edges.edge_attention_backward(grad_out, *arguments, out, lse, 0.3, gate_form, dropout, 7, gated, biased)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     grads = iter(torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf is not None]))
     for want, leaf in zip(wanted, leaves, strict=True):
@@ -1256,9 +1093,7 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("is_causal", "is_strict"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("keys", [[0, 5, 12, 40], [0, 9, 10, 33], [0, 0, 3, 50]])
-def test_reach_dots_are_sums_over_allowed_pairs(
-    keys: list[int], is_causal: bool, is_strict: bool, dtype: torch.dtype
-) -> None:
+def test_reach_dots_are_sums_over_allowed_pairs(keys: list[int], is_causal: bool, is_strict: bool, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(len(keys))
     query_ptr, key_ptr = torch.tensor([0, 5, 12, 40]), torch.tensor(keys)
     query, key = (torch.rand(2, n, 19, generator=random).to(dtype).requires_grad_() for n in (40, keys[-1]))
@@ -1274,10 +1109,7 @@ def test_reach_dots_are_sums_over_allowed_pairs(
     assert out.dtype == grad.dtype
     for found in (out, reference_reach.reach_dot(*plain)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
-    for both in (
-        torch.autograd.grad(out, (query, key), grad),
-        reference_reach.reach_dot_backward(grad, *plain, True, True),
-    ):
+    for both in (torch.autograd.grad(out, (query, key), grad), reference_reach.reach_dot_backward(grad, *plain, True, True)):
         for mine, want in zip(both, grads, strict=True):
             torch.testing.assert_close(mine, want)
 
@@ -1313,9 +1145,7 @@ def test_kernels_enclose_constants_alone() -> None:
         (cpu_edges._compile_edge_dot, (32,)), (cpu_edges._compile_edge_dot_backward, (32,)),
     ):  # fmt: skip
         make(*widths)
-    enclosed = {
-        (k.py_func.__name__, type(cell.cell_contents)) for k in workers._kernels for cell in k.py_func.__closure__ or ()
-    }
+    enclosed = {(k.py_func.__name__, type(cell.cell_contents)) for k in workers._kernels for cell in k.py_func.__closure__ or ()}
     assert {kind for _, kind in enclosed} == {int}, enclosed
 
 
@@ -1351,13 +1181,7 @@ def test_each_thread_that_computes_is_reached(threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "threads",
-    [
-        1,
-        pytest.param(
-            2, marks=pytest.mark.skipif(workers._fork_team is None, reason="torch's threads cannot be found here")
-        ),
-    ],
+    "threads", [1, pytest.param(2, marks=pytest.mark.skipif(workers._fork_team is None, reason="torch's threads cannot be found here"))]
 )
 def test_an_error_on_any_thread_is_raised(threads: int) -> None:
     before, caller, calls = torch.get_num_threads(), threading.get_ident(), []
@@ -1436,19 +1260,12 @@ print("equal")
 def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GENERIC],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
+        [sys.executable, "-W", "ignore", "-c", GENERIC], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert done.stdout.strip() == "equal", done.stderr
 
 
 @pytest.mark.slow
 def test_forked_workers_and_python_threads_survive() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "alive", done.stderr

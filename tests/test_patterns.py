@@ -162,8 +162,7 @@ def spread(order: list[Tensor]) -> int:
 def test_lemma_2(n: int, k: int, steps: int) -> None:
     loops = patterns.self_loops(n)
     first, second, third = (
-        (pattern(n, k) | loops).to_dense()[0]
-        for pattern in (patterns.block_diagonal, patterns.relay_keys, patterns.relay_queries)
+        (pattern(n, k) | loops).to_dense()[0] for pattern in (patterns.block_diagonal, patterns.relay_keys, patterns.relay_queries)
     )
     assert spread([first, second, third]) == steps
     assert spread([first, third, second]) == 3
@@ -196,23 +195,15 @@ def p_value(counts: Tensor) -> float:
     return float(scipy.stats.chisquare(counts.numpy()).pvalue)
 
 
-@pytest.mark.parametrize(
-    ("n", "k"), [(5, 1), (5, 2), (6, 3), (5, 3), (5, 4), (7, 3)]
-)  # k > n/2 draws the keys left out
+@pytest.mark.parametrize(("n", "k"), [(5, 1), (5, 2), (6, 3), (5, 3), (5, 4), (7, 3)])  # k > n/2 draws the keys left out
 def test_all_sets_of_keys_are_equally_likely(n: int, k: int) -> None:
     batch = 3000
-    sets = numbered(subsets(patterns.random(None, k, ptr=n * torch.arange(batch + 1), heads=2, seed=0), k), n, k).view(
-        2, batch, n
-    )
+    sets = numbered(subsets(patterns.random(None, k, ptr=n * torch.arange(batch + 1), heads=2, seed=0), k), n, k).view(2, batch, n)
     number = int(sets.max()) + 1
     assert p_value(torch.bincount(sets.flatten(), minlength=number)) > FALSE_ALARM
     for position in range(n):  # a query is not treated differently for where it stands
         assert p_value(torch.bincount(sets[:, :, position].flatten(), minlength=number)) > FALSE_ALARM
-    for one, two in (
-        (sets[0], sets[1]),
-        (sets[:, :, 0], sets[:, :, 1]),
-        (sets[:, :-1], sets[:, 1:]),
-    ):  # heads, queries, sequences
+    for one, two in ((sets[0], sets[1]), (sets[:, :, 0], sets[:, :, 1]), (sets[:, :-1], sets[:, 1:])):  # heads, queries, sequences
         pairs = torch.bincount((one * number + two).flatten(), minlength=number**2)
         if pairs.sum() >= 20 * number**2:
             assert p_value(pairs) > FALSE_ALARM
@@ -246,9 +237,7 @@ def test_keys_are_drawn_alike_in_long_sequences(k: int) -> None:
     n, heads = 50, 200
     times = torch.bincount(patterns.random(n, k, heads=heads, seed=0).col, minlength=n).double()
     share = k / n
-    deviation = (times - n * heads * share) ** 2 / (
-        n * heads * share * (1 - share) * n / (n - 1)
-    )  # keys of a row exclude each other
+    deviation = (times - n * heads * share) ** 2 / (n * heads * share * (1 - share) * n / (n - 1))  # keys of a row exclude each other
     assert scipy.stats.chi2.sf(deviation.sum().item(), n - 1) > FALSE_ALARM
     assert scipy.stats.chi2.cdf(deviation.sum().item(), n - 1) > FALSE_ALARM
 
@@ -263,11 +252,7 @@ def test_random_has_the_exact_number_of_keys(lengths: list[int], k: int, heads: 
 def test_random_keys_have_words_of_their_own() -> None:
     """The first key of a query is a word of Philox at (0, its place, its stream, its head and, in the top byte, what the word is for: 8)."""
     graph = patterns.random(None, 1, ptr=torch.tensor([0, 50, 100]), heads=2, seed=5)
-    place, stream, head = (
-        torch.arange(50).repeat(4),
-        torch.tensor([0, 1]).repeat_interleave(50).repeat(2),
-        torch.arange(200) // 100,
-    )
+    place, stream, head = (torch.arange(50).repeat(4), torch.tensor([0, 1]).repeat_interleave(50).repeat(2), torch.arange(200) // 100)
     word = philox(torch.zeros(200, dtype=torch.int64), place, stream, head + 0x08000000, 5)[0]
     assert torch.equal(graph.col.long(), 50 * stream + (50 * word >> 32))
 
@@ -315,16 +300,12 @@ def test_a_sequence_keeps_its_keys_in_any_batch(case: Case) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 100))
-def test_bigbird_is_the_union(
-    lengths: list[int], heads: int, size: int, num_global: int, num_random: int, seed: int
-) -> None:
+def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_global: int, num_random: int, seed: int) -> None:
     options: dict[str, Any] = {"ptr": offsets(lengths), "heads": heads}
     graph = patterns.bigbird(None, size, num_global, num_random, seed=seed, **options).validate()
     drawn = patterns.random(None, num_random, seed=seed, **options)
     for sequence, n in enumerate(lengths):
-        fixed = torch.tensor(
-            [[abs(i - j) <= size or i < num_global or j < num_global for j in range(n)] for i in range(n)]
-        )
+        fixed = torch.tensor([[abs(i - j) <= size or i < num_global or j < num_global for j in range(n)] for i in range(n)])
         assert torch.equal(graph.to_dense(sequence), fixed | drawn.to_dense(sequence))
 
 
@@ -356,72 +337,28 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
             lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
             "Expected 'n' to ask for no more than memory holds (got 40,000,000,100",
         ),
-        (
-            lambda: patterns.window(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
+        (lambda: patterns.window(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
         (
             lambda: patterns.window(10**6, 10**6, is_causal=True),
             "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges",
         ),
-        (
-            lambda: patterns.global_tokens(10**6, 1000),
-            "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges",
-        ),
-        (
-            lambda: patterns.random(10**6, 1000, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.random(10**5, 10**5 - 1, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges",
-        ),
+        (lambda: patterns.global_tokens(10**6, 1000), "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges"),
+        (lambda: patterns.random(10**6, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges"),
+        (lambda: patterns.random(10**5, 10**5 - 1, seed=0), "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges"),
+        (lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges"),
         (lambda: patterns.bigbird(10**5, 2, 2, 0, heads=100), "Expected 'heads' to ask for no more than memory holds"),
-        (
-            lambda: patterns.block_diagonal(200_000, 1),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.relay_keys(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.relay_queries(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.self_loops(2**62),
-            "Expected 'n' to ask for no more than memory holds (got 4,611,686,018,427,387,904 tokens",
-        ),
-        (
-            lambda: patterns.self_loops(2**64),
-            "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens",
-        ),
-        (
-            lambda: patterns.self_loops(2, heads=2**31),
-            "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows",
-        ),
-        (
-            lambda: patterns.random(2, 1, heads=2**31),
-            "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows",
-        ),
-        (
-            lambda: patterns.full(2000, heads=1000),
-            "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges",
-        ),
-        (
-            lambda: FULL_GRAPH(Data(num_nodes=200_000)),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
-        ),
+        (lambda: patterns.block_diagonal(200_000, 1), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
+        (lambda: patterns.relay_keys(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.relay_queries(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.self_loops(2**62), "Expected 'n' to ask for no more than memory holds (got 4,611,686,018,427,387,904 tokens"),
+        (lambda: patterns.self_loops(2**64), "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
+        (lambda: patterns.self_loops(2, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.random(2, 1, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.full(2000, heads=1000), "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges"),
+        (lambda: FULL_GRAPH(Data(num_nodes=200_000)), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
     ],
 )
-def test_what_memory_does_not_hold_is_refused(
-    call: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_memory_does_not_hold_is_refused(call: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available", lambda device: 2**30)
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
@@ -442,39 +379,23 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.full(None), ValueError, "Expected 'n' or 'ptr' (got neither)."),
         (lambda: patterns.full(0), ValueError, "Expected 'n' to be at least 1 (got 0)."),
         (lambda: patterns.full(cast(int, 2.0)), TypeError, "Expected 'n' to be an int (got float)."),
-        (
-            lambda: patterns.full(3, ptr=torch.tensor([0, 4])),
-            ValueError,
-            "Expected 'n' to be the last entry of 'ptr', 4 (got 3)",
-        ),
+        (lambda: patterns.full(3, ptr=torch.tensor([0, 4])), ValueError, "Expected 'n' to be the last entry of 'ptr', 4 (got 3)"),
         (
             lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])),
             ValueError,
             "Expected 'ptr' to be strictly increasing (got an empty sequence",
         ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])),
-            TypeError,
-            "Expected 'ptr' to be int64 (got torch.float32)",
-        ),
+        (lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (
             lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)),
             ValueError,
             "Expected 'ptr' to be [B+1] with B >= 1 (got [0])",
         ),
         (lambda: patterns.full(None, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
-        (
-            lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])),
-            TypeError,
-            "Expected 'ptr' to be a tensor (got list).",
-        ),
+        (lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.random(3, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0.0, np.inf])),
-            TypeError,
-            "Expected 'ptr' to be int64 (got torch.float32)",
-        ),
+        (lambda: patterns.full(None, ptr=torch.tensor([0.0, np.inf])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (lambda: patterns.bigbird(3, 1, 1, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
         (lambda: patterns.window(3, -1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
@@ -504,9 +425,7 @@ def test_transform_of_data(case: Case, heads: int) -> None:
     result = case.transform(heads)(data)
     graph = case(6, heads=heads)
     assert result.validate()
-    assert (
-        AttentionGraph.from_edge_index(result.edge_index, 6, 6, edge_head=result.get("edge_type"), heads=heads) == graph
-    )
+    assert AttentionGraph.from_edge_index(result.edge_index, 6, 6, edge_head=result.get("edge_type"), heads=heads) == graph
     assert torch.equal(result.edge_index, graph.edge_index)
     assert ("edge_type" in result) == (heads > 1)
     assert result.x is data.x
@@ -519,20 +438,12 @@ def test_transform_of_data(case: Case, heads: int) -> None:
 def test_transform_of_a_batch(case: Case, heads: int) -> None:
     lengths = [4, 1, 6]
     batch = Batch.from_data_list(
-        [
-            Data(x=torch.randn(n, 2), y=torch.tensor([n]), edge_index=torch.zeros(2, n, dtype=torch.int64))
-            for n in lengths
-        ]
+        [Data(x=torch.randn(n, 2), y=torch.tensor([n]), edge_index=torch.zeros(2, n, dtype=torch.int64)) for n in lengths]
     )
     before = [data.edge_index for data in batch.to_data_list()]
     result = case.transform(heads)(batch)
     graph = case(None, ptr=batch.ptr, heads=heads)
-    assert (
-        AttentionGraph.from_edge_index(
-            result.edge_index, edge_head=result.get("edge_type"), heads=heads, query_ptr=result.ptr
-        )
-        == graph
-    )
+    assert AttentionGraph.from_edge_index(result.edge_index, edge_head=result.get("edge_type"), heads=heads, query_ptr=result.ptr) == graph
     for sequence, data in enumerate(result.to_data_list()):
         one = graph.sequence(sequence)
         assert torch.equal(data.edge_index, one.edge_index)
@@ -545,12 +456,8 @@ def test_transform_of_a_batch(case: Case, heads: int) -> None:
 def test_transform_of_a_batch_without_edges_separates() -> None:
     batch = Batch.from_data_list([Data(num_nodes=2), Data(num_nodes=3)])
     parts = SourceGraph(patterns.PatternSource(patterns.window, size=1), heads=2)(batch).to_data_list()
-    assert [part.edge_index.tolist() for part in parts] == [
-        patterns.window(n, 1, heads=2).edge_index.tolist() for n in (2, 3)
-    ]
-    assert [part.edge_type.tolist() for part in parts] == [
-        patterns.window(n, 1, heads=2).edge_head.tolist() for n in (2, 3)
-    ]
+    assert [part.edge_index.tolist() for part in parts] == [patterns.window(n, 1, heads=2).edge_index.tolist() for n in (2, 3)]
+    assert [part.edge_type.tolist() for part in parts] == [patterns.window(n, 1, heads=2).edge_head.tolist() for n in (2, 3)]
 
 
 def test_transform_replaces_the_former_edges() -> None:
@@ -573,9 +480,7 @@ def test_transform_reads_batch_where_there_is_no_ptr() -> None:
     assert result.edge_index.tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 2, 2]]
 
 
-@pytest.mark.parametrize(
-    "data", [HeteroData(), Batch.from_data_list([HeteroData(), HeteroData()]), torch.ones(3, 2)], ids=type
-)
+@pytest.mark.parametrize("data", [HeteroData(), Batch.from_data_list([HeteroData(), HeteroData()]), torch.ones(3, 2)], ids=type)
 def test_transform_of_something_else(data: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(f"Expected 'data' to be Data (got {type(data).__name__}).")):
         FULL_GRAPH(data)

@@ -40,10 +40,7 @@ def trace() -> EncoderTrace:
         return encoder(torch.arange(64) % 10, torch.tensor([0, 16, 32, 48, 64]), seed=0, return_trace=True)[1]
 
 
-ROWS = [
-    {"step": 10.0 * step, "loss": 1.0, "density_layer0_head0": 0.2, "density_layer1_head0": 0.01 * step}
-    for step in range(5)
-]
+ROWS = [{"step": 10.0 * step, "loss": 1.0, "density_layer0_head0": 0.2, "density_layer1_head0": 0.01 * step} for step in range(5)]
 
 
 def losses() -> list[Loss]:
@@ -202,8 +199,7 @@ def test_pixels_show_how_many_attend_to_them(trace: EncoderTrace) -> None:
 def test_extremes_are_the_sparsest_and_the_densest() -> None:
     graphs = [
         AttentionGraph.from_dense(
-            torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-            < torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7]).view(5, 1, 1, 1)
+            torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7]).view(5, 1, 1, 1)
         )
     ]
     density = torch.stack([graph.density for graph in graphs])
@@ -211,12 +207,7 @@ def test_extremes_are_the_sparsest_and_the_densest() -> None:
     assert plots.density_extremes(density, 50) == ([1, 3], [4, 2])
     assert plots.density_extremes(density[:, :1]) == ([0], [0])
     figure = plots.plot_extremes(graphs, count=2)
-    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == [
-        "input 1",
-        "input 3",
-        "input 4",
-        "input 2",
-    ]
+    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == ["input 1", "input 3", "input 4", "input 2"]
     assert "the 2 inputs of lowest and the 2 of highest mean density among 5" in str(figure.get_label())
     assert len(plots.plot_extremes([graphs[0].sequence(0)]).axes) == 2  # one input is drawn once
 
@@ -228,9 +219,7 @@ def test_sorting_makes_communities_visible() -> None:
     graph = sample_edges(sbm, seed=0)
     left, middle, right = plots.plot_communities(graph, sbm).axes[:3]
     np.testing.assert_array_equal(np.asarray(left.images[0].get_array()), graph.to_dense()[0])
-    np.testing.assert_array_equal(
-        np.asarray(middle.images[0].get_array()), patterns.block_diagonal(40, 4).to_dense()[0]
-    )
+    np.testing.assert_array_equal(np.asarray(middle.images[0].get_array()), patterns.block_diagonal(40, 4).to_dense()[0])
     np.testing.assert_array_equal(np.asarray(right.images[0].get_array()), np.eye(4))
 
 
@@ -242,9 +231,7 @@ def test_colours_of_the_block_matrix_span_its_weights() -> None:
     assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
     assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
     even = SBM(member, member, torch.full((1, 3, 3), 0.2))
-    assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx(
-        (0.0, 0.2)
-    )
+    assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx((0.0, 0.2))
 
 
 def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
@@ -285,35 +272,23 @@ def test_losses_show_when_training_became_sparse() -> None:
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected 'density' to be \[L, B, H\] \(got \[2, 3\]\). `EncoderTrace.density` is."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'density' to be \[L, B, H\] \(got \[2, 3\]\). `EncoderTrace.density` is."):
         plots.plot_density(torch.rand(2, 3))
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'graphs' to hold the graph of a layer \(got none\). Full attention has no graph to draw.",
+        ValueError, match=r"Expected 'graphs' to hold the graph of a layer \(got none\). Full attention has no graph to draw."
     ):
         plots.plot_extremes([None, None])
-    with pytest.raises(
-        ValueError, match=r"Expected 'images' to be \[4, height, width\], one for each sequence \(got \[3, 4, 4\]\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'images' to be \[4, height, width\], one for each sequence \(got \[3, 4, 4\]\)."):
         plots.plot_pixel_attention(trace, torch.rand(3, 4, 4))
     with pytest.raises(
-        ValueError,
-        match=r"Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 \(got \[16, 16, 16, 16\]\).",
+        ValueError, match=r"Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 \(got \[16, 16, 16, 16\]\)."
     ):
         plots.plot_pixel_attention(trace, torch.rand(4, 5, 5))
-    with pytest.raises(
-        ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got \['step'\]\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got \['step'\]\)."):
         plots.plot_training_density([{"step": 1.0}])
-    with pytest.raises(
-        ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got no rows\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got no rows\)."):
         plots.plot_training_density([])
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."):
         plots.plot_communities(patterns.full(3), model())
     for draw in (plots.plot_mask, plots.plot_communities):
         with pytest.raises(ValueError, match=r"Expected 'head' in 0..1 \(got 5\). Count from 0."):
@@ -322,9 +297,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
             draw(patterns.full(24, heads=2), model(), sequence=1)
         with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
             draw(torch.eye(24), model())  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"Expected 'count' to be at least 1 \(got 0\). It is the number of inputs at each end."
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'count' to be at least 1 \(got 0\). It is the number of inputs at each end."):
         plots.density_extremes(torch.rand(1, 4, 1), 0)
     removed = Figure().subplots()
     removed.remove()
@@ -332,7 +305,6 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
         plots.plot_density(torch.rand(1, 1, 1), ax=removed)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        ImportError,
-        match=r"Expected 'matplotlib' to be installed \(it is not\). Run `pip install -e ...analysis..` in the root of a",
+        ImportError, match=r"Expected 'matplotlib' to be installed \(it is not\). Run `pip install -e ...analysis..` in the root of a"
     ):
         plots.plot_mask(patterns.full(3))

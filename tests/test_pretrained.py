@@ -26,15 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from sbm_pyg import (
-    PairClassifier,
-    Pretrained,
-    SequenceClassifier,
-    SequenceEncoder,
-    TokenClassifier,
-    estimators,
-    pretrained,
-)
+from sbm_pyg import PairClassifier, Pretrained, SequenceClassifier, SequenceEncoder, TokenClassifier, estimators, pretrained
 from sbm_pyg.dense import FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -173,12 +165,8 @@ def test_weights_lie_where_torch_puts_its_own(saved: Path, dtype: torch.dtype) -
         safetensors.torch.save_file(state, weights, metadata={"space": " " * spaces})
         edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
         tensors = SequenceClassifier.from_pretrained(saved).state_dict()
-        assert {name: tensor.data_ptr() % 64 for name, tensor in tensors.items() if tensor.numel()} == dict.fromkeys(
-            state, 0
-        )
-        assert all(
-            torch.equal(tensors[name], tensor) and tensors[name].dtype == dtype for name, tensor in state.items()
-        )
+        assert {name: tensor.data_ptr() % 64 for name, tensor in tensors.items() if tensor.numel()} == dict.fromkeys(state, 0)
+        assert all(torch.equal(tensors[name], tensor) and tensors[name].dtype == dtype for name, tensor in state.items())
 
 
 class Odd(Pretrained):
@@ -203,9 +191,7 @@ class Odd(Pretrained):
 
 def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
     model, x = Odd(), torch.randn(5, 4)
-    with pytest.raises(
-        ValueError, match=re.escape("Expected 'lazy.weight' to hold numbers (got a lazy parameter). Call the model")
-    ):
+    with pytest.raises(ValueError, match=re.escape("Expected 'lazy.weight' to hold numbers (got a lazy parameter). Call the model")):
         model.save_pretrained(tmp_path / "model")
     model(x)
     model.double()
@@ -213,26 +199,20 @@ def test_shared_and_lazy_parameters_come_back(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     again = Odd.from_pretrained(tmp_path / "model")
     assert again.first.weight is again.second.weight
-    assert {name: value.dtype for name, value in again.state_dict().items()} == {
-        n: v.dtype for n, v in model.state_dict().items()
-    }
+    assert {name: value.dtype for name, value in again.state_dict().items()} == {n: v.dtype for n, v in model.state_dict().items()}
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
     assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
     assert again.get_buffer("table").tolist() == [0, 1, 2]
     again.float()
     torch.testing.assert_close(again(x), model.float()(x))
-    with pytest.raises(
-        ValueError, match=re.escape("Expected 'left' to hold numbers (got a meta tensor). Load weights")
-    ):
+    with pytest.raises(ValueError, match=re.escape("Expected 'left' to hold numbers (got a meta tensor). Load weights")):
         model.to("meta").save_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_no_numbers_are_refused(saved: Path, number: float, tmp_path: Path) -> None:
     model = SequenceClassifier.from_pretrained(saved)
-    name = (
-        "encoder.layers.1.norm.weight" if "encoder.layers.1.norm.weight" in model.state_dict() else "classifier.2.bias"
-    )
+    name = "encoder.layers.1.norm.weight" if "encoder.layers.1.norm.weight" in model.state_dict() else "classifier.2.bias"
     with torch.no_grad():
         model.get_parameter(name)[3] = number
     with pytest.raises(ValueError, match=re.escape(f"Expected '{name}' to be finite (got values from ")):
@@ -247,13 +227,10 @@ def test_weights_that_are_no_numbers_are_refused(saved: Path, number: float, tmp
 
 def test_weights_go_to_the_device(saved: Path) -> None:
     if torch.cuda.is_available():
-        assert {
-            parameter.device.type for parameter in SequenceClassifier.from_pretrained(saved, device="cuda").parameters()
-        } == {"cuda"}
-    assert {
-        parameter.device
-        for parameter in SequenceClassifier.from_pretrained(saved, device=torch.device("cpu")).parameters()
-    } == {torch.device("cpu")}
+        assert {parameter.device.type for parameter in SequenceClassifier.from_pretrained(saved, device="cuda").parameters()} == {"cuda"}
+    assert {parameter.device for parameter in SequenceClassifier.from_pretrained(saved, device=torch.device("cpu")).parameters()} == {
+        torch.device("cpu")
+    }
 
 
 def test_nothing_is_pickled_or_executed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,10 +240,7 @@ def test_nothing_is_pickled_or_executed(saved: Path, monkeypatch: pytest.MonkeyP
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (torch, "save")):
         monkeypatch.setattr(module, name, refuse)
     SequenceClassifier.from_pretrained(saved).save_pretrained(saved)
-    assert (
-        safetensors.torch.load_file(saved / "model.safetensors").keys()
-        == SequenceClassifier.from_pretrained(saved).state_dict().keys()
-    )
+    assert safetensors.torch.load_file(saved / "model.safetensors").keys() == SequenceClassifier.from_pretrained(saved).state_dict().keys()
 
 
 # ------------------------------------------------------------------------------------------------ what the folder says
@@ -279,17 +253,13 @@ def test_config_holds_version_class_options_and_hashes(saved: Path) -> None:
     assert config["options"]["num_classes"] == 10
     assert config["options"]["encoder"]["class"] == "SequenceEncoder"
     assert config["options"]["encoder"]["options"]["attention_options"] == OPTIONS["sbm"]
-    assert config["sha256"] == {
-        "model.safetensors": hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
-    }
+    assert config["sha256"] == {"model.safetensors": hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()}
 
 
 def test_card_states_task_metric_and_density(tmp_path: Path) -> None:
     model = SequenceClassifier(encoder(), 10)
     density = torch.tensor([[0.25, 0.125], [0.5, 0.0625]])
-    model.save_pretrained(
-        tmp_path / "model", task="ListOps | flat", metric={"test accuracy": 0.7371, "loss": 1}, density=density
-    )
+    model.save_pretrained(tmp_path / "model", task="ListOps | flat", metric={"test accuracy": 0.7371, "loss": 1}, density=density)
     card = (tmp_path / "model" / "README.md").read_text()
     for line in (
         "# SequenceClassifier",
@@ -317,9 +287,7 @@ def test_card_says_what_was_not_stated(saved: Path) -> None:
     assert {"| trained on | not stated |", "| metric | not stated |", "| density | not stated |"} <= {*rows}
 
 
-@pytest.mark.parametrize(
-    "density", [1.5, -0.1, float("nan"), [0.5, 0.5], torch.full((2, 3, 2), 0.5), torch.empty(0, 2)]
-)
+@pytest.mark.parametrize("density", [1.5, -0.1, float("nan"), [0.5, 0.5], torch.full((2, 3, 2), 0.5), torch.empty(0, 2)])
 def test_impossible_densities_are_refused(density: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("Expected 'density' to be a number or [L, H] in [0, 1]")):
         encoder().save_pretrained(tmp_path / "model", density=density)
@@ -359,9 +327,7 @@ def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
         (torch.tensor(1 + 2j), TypeError, "Expected 'metric' to hold a number for 'accuracy' (got tensor(1.+2.j))."),
     ],
 )
-def test_metrics_that_are_no_numbers_are_refused(
-    value: Any, error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_metrics_that_are_no_numbers_are_refused(value: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=re.escape(message)):
         encoder().save_pretrained(tmp_path / "model", metric={"accuracy": value})
     assert not os.listdir(tmp_path)
@@ -382,9 +348,7 @@ def test_what_a_card_cannot_say_is_refused(options: dict[str, Any], message: str
 
 
 def test_numbers_of_numpy_are_options(tmp_path: Path) -> None:
-    model = SequenceEncoder(
-        15, 16, num_layers=1, attention_options={"num_blocks": np.int64(4), "dropout": np.float32(0.5)}
-    )
+    model = SequenceEncoder(15, 16, num_layers=1, attention_options={"num_blocks": np.int64(4), "dropout": np.float32(0.5)})
     model.save_pretrained(tmp_path / "model")
     assert SequenceEncoder.from_pretrained(tmp_path / "model").constructor_options()["attention_options"] == {
         "num_blocks": 4,
@@ -401,9 +365,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("failing", ["weights", "config", "card", "publish"])
 @pytest.mark.parametrize("existing", [True, False])
-def test_a_failing_write_leaves_what_was_there(
-    failing: str, existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_write_leaves_what_was_there(failing: str, existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     if existing:
         SequenceClassifier(encoder(), 10).save_pretrained(folder)
@@ -452,10 +414,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 def test_other_content_is_never_replaced(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        ValueError,
-        match=re.escape(f"Expected 'folder' to be new, empty or a saved model (got '{tmp_path}', which holds "),
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"Expected 'folder' to be new, empty or a saved model (got '{tmp_path}', which holds ")):
         encoder().save_pretrained(tmp_path)
     assert content(tmp_path) == dict.fromkeys(names, b"{}")
     with pytest.raises(ValueError, match="Expected 'folder' to be new"):
@@ -467,16 +426,11 @@ def attend(channels: int, head_channels: int, heads: int) -> nn.Module:
 
 
 def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        TypeError, match=re.escape("Expected 'SequenceEncoder.attention' to be plain data (got <function attend")
-    ):
+    with pytest.raises(TypeError, match=re.escape("Expected 'SequenceEncoder.attention' to be plain data (got <function attend")):
         SequenceClassifier(encoder(attend), 10).save_pretrained(tmp_path / "model")
     with_bias = encoder(attention_options={"num_blocks": 2, "score_bias": max})
     with pytest.raises(
-        TypeError,
-        match=re.escape(
-            "Expected 'SequenceEncoder.attention_options.score_bias' to be plain data (got <built-in function max>)"
-        ),
+        TypeError, match=re.escape("Expected 'SequenceEncoder.attention_options.score_bias' to be plain data (got <built-in function max>)")
     ):
         with_bias.save_pretrained(tmp_path / "model")
     assert not os.listdir(tmp_path)
@@ -486,9 +440,7 @@ def test_a_class_without_options_says_so(tmp_path: Path) -> None:
     class Silent(Pretrained):
         pass
 
-    with pytest.raises(
-        NotImplementedError, match=re.escape("Silent has no constructor options. Define `constructor_options`")
-    ):
+    with pytest.raises(NotImplementedError, match=re.escape("Silent has no constructor options. Define `constructor_options`")):
         Silent().save_pretrained(tmp_path / "model")
 
 
@@ -503,9 +455,7 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected '{tmp_path / 'nowhere' / 'config.json'}' to be a file (got none)")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"Expected '{tmp_path / 'nowhere' / 'config.json'}' to be a file (got none)")):
         Pretrained.from_pretrained(tmp_path / "nowhere")
 
 
@@ -577,9 +527,7 @@ FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
     "another shape": lambda state: safetensors.torch.save({name: value[:1].clone() for name, value in state.items()}),
     "integers": lambda state: safetensors.torch.save({name: value.long() for name, value in state.items()}),
-    "fp8": lambda state: safetensors.torch.save(
-        {**state, "encoder.norm.bias": torch.ones(16, dtype=torch.float8_e5m2)}
-    ),
+    "fp8": lambda state: safetensors.torch.save({**state, "encoder.norm.bias": torch.ones(16, dtype=torch.float8_e5m2)}),
     "a share of three": lambda state: safetensors.torch.save({**state, SHARE: torch.full((3,), 0.5)}),
     "a share of two": lambda state: safetensors.torch.save({**state, SHARE: torch.tensor(2.0)}),
     "complex": lambda state: safetensors.torch.save({name: value.to(torch.complex64) for name, value in state.items()}),
@@ -591,9 +539,7 @@ def test_foreign_weights_are_told(saved: Path, kind: str) -> None:
     weights = saved / "model.safetensors"
     weights.write_bytes(FOREIGN[kind](safetensors.torch.load_file(weights)))
     edit(saved, sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
-    with pytest.raises(
-        ValueError, match=f"(?s)^Expected .*'{re.escape(str(saved))}/.* (Restore .* saved|Save the model)"
-    ):
+    with pytest.raises(ValueError, match=f"(?s)^Expected .*'{re.escape(str(saved))}/.* (Restore .* saved|Save the model)"):
         SequenceClassifier.from_pretrained(saved)
 
 
@@ -610,9 +556,7 @@ def test_no_more_is_made_than_the_weights_have(sizes: dict[str, int], saved: Pat
     config = json.loads((saved / "config.json").read_text())
     config["options"]["encoder"]["options"].update(sizes)
     edit(saved, **config)
-    with pytest.raises(
-        ValueError, match=r"to fit SequenceEncoder \(got ValueError: it makes (\d{1,3}|1,\d{3}) parameters"
-    ):
+    with pytest.raises(ValueError, match=r"to fit SequenceEncoder \(got ValueError: it makes (\d{1,3}|1,\d{3}) parameters"):
         SequenceClassifier.from_pretrained(saved)
     assert SequenceEncoder(15, 256).position.weight.numel() > 20_000  # not any more
 
@@ -698,9 +642,10 @@ def test_a_damaged_config_is_read_or_told(small: tuple[Path, dict[str, Any]], ch
             assert model.encoder.dropout.p <= 1, way
     assert len(told) >= 8
     for way, message in told.items():
-        assert re.match(
-            rf"(?s)Expected .*'{re.escape(str(folder))}/(config.json|model.safetensors)'.*\(got .*\)\. \w.*\.$", message
-        ), (way, message)
+        assert re.match(rf"(?s)Expected .*'{re.escape(str(folder))}/(config.json|model.safetensors)'.*\(got .*\)\. \w.*\.$", message), (
+            way,
+            message,
+        )
 
 
 @pytest.mark.parametrize(
@@ -720,9 +665,7 @@ def test_a_damaged_config_is_read_or_told(small: tuple[Path, dict[str, Any]], ch
         (("options",), "deep", "Expected '{}' to be JSON (got "),
     ],
 )  # fmt: skip
-def test_a_damaged_config_is_told_by_key(
-    small: tuple[Path, dict[str, Any]], way: tuple[str, ...], change: str, message: str
-) -> None:
+def test_a_damaged_config_is_told_by_key(small: tuple[Path, dict[str, Any]], way: tuple[str, ...], change: str, message: str) -> None:
     folder, config = small
     (folder / "config.json").write_text(damaged(config, way, change))
     with pytest.raises(ValueError, match=re.escape(message.format(folder / "config.json"))):
@@ -733,9 +676,6 @@ def test_options_that_look_like_a_model_are_refused(tmp_path: Path) -> None:
     model = encoder(attention_options={"num_blocks": 2})
     model._options["attention_options"] = {"class": "x"}
     with pytest.raises(
-        ValueError,
-        match=re.escape(
-            "Expected 'SequenceEncoder.attention_options' to have no key 'class' or 'options' (got ['class'])"
-        ),
+        ValueError, match=re.escape("Expected 'SequenceEncoder.attention_options' to have no key 'class' or 'options' (got ['class'])")
     ):
         model.save_pretrained(tmp_path / "model")

@@ -62,6 +62,4 @@ def test_compilation_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert len(kernels) == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     folder = kernels[0]._cache.cache_path
-    assert caplog.messages == [
-        f"sbm_pyg compiles the CPU kernels that a call needs, some seconds each; once, into {folder}"
-    ]
+    assert caplog.messages == [f"sbm_pyg compiles the CPU kernels that a call needs, some seconds each; once, into {folder}"]

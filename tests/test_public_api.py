@@ -164,6 +164,4 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 def test_type_hints_are_for_others_too() -> None:
     assert (ROOT / "py.typed").is_file()
-    assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {
-        "sbm_pyg": ["py.typed"]
-    }
+    assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {"sbm_pyg": ["py.typed"]}

@@ -47,11 +47,7 @@ def test_mqar(fillers: int) -> None:
     assert bool((values.sort(1).values.diff(dim=1) > 0).all())
     assert bool((examples.places.sort(1).values.diff(dim=1) > 0).all())
     assert bool((examples.places >= 12).all())
-    rest = (
-        torch.ones(300, 40, dtype=torch.bool)
-        .index_fill_(1, torch.arange(12), False)
-        .scatter_(1, examples.places, False)
-    )
+    rest = torch.ones(300, 40, dtype=torch.bool).index_fill_(1, torch.arange(12), False).scatter_(1, examples.places, False)
     assert set(examples.tokens[rest].tolist()) == set(range(known if fillers else 0, 50))
 
 
@@ -84,9 +80,7 @@ def test_joint_recall() -> None:
     told = examples.tokens[:, 1 : half + 1].gather(1, context[examples.sources - 1])
     assert torch.equal(asked, told)
     assert all(len(set(row)) == 5 for row in told.tolist())
-    assert all(
-        len(set(zip(*pair, strict=True))) == 35 for pair in zip(asked.tolist(), examples.places.tolist(), strict=True)
-    )
+    assert all(len(set(zip(*pair, strict=True))) == 35 for pair in zip(asked.tolist(), examples.places.tolist(), strict=True))
     assert set(examples.answers.unique().tolist()) == set(range(2, 18))
     # the order is another one each time
     assert len({tuple(row) for row in (examples.places - half - examples.sources).tolist()}) == 200
@@ -129,9 +123,7 @@ def test_densities_that_follow_the_tokens_are_near(rule: str, density: float) ->
     torch.manual_seed(0)
     ptr = torch.arange(5) * 128
     query, key = torch.randn(2, 2, 512, 16, generator=generator())
-    graph = hybrid.FixedDensity(rule, density, 16, 2)(
-        Tokens(query, key, ptr, bipartite=False, is_causal=True, seed=1)
-    ).graph.validate()
+    graph = hybrid.FixedDensity(rule, density, 16, 2)(Tokens(query, key, ptr, bipartite=False, is_causal=True, seed=1)).graph.validate()
     assert graph.is_causal
     assert 0.5 * density < hybrid.beyond(graph) < 1.5 * density
 
@@ -147,13 +139,7 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
     bias = dense.layers[0].attention.score_bias
     assert name == "dcmm:num_blocks=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
     assert schedule is None
-    assert (bias.num_blocks, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
-        7,
-        "softplus",
-        False,
-        False,
-        0.2,
-    )
+    assert (bias.num_blocks, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (7, "softplus", False, False, 0.2)
     _, choices = dense(torch.randint(8, (2, 10)))
     assert choices[1].graph.num_edges == 2 * 55
     name, sampled, schedule = made("sbm:bias=5,degree_corrected=1")
@@ -196,9 +182,7 @@ def test_evaluation_counts_the_edges_to_answers() -> None:
     start = 16 * torch.arange(4)[:, None]
     pairs = torch.stack([(examples.sources + start).flatten(), (examples.places + start).flatten()])
     ptr = torch.arange(5) * 16
-    some = AttentionGraph.from_edge_index(
-        pairs[:, [0, 3, 4, 5, 6]], query_ptr=ptr, key_ptr=ptr, num_queries=64
-    ).causal()
+    some = AttentionGraph.from_edge_index(pairs[:, [0, 3, 4, 5, 6]], query_ptr=ptr, key_ptr=ptr, num_queries=64).causal()
     loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
     layers = iter([Chosen(some | loops), Chosen(loops)])
     recaller = hybrid.Recaller(30, 8, 2, lambda: next(layers)).eval()
@@ -239,9 +223,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("method", ["full", "random", "sbm", "sbm:control=fixed,estimator=local"])
-def test_a_run_that_was_killed_ends_with_the_same_bits(
-    method: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_killed_ends_with_the_same_bits(method: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train.Run("mqar-small", method, 0.2, 1, **TINY)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -269,9 +251,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(
         train.train(dataclasses.replace(run, channels=16), broken)
 
 
-def test_the_program_trains_what_is_missing_and_reports(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_trains_what_is_missing_and_reports(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--densities", "0.2", "--steps", "3", "--channels", "8", "--output", str(tmp_path)]
     program.main(["--methods", "full", "window", *words])
     first = capsys.readouterr().out
@@ -320,9 +300,7 @@ def test_recalled_tokens_complete_a_pair_that_is_far() -> None:
     found = language_model.recalled(tokens)
     for row, sequence in enumerate(tokens.tolist()):
         for end in range(60):
-            earlier = (
-                [at for at in range(1, end) if sequence[at - 1 : at + 1] == sequence[end - 1 : end + 1]] if end else []
-            )
+            earlier = [at for at in range(1, end) if sequence[at - 1 : at + 1] == sequence[end - 1 : end + 1]] if end else []
             wanted = bool(earlier) and end - max(earlier) > language_model.NEAR
             assert bool(found[row, end]) == wanted
 
@@ -331,9 +309,7 @@ def test_recalled_tokens_complete_a_pair_that_is_far() -> None:
 def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Path) -> None:
     text = "Ein Wörterbuch, ein Wörterbuch: ein \u2713 für \n jedes Wort.\n" * 20
     (tmp_path / "text").write_text(text)
-    given = language_model.parse(
-        ["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", str(vocabulary)]
-    )
+    given = language_model.parse(["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", str(vocabulary)])
     source, test, width = language_model.read_texts(given)
     assert torch.equal(source, test)
     assert len(width) == 256 if vocabulary == 256 else 256 < len(width) <= 300
@@ -357,16 +333,7 @@ def test_the_density_of_a_language_model_begins_as_its_control_says(control: str
 
 def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
-    words = [
-        "--train",
-        str(tmp_path / "text"),
-        "--test",
-        str(tmp_path / "text"),
-        "--vocabulary",
-        "256",
-        "--length",
-        "48",
-    ]
+    words = ["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", "256", "--length", "48"]
     words += ["--steps", "8", "--batch-size", "2", "--channels", "16", "--heads", "2", "--window", "1"]
     words += ["--methods", "full", "sbm", "random", "--densities", "0.2", "--output", str(tmp_path)]
     language_model.main(words)
@@ -406,8 +373,6 @@ def test_examples_are_made_a_thousand_at_a_time(count: int) -> None:
         made.append(count)
         return tasks.Examples(*(torch.zeros(count, length) for _ in range(4)))
 
-    task = tasks.Task(
-        lambda length, pairs, num_tokens, *rest: make(length, *rest), 40, {(3, 2): count}, {}, 4, 30, 1e-3
-    )
+    task = tasks.Task(lambda length, pairs, num_tokens, *rest: make(length, *rest), 40, {(3, 2): count}, {}, 4, 30, 1e-3)
     assert len(task.examples("train")[3, 2].tokens) == sum(made) == count
     assert 0 < min(made) <= max(made) <= 1000

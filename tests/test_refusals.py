@@ -9,19 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import (
-    AttentionConv,
-    AttentionGraph,
-    BlockGraph,
-    BlockPool,
-    SBMAttentionConv,
-    SBMHead,
-    SBMSource,
-    Sparsifier,
-    ops,
-    pad,
-    ragged,
-)
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, BlockPool, SBMAttentionConv, SBMHead, SBMSource, Sparsifier, ops, pad, ragged
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
 
@@ -61,17 +49,12 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
     check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")
     check(lambda: ragged.resolve_ptr(many, PTR), "'ptr' to run from 0 to ")
-    check(
-        lambda: ground_truth.group_entropy(torch.zeros(2, 9, dtype=torch.int64), many, GRAPH),
-        "'num_groups' so that int64",
-    )
+    check(lambda: ground_truth.group_entropy(torch.zeros(2, 9, dtype=torch.int64), many, GRAPH), "'num_groups' so that int64")
     check(lambda: pad(torch.zeros(9), PTR, 10**400), "'fill_value' in ")
     # where all there are is a sensible answer, it is given
     ranks = X.argsort(1).argsort(1)
     largest = min(many, 2**63 - 1)
-    assert predictors.buckets(X, many).tolist() == [
-        [[rank * largest // 9 for rank in row] for row in head] for head in ranks.tolist()
-    ]
+    assert predictors.buckets(X, many).tolist() == [[[rank * largest // 9 for rank in row] for row in head] for head in ranks.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +116,7 @@ def test_graphs_on_meta() -> None:
     assert repr(meta) == "AttentionGraph(1 sequence, 2 heads, 9 queries, 9 keys, 162 edges, device='meta')"
     check(lambda: ground_truth.compare(GRAPH, meta), r"'graph' on cpu, as 'ground_truth' is \(got meta\)")
     check(lambda: ground_truth.compare(meta, GRAPH), "'ground_truth' to hold values")
-    check(
-        lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'"
-    )
+    check(lambda: GRAPH.contains(torch.zeros(2, 3, dtype=torch.int64, device="meta")), r"'edge_index' on cpu, as 'graph'")
 
 
 @pytest.mark.parametrize("ptr", [torch.tensor([[0, 9]]), torch.tensor(9), torch.tensor([9, 4, 0])])

@@ -34,10 +34,7 @@ WORDS = "the cat saw a dog ; it seems the dog , who saw a cat , heard no cat at 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command line
-    "recall": (
-        "examples.recall.__main__",
-        "--methods full sbm:estimator=local --densities 0.2 --steps 30 --channels 8 --batch-size 4",
-    ),
+    "recall": ("examples.recall.__main__", "--methods full sbm:estimator=local --densities 0.2 --steps 30 --channels 8 --batch-size 4"),
     "language": (
         "examples.language_model",
         "--train TEXT --test TEXT --vocabulary 256 --length 32 --steps 24 --batch-size 2 --channels 16 --window 1 "
@@ -99,9 +96,7 @@ def make_small() -> dict[tuple[Any, str], Any]:
     from examples.recall import tasks, train
 
     whole, few = data.load("digits"), torch.arange(0, 400, 2)
-    images = data.Images(
-        whole.train[few], whole.train_labels[few], whole.test[:60], whole.test_labels[:60], whole.classes
-    )
+    images = data.Images(whole.train[few], whole.train_labels[few], whole.test[:60], whole.test_labels[:60], whole.classes)
     task = tasks.Task(tasks.mqar, 40, {(16, 2): 40}, {(16, 2): 6}, 4, 30, 1e-3)
     small: dict[tuple[Any, str], Any] = {
         (tasks, "TASKS"): {**tasks.TASKS, "mqar-small": task},
@@ -327,9 +322,7 @@ READ = {  # a file that a program reads, and what stands in its way
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[: 2 * len(content) // 3],
     "cut by a line": lambda content: content.rstrip(b"\n").rpartition(b"\n")[0] + b"\n",
-    "a bit": lambda content: (
-        content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :]
-    ),
+    "a bit": lambda content: content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 4]) + content[len(content) // 2 + 1 :],
     "emptied": lambda content: b"",
     "something else": lambda content: b"\x80\x02 neither text nor an archive",
 }
@@ -423,9 +416,7 @@ def test_a_damaged_table_is_named(kind: str, tmp_path: Path) -> None:
         tables.add(path, [{"run": "full", "seed": 0, "loss": 0.123456}, {"run": "full", "seed": 1, "loss": 0.7}])
     content = path.read_bytes()
     path.write_bytes(DAMAGES[kind](content))
-    message = re.escape(
-        f"Expected '{path}' to be as it was written (got other bytes than settings.json says). It is damaged"
-    )
+    message = re.escape(f"Expected '{path}' to be as it was written (got other bytes than settings.json says). It is damaged")
     for act in (lambda: tables.read(path), lambda: tables.add(path, [{"run": "full", "seed": 2, "loss": 0.5}])):
         with pytest.raises(runs.RunError, match=message):
             act()
@@ -485,10 +476,7 @@ def test_a_table_without_settings_is_not_added_to(
 ) -> None:
     tables.add(tmp_path / "rows.csv", [{"task": "mqar-small", "run": "full", "seed": 0}])
     said = refusal("recall", tmp_path, inputs, capsys)
-    assert (
-        f"Expected '{tmp_path / 'settings.json'}' to be what rows.csv was made with (got no such file). Restore it"
-        in said
-    )
+    assert f"Expected '{tmp_path / 'settings.json'}' to be what rows.csv was made with (got no such file). Restore it" in said
 
 
 def test_a_folder_has_one_process_at_a_time(
@@ -508,9 +496,7 @@ def test_a_full_disk_is_named_at_each_file(
     assert len(files) > 3
     folder = tmp_path / "run"
     folder.mkdir()
-    for file in sorted(
-        files, key=lambda file: (whole(name) / file).stat().st_mtime_ns
-    ):  # in the order in which they are written
+    for file in sorted(files, key=lambda file: (whole(name) / file).stat().st_mtime_ns):  # in the order in which they are written
         (folder / f"{file}.partial").symlink_to("/dev/full")
         said = refusal(name, folder, inputs, capsys)
         assert f"Expected 'output' to have room for {file}, " in said

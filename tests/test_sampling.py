@@ -38,9 +38,7 @@ def stacked(sbm: SBM, draws: int) -> SBM:
 def graph_numbers(graph: AttentionGraph, queries: int) -> Tensor:
     """Each consecutive group of queries as one graph, numbered by its bits."""
     bit = (graph.edge_row % queries) * graph.num_keys + graph.col
-    return torch.zeros(graph.num_queries // queries, dtype=torch.int64).index_add(
-        0, graph.edge_row // queries, 1 << bit
-    )
+    return torch.zeros(graph.num_queries // queries, dtype=torch.int64).index_add(0, graph.edge_row // queries, 1 << bit)
 
 
 def joint_law(prob: Tensor) -> Tensor:
@@ -130,12 +128,7 @@ def test_the_joint_test_has_power() -> None:
 def test_products_of_groups_have_the_joint_law(way: str) -> None:
     """A head with groups makes a block model like any other; one of its groups alone has another law."""
     torch.manual_seed(2)
-    options: dict[str, Any] = {
-        "parameterization": "overlapping",
-        "initial_density": 0.3,
-        "temperature": 0.3,
-        "groups": 2,
-    }
+    options: dict[str, Any] = {"parameterization": "overlapping", "initial_density": 0.3, "temperature": 0.3, "groups": 2}
     head = SBMHead(4, 1, 4, "orthogonal", **options).requires_grad_(False)
     query, key = torch.randn(2, 1, 3, 4)
     member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]
@@ -151,26 +144,19 @@ def test_sequences_heads_and_seeds_are_independent() -> None:
     single = SBM(sbm.query_membership[:, :1], sbm.key_membership, sbm.block_matrix)
     law = joint_law(single.edge_prob_dense()[0].expand(2, -1))
     draws = 200_000
-    heads = stacked(
-        SBM(*(x.repeat(2, 1, 1) for x in (single.query_membership, single.key_membership, single.block_matrix))), draws
-    )
+    heads = stacked(SBM(*(x.repeat(2, 1, 1) for x in (single.query_membership, single.key_membership, single.block_matrix))), draws)
     first, second = (graph_numbers(sample_edges(heads, seed=15).head(head), 1) for head in range(2))
     assert chi_square(first + 16 * second, law) > FALSE_ALARM
     graphs = [graph_numbers(sample_edges(stacked(single, draws), seed=seed), 1) for seed in (16, 17)]
     assert chi_square(graphs[0] + 16 * graphs[1], law) > FALSE_ALARM
-    sequence_ids = [
-        graph_numbers(sample_edges(stacked(single, draws), seed=16, sequence_ids=torch.tensor([n])), 1)
-        for n in (0, 2**32 - 1)
-    ]
+    sequence_ids = [graph_numbers(sample_edges(stacked(single, draws), seed=16, sequence_ids=torch.tensor([n])), 1) for n in (0, 2**32 - 1)]
     assert chi_square(sequence_ids[0] + 16 * sequence_ids[1], law) > FALSE_ALARM
 
 
 # ------------------------------------------------------------------ larger models
 
 
-def larger_sbm(
-    heads: int = 2, queries: int = 60, keys: int = 80, blocks: int = 5, seed: int = 0, sequences: int = 1
-) -> SBM:
+def larger_sbm(heads: int = 2, queries: int = 60, keys: int = 80, blocks: int = 5, seed: int = 0, sequences: int = 1) -> SBM:
     generator = torch.Generator().manual_seed(seed)
     y, z, s = (
         torch.rand(*shape, generator=generator)
@@ -234,10 +220,7 @@ def test_the_rows_mix_all_ways() -> None:
     """Dense and sparse queries in one graph, as large as the default thresholds need; marginals by degree."""
     keys, blocks = 4000, 40
     member = torch.eye(blocks).repeat_interleave(keys // blocks, 0)
-    even, odd = (
-        torch.ones(1, blocks),
-        torch.eye(blocks)[:1],
-    )  # a query that takes all blocks alike, and one that takes the first alone
+    even, odd = (torch.ones(1, blocks), torch.eye(blocks)[:1])  # a query that takes all blocks alike, and one that takes the first alone
     rate = torch.cat([0.001 * even, 0.9 * even, 0.6 * odd, 0.004 * even, 0.01 * odd]).repeat(80, 1)
     prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
     way = reference_sampling.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
@@ -277,9 +260,7 @@ def test_the_same_edges_for_any_number_of_threads_and_any_batch() -> None:
 
 def test_seed_and_generator() -> None:
     sbm = larger_sbm()
-    assert sample_edges(sbm, generator=torch.Generator().manual_seed(1)) == sample_edges(
-        sbm, generator=torch.Generator().manual_seed(1)
-    )
+    assert sample_edges(sbm, generator=torch.Generator().manual_seed(1)) == sample_edges(sbm, generator=torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
     sample_edges(sbm, seed=1)
     sample_edges(sbm, generator=torch.Generator())
@@ -299,9 +280,7 @@ def test_seed_and_generator() -> None:
 def test_streams_may_be_int32() -> None:
     sbm = larger_sbm(sequences=2)
     sequence_ids = torch.tensor([3, 2**31 - 1])
-    assert sample_edges(sbm, seed=0, sequence_ids=sequence_ids.int()) == sample_edges(
-        sbm, seed=0, sequence_ids=sequence_ids
-    )
+    assert sample_edges(sbm, seed=0, sequence_ids=sequence_ids.int()) == sample_edges(sbm, seed=0, sequence_ids=sequence_ids)
 
 
 def test_streams_are_a_tensor() -> None:
@@ -383,12 +362,8 @@ def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype:
     prob = y @ sbm.block_matrix.double() @ z.mT
     assert float(prob.min()) > 0
     assert float(prob.max()) < 1
-    repeated = (
-        sbm.query_membership.view(2, queries, -1).repeat(1, draws, 1).view(1, 2 * draws * queries, -1)
-    )  # each sequence as many times
-    graph = sample_edges(
-        SBM(repeated, sbm.key_membership, sbm.block_matrix, draws * sbm.query_ptr, sbm.key_ptr), seed=0
-    )
+    repeated = sbm.query_membership.view(2, queries, -1).repeat(1, draws, 1).view(1, 2 * draws * queries, -1)  # each sequence as many times
+    graph = sample_edges(SBM(repeated, sbm.key_membership, sbm.block_matrix, draws * sbm.query_ptr, sbm.key_ptr), seed=0)
     counts = torch.stack([graph.to_dense(b).view(draws, queries, keys).sum(0) for b in range(2)]).double()
     error = (counts / draws - prob) / (prob * (1 - prob) / draws).sqrt()
     assert FALSE_ALARM < stats.chi2.sf(float((error**2).sum()), error.numel()) < 1 - FALSE_ALARM
@@ -425,9 +400,7 @@ def test_blocks_without_members_and_tiny_memberships_are_no_edges() -> None:
         (1e20, 1e5, {"method": "fastrg"}, r"Expected 'sbm' with probabilities below 2\*\*60"),
     ],
 )
-def test_sizes_that_cannot_be_rescaled_are_refused(
-    query: float, key: float, options: dict[str, Any], message: str
-) -> None:
+def test_sizes_that_cannot_be_rescaled_are_refused(query: float, key: float, options: dict[str, Any], message: str) -> None:
     ones = torch.ones(1, 4, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):
         sample_edges(SBM(query * ones, key * ones, ones[:, :1]), seed=0, **options)
@@ -465,10 +438,7 @@ BAD = [
     ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
     ({"sequence_ids": torch.tensor([0, 1])}, r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"),
     ({"sequence_ids": torch.tensor([0.0])}, r"Expected 'sequence_ids' to be \[1\] int64"),
-    (
-        {"sequence_ids": torch.tensor([2**32])},
-        r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got 4294967296 to 4294967296\)",
-    ),
+    ({"sequence_ids": torch.tensor([2**32])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got 4294967296 to 4294967296\)"),
     ({"sequence_ids": torch.tensor([-1])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
     ({"seed": 2**63}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\). Take it modulo 2\*\*63."),
 ]
@@ -555,11 +525,7 @@ def test_rates_that_are_no_numbers(sample: Any) -> None:
 @pytest.mark.parametrize("name", ["query_membership", "key_membership", "block_matrix"])
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        (math.nan, r"finite \(got NaN or inf\)"),
-        (math.inf, r"finite \(got NaN or inf\)"),
-        (-0.1, r"non-negative \(got -0.1\)"),
-    ],
+    [(math.nan, r"finite \(got NaN or inf\)"), (math.inf, r"finite \(got NaN or inf\)"), (-0.1, r"non-negative \(got -0.1\)")],
 )
 def test_bad_memberships(name: str, value: float, message: str) -> None:
     sbm = larger_sbm()
@@ -577,8 +543,7 @@ def test_keys_that_int32_cannot_number() -> None:
     few, key = torch.full((1,), 2.0**-32), torch.ones(1, 1, 1).expand(1, 2**33, 1)
     for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
         with pytest.raises(
-            ValueError,
-            match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once.",
+            ValueError, match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once."
         ):
             sample(few, query_ptr, key_ptr, stream, 1, 0, False)
     with pytest.raises(ValueError, match=r"Expected at most 2\^31 keys in a batch"):
@@ -663,12 +628,7 @@ def test_transform_errors() -> None:
 
 
 def carriers(**changes: Any) -> dict[str, Any]:
-    return {
-        "query_membership": torch.ones(3, 1),
-        "key_membership": torch.ones(3, 1),
-        "block_matrix": torch.ones(1, 1),
-        **changes,
-    }
+    return {"query_membership": torch.ones(3, 1), "key_membership": torch.ones(3, 1), "block_matrix": torch.ones(1, 1), **changes}
 
 
 @pytest.mark.parametrize(
@@ -698,13 +658,9 @@ def test_data_that_do_not_fit(data: Any, error: type[Exception], message: str) -
 
 
 def test_hetero_memberships_have_a_row_for_each_node() -> None:
-    data = HeteroData(
-        {"query": {"query_membership": torch.ones(3, 1)}, "key": {"key_membership": torch.ones(4, 1), "num_nodes": 3}}
-    )
+    data = HeteroData({"query": {"query_membership": torch.ones(3, 1)}, "key": {"key_membership": torch.ones(4, 1), "num_nodes": 3}})
     data.block_matrix = torch.ones(1, 1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'key_membership' to have a row for each of the 3 nodes \(got \[4, 1\]\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'key_membership' to have a row for each of the 3 nodes \(got \[4, 1\]\)"):
         SBMGraph(seed=0)(data)
     assert data.node_types == ["query", "key"]
 

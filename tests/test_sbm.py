@@ -23,16 +23,13 @@ S = torch.rand(2, 3, 3) / 9
 
 def SBMHead(*sizes: Any, **options: Any) -> Head:
     """A head with the form and the start of the paper where a test asks for no others."""
-    return Head(
-        *sizes, **{"parameterization": "paper", **({} if len(sizes) > 3 else {"cluster_init": "kaiming"}), **options}
-    )
+    return Head(*sizes, **{"parameterization": "paper", **({} if len(sizes) > 3 else {"cluster_init": "kaiming"}), **options})
 
 
 def ragged() -> SBM:
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 9, 3), (2, 7, 3), (2, 3, 3))
     )
     return SBM(y, z, s, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 7]))
 
@@ -56,11 +53,7 @@ def test_blocks_that_link_to_themselves_alone_multiply_nothing() -> None:
     by_hand = SBM(y, z, identity, sbm.query_ptr, sbm.key_ptr)
     assert torch.equal(plain.block_matrix, by_hand.block_matrix)
     assert plain.rate is y
-    for one, other in (
-        (plain, by_hand),
-        (plain.limit(1.5), by_hand.limit(1.5)),
-        (plain.with_density(0.3), by_hand.with_density(0.3)),
-    ):
+    for one, other in ((plain, by_hand), (plain.limit(1.5), by_hand.limit(1.5)), (plain.with_density(0.3), by_hand.with_density(0.3))):
         assert one.rate is one.query_membership
         assert torch.equal(one.rate, other.rate)
         leaves = (torch.autograd.grad(each.expected_edges().sum(), (y, z), retain_graph=True) for each in (one, other))
@@ -118,8 +111,7 @@ def test_edge_prob_and_its_gradients() -> None:
     """dY = G Z S^T, dS = Y^T G Z, dZ = G^T Y S."""
     generator = torch.Generator().manual_seed(0)
     y, z, s = (
-        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
+        torch.rand(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 6, 3), (2, 8, 3), (2, 3, 3))
     )
     sbm = SBM(y, z, s)
     graph = random_graph(2, 6, 8, 0.5)
@@ -146,18 +138,14 @@ def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     assert float(prob.mean()) == pytest.approx(0.25, abs=0.005)
     torch.testing.assert_close(sbm.block_matrix.sum((1, 2)), torch.ones(2))
     off = ~torch.eye(128, dtype=torch.bool)
-    assert float(sbm.block_matrix.diagonal(dim1=1, dim2=2).mean() / sbm.block_matrix[:, off].mean()) == pytest.approx(
-        ratio, rel=0.03
-    )
+    assert float(sbm.block_matrix.diagonal(dim1=1, dim2=2).mean() / sbm.block_matrix[:, off].mean()) == pytest.approx(ratio, rel=0.03)
 
 
 @pytest.mark.parametrize("parameterization", ["paper", "mixed", "overlapping"])
 def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> None:
     """All degrees are equal, and the density is the one asked for; then they are factors that learn."""
     torch.manual_seed(0)
-    head = SBMHead(
-        16, 2, 8, "orthogonal", parameterization=parameterization, initial_density=0.1, degree_corrected=True
-    )
+    head = SBMHead(16, 2, 8, "orthogonal", parameterization=parameterization, initial_density=0.1, degree_corrected=True)
     query, key = torch.randn(2, 50, 16), torch.randn(2, 60, 16)
     sbm = head(Tokens(query, key))
     assert float(sbm.expected_density().mean().detach()) == pytest.approx(0.1, rel=0.2)
@@ -198,9 +186,7 @@ def test_heads_know_how_large_memberships_can_be(parameterization: str, degree_c
 @pytest.mark.parametrize("parameterization", ["assortative", "overlapping"])
 @pytest.mark.parametrize(("groups", "side"), [(2, 3), (3, 2), (2, 1)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_with_groups_is_the_product_of_small_heads(
-    parameterization: str, groups: int, side: int, tied: bool
-) -> None:
+def test_a_head_with_groups_is_the_product_of_small_heads(parameterization: str, groups: int, side: int, tied: bool) -> None:
     """Probabilities and gradients are those of the product, whether layers are watched or not."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"parameterization": parameterization, "temperature": 0.6, "tied": tied}
@@ -232,9 +218,7 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_a_head_with_groups_starts_as_one_without(parameterization: str, density: float, groups: int) -> None:
     torch.manual_seed(0)
-    head = SBMHead(16, 2, 64, parameterization=parameterization, initial_density=0.1, groups=groups).requires_grad_(
-        False
-    )
+    head = SBMHead(16, 2, 64, parameterization=parameterization, initial_density=0.1, groups=groups).requires_grad_(False)
     found = head(Tokens(torch.randn(2, 50, 16), torch.randn(2, 60, 16))).expected_density()
     assert float(found.mean()) == pytest.approx(density, rel=0.1)
     assert head.clusters.shape == (2, {1: 64, 2: 16, 3: 12}[groups], 16)
@@ -312,11 +296,7 @@ def test_repr_and_sizes() -> None:
     ("arguments", "error", "message"),
     [
         ((Y.int(), Z, S), TypeError, r"Expected 'query_membership' to be a floating tensor \(got torch.int32\)"),
-        (
-            (Y, Z.double(), S),
-            TypeError,
-            r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)",
-        ),
+        ((Y, Z.double(), S), TypeError, r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)"),
         ((Y, Z, S.to("meta")), ValueError, r"Expected 'block_matrix' on cpu, as 'query_membership' is \(got meta\)"),
         ((Y[0], Z, S), ValueError, r"Expected 'query_membership' to have three dimensions \(got \[6, 3\]\)"),
         ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
@@ -353,9 +333,7 @@ def test_constructor_errors(arguments: tuple, error: type[Exception], message: s
 
 def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"):
         sbm.on(AttentionGraph.from_dense(torch.eye(2)))
     with pytest.raises(TypeError, match=r"Expected 'query_ptr' to be a tensor \(got list\)"):
         SBM(Y, Z, S, cast(Any, [0, 2, 6]))
@@ -378,11 +356,7 @@ def test_other_errors() -> None:
         ({"initial_density": 1.0}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got 1.0\)"),
         ({"initial_density": "0.5"}, TypeError, r"Expected 'initial_density\' to be a number in \(0, 1\) \(got str\)"),
         ({"temperature": 0}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 0\)"),
-        (
-            {"temperature": 1e-45},
-            ValueError,
-            r"Expected 'temperature' in \[1e-06, inf\] \(got 1e-45\)",
-        ),  # memberships would be NaN
+        ({"temperature": 1e-45}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 1e-45\)"),  # memberships would be NaN
         ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
         ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
@@ -391,27 +365,17 @@ def test_other_errors() -> None:
         ({"groups": 2.0}, TypeError, r"Expected 'groups' to be an int \(got float\)"),
         ({"groups": 0}, ValueError, r"Expected 'groups' to be at least 1 \(got 0\)"),
         ({"groups": 17}, ValueError, r"Expected 'groups' in \[1, 16\] \(got 17\)"),
-        (
-            {"groups": 2},
-            ValueError,
-            r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)",
-        ),
+        ({"groups": 2}, ValueError, r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)"),
         ({"groups": 2, "parameterization": "mixed"}, ValueError, r"with groups=2 \(got 'mixed'\)"),
         (
             {"groups": 3, "num_blocks": 100, "parameterization": "overlapping"},
             ValueError,
             r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3",
         ),
-        (
-            {"groups": 2, "num_blocks": 48, "parameterization": "assortative"},
-            ValueError,
-            r"Take 36 = 6\*\*2 or 49 = 7\*\*2",
-        ),
+        ({"groups": 2, "num_blocks": 48, "parameterization": "assortative"}, ValueError, r"Take 36 = 6\*\*2 or 49 = 7\*\*2"),
     ],
 )
-def test_options_of_the_head(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_the_head(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
     with pytest.raises(error, match=message):
         SBMHead(**{"channels": 4, **options})
@@ -422,42 +386,12 @@ def test_options_of_the_head(
     [
         (None, torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
         (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        (
-            torch.ones(2, 5, 4).long(),
-            torch.ones(2, 5, 4),
-            TypeError,
-            r"Expected 'query' to be a floating tensor \(got torch.int64\)",
-        ),
-        (
-            torch.ones(2, 5, 4),
-            torch.ones(2, 5, 4).double(),
-            TypeError,
-            r"Expected 'key' to be torch.float32, as 'query' is",
-        ),
-        (
-            torch.ones(2, 5, 4).double(),
-            torch.ones(2, 5, 4).double(),
-            TypeError,
-            r"Expected 'query' to be torch.float32, as the SBMHead is",
-        ),
-        (
-            torch.ones(5, 4),
-            torch.ones(2, 5, 4),
-            ValueError,
-            r"Expected 'query' to be \[H, N, C\] = \[any, any, any\] \(got \[5, 4\]\)",
-        ),
-        (
-            torch.ones(2, 5, 4),
-            torch.ones(2, 5, 3),
-            ValueError,
-            r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
-        ),
-        (
-            torch.ones(2, 5, 3),
-            None,
-            ValueError,
-            r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
-        ),
+        (torch.ones(2, 5, 4).long(), torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a floating tensor \(got torch.int64\)"),
+        (torch.ones(2, 5, 4), torch.ones(2, 5, 4).double(), TypeError, r"Expected 'key' to be torch.float32, as 'query' is"),
+        (torch.ones(2, 5, 4).double(), torch.ones(2, 5, 4).double(), TypeError, r"Expected 'query' to be torch.float32, as the SBMHead is"),
+        (torch.ones(5, 4), torch.ones(2, 5, 4), ValueError, r"Expected 'query' to be \[H, N, C\] = \[any, any, any\] \(got \[5, 4\]\)"),
+        (torch.ones(2, 5, 4), torch.ones(2, 5, 3), ValueError, r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
+        (torch.ones(2, 5, 3), None, ValueError, r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
     ],
 )
 def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
@@ -483,9 +417,7 @@ def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], mes
 def test_pairs_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
     ones = torch.ones(2, 200_000, 1)
-    message = (
-        r"Expected 'sequence' to ask for no more than memory holds \(got 80,000,000,000 pairs, 298.0 GiB of 1.0 GiB\)"
-    )
+    message = r"Expected 'sequence' to ask for no more than memory holds \(got 80,000,000,000 pairs, 298.0 GiB of 1.0 GiB\)"
     with pytest.raises(ValueError, match=message):
         SBM(ones, ones, ones[:, :1]).edge_prob_dense()
     assert SBM(ones, ones, ones[:, :1], torch.tensor([0, 10, 200_000])).edge_prob_dense(0).shape == (2, 10, 10)

@@ -59,9 +59,7 @@ def define_block_top_k(q: Tensor, z: Tensor, head: int, is_causal: bool, k: int,
     return rows
 
 
-def define_lsh(
-    q: Tensor, z: Tensor, head: int, is_causal: bool, num_buckets: int, chunk_size: int, rounds: int
-) -> list[set[int]]:
+def define_lsh(q: Tensor, z: Tensor, head: int, is_causal: bool, num_buckets: int, chunk_size: int, rounds: int) -> list[set[int]]:
     random, rows = torch.Generator().manual_seed(3), [set[int]() for _ in q]
     for _ in range(rounds):
         matrix = torch.randn(HEADS, CHANNELS, num_buckets // 2, generator=random)[head]
@@ -75,11 +73,7 @@ def define_lsh(
                 order = sorted(range(len(z)), key=lambda j: (theirs[j], j))
                 rank = min(sum((theirs[j], j) < (bucket, i) for j in order), len(z) - 1)
                 chunk = rank // chunk_size
-                rows[i] |= {
-                    j
-                    for place, j in enumerate(order)
-                    if theirs[j] == bucket and place // chunk_size in (chunk - 1, chunk)
-                }
+                rows[i] |= {j for place, j in enumerate(order) if theirs[j] == bucket and place // chunk_size in (chunk - 1, chunk)}
     return rows
 
 
@@ -144,10 +138,7 @@ def test_equal_scores_go_to_the_lower_key_and_nan_to_none() -> None:
     assert top_k(Tokens(q, z), 3).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 0, 0]
     assert top_k(Tokens(q, z), 9).to_dense()[0, 0].int().tolist() == [1, 0, 1, 1, 1, 1]
     assert top_k(Tokens(q * torch.nan, z), 3).num_edges == 0
-    assert (
-        block_top_k(Tokens(q, z[:, [0, 3, 4, 0, 3, 4]], bipartite=True), 2, 2).to_dense()[0, 1].tolist()
-        == [True] * 4 + [False] * 2
-    )
+    assert block_top_k(Tokens(q, z[:, [0, 3, 4, 0, 3, 4]], bipartite=True), 2, 2).to_dense()[0, 1].tolist() == [True] * 4 + [False] * 2
     many = torch.randint(0, 3, (2, 50, 3), generator=torch.Generator().manual_seed(0)).float()
     graph = top_k(Tokens(many), 7)
     for head, i in itertools.product(range(2), range(50)):

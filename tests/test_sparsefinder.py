@@ -171,9 +171,7 @@ def test_groups_are_those_of_the_rules() -> None:
     graph = clustering(Tokens(x, z, query_ptr=ptr), CENTROIDS, top=2)
     assert bool(shared[graph.edge_head, graph.edge_index[1], graph.edge_index[0]].all())
     assert graph.num_edges == int(shared.sum())
-    assert torch.equal(
-        clusters(x, CENTROIDS[:1])[..., 0], torch.cdist(x, CENTROIDS[:1].expand(HEADS, -1, -1)).argmin(2)
-    )
+    assert torch.equal(clusters(x, CENTROIDS[:1])[..., 0], torch.cdist(x, CENTROIDS[:1].expand(HEADS, -1, -1)).argmin(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -204,9 +202,7 @@ def test_centroids_of_blocks_are_those_of_their_means() -> None:
     points = []
     for query, key, graph in data:
         for x in projection(query, key):
-            points += [
-                part.mean(1) for side in x.split(graph.query_ptr.diff().tolist(), 1) for part in side.split(8, 1)
-            ]
+            points += [part.mean(1) for side in x.split(graph.query_ptr.diff().tolist(), 1) for part in side.split(8, 1)]
     x = torch.stack(points, 1)
     nearest = torch.cdist(x, centroids).argmin(2)
     for head, k in itertools.product(range(HEADS), range(3)):
@@ -217,9 +213,7 @@ def test_centroids_of_blocks_are_those_of_their_means() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
-def test_the_ground_truth_is_the_support_of_dense_entmax(
-    alpha: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ground_truth_is_the_support_of_dense_entmax(alpha: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "CHUNK", 100)
     query, key, ptr = draw(1, HEADS, 30, 6).double(), draw(2, HEADS, 30, 6).double(), torch.tensor([0, 11, 30])
     graph = ground_truth_graph(Tokens(query, key, query_ptr=ptr, is_causal=is_causal), alpha=alpha, scale=0.9)
@@ -306,9 +300,7 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     assert torch.equal(source.state_dict()["rule.centroids"], centroids)
     assert "clustering, window=1, num_global=1" in repr(source)
     query, key, ground_truth = data[0]
-    graph = source(
-        Tokens(query, key, query_ptr=ground_truth.query_ptr, key_ptr=ground_truth.key_ptr, bipartite=False)
-    ).graph
+    graph = source(Tokens(query, key, query_ptr=ground_truth.query_ptr, key_ptr=ground_truth.key_ptr, bipartite=False)).graph
     ptr, (x, z) = ground_truth.query_ptr, projection(query, key)
     alone = clustering(Tokens(x, z, query_ptr=ptr), centroids)
     assert graph == alone | patterns.window(None, 1, ptr=ptr) | patterns.global_tokens(None, 1, ptr=ptr)
@@ -336,9 +328,7 @@ def test_a_graph_that_holds_the_ground_truth_gives_the_output_of_dense_entmax(na
     source = SparsefinderSource(Projection(6, HEADS, 2), **RULES[name])
     conv = AttentionConv(8, 6, HEADS, source, normalizer="entmax15").double().eval()
     x, ptr = 3 * draw(1, 40, 8).double(), torch.tensor([0, 17, 40])
-    query, key, value = (
-        lin(x).view(40, HEADS, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
-    )
+    query, key, value = (lin(x).view(40, HEADS, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
     ground_truth = ground_truth_graph(Tokens(query, key, query_ptr=ptr))
     predicted = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     match = compare(ground_truth, predicted)
@@ -401,9 +391,7 @@ def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception
 def test_a_pair_has_no_window() -> None:
     ptr = torch.tensor([0, 5])
     with pytest.raises(ValueError, match="Expected the same tokens as queries and keys with 'window'"):
-        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(
-            Tokens(X, query_ptr=ptr, bipartite=True)
-        )
+        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(Tokens(X, query_ptr=ptr, bipartite=True))
 
 
 def test_a_projection_starts_as_torchs_linear_layers() -> None:

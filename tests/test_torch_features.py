@@ -20,16 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
-from sbm_pyg import (
-    AttentionGraph,
-    SBMAttentionConv,
-    SBMMultiheadAttention,
-    SequenceClassifier,
-    SequenceEncoder,
-    Tokens,
-    ops,
-    ragged,
-)
+from sbm_pyg import AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder, Tokens, ops, ragged
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.sources import patterns, selectors
 
@@ -46,10 +37,7 @@ def layer(**options: Any) -> SBMAttentionConv:
 def classifier(**options: Any) -> SequenceClassifier:
     torch.manual_seed(0)
     return SequenceClassifier(
-        SequenceEncoder(
-            15, 16, num_layers=1, dropout=0.0, max_length=64, attention_options={"num_blocks": 4, **options}
-        ),
-        10,
+        SequenceEncoder(15, 16, num_layers=1, dropout=0.0, max_length=64, attention_options={"num_blocks": 4, **options}), 10
     )
 
 
@@ -107,11 +95,7 @@ def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[
     for reach, n in ((1, 30), (2, 30), (4, 31), (7, 38), (3, 21)):
         x, graph = tokens(n).requires_grad_(), patterns.window(n, reach)
         edge_numbers.add(graph.num_edges)
-        forms: dict[str, Any] = {
-            "heads share the edges": graph,
-            "edges of each head": graph.expand(2),
-            "edge_index": graph.edge_index,
-        }
+        forms: dict[str, Any] = {"heads share the edges": graph, "edges of each head": graph.expand(2), "edge_index": graph.edge_index}
         adjacency = forms[kind]
         equal_with_gradients(compiled(x, adjacency), conv(x, adjacency), [x, conv.lin_key.weight])
     assert len(edge_numbers) == 5
@@ -139,10 +123,7 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
     torch._dynamo.reset()
     compiled: Any = torch.compile(conv, backend=aot_eager)
     equal_with_gradients(compiled(x, ptr=PTR, seed=1), conv(x, ptr=PTR, seed=1), [*conv.parameters()])
-    assert all(
-        bool(grad.any())
-        for grad in torch.autograd.grad(compiled(x, ptr=PTR, seed=1).sin().sum(), [*conv.sbm.parameters()])
-    )
+    assert all(bool(grad.any()) for grad in torch.autograd.grad(compiled(x, ptr=PTR, seed=1).sin().sum(), [*conv.sbm.parameters()]))
     torch._dynamo.reset()
 
 
@@ -167,9 +148,7 @@ def test_sources_that_look_at_values_break_the_graph(attention: str, options: di
     again, given = copy.deepcopy(encoder), (words(30), PTR)
     torch._dynamo.reset()
     compiled: Any = torch.compile(encoder, backend="eager")
-    equal_with_gradients(
-        compiled(*given, seed=1), again(*given, seed=1), [*again.parameters()], [*encoder.parameters()]
-    )
+    equal_with_gradients(compiled(*given, seed=1), again(*given, seed=1), [*again.parameters()], [*encoder.parameters()])
     torch._dynamo.reset()
     with pytest.raises((Unsupported, UserError)):
         torch.compile(encoder, backend="eager", fullgraph=True, dynamic=True)(*given, seed=1)
@@ -183,18 +162,13 @@ def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., A
         x, ptr = tokens(n), torch.tensor([0, 10, 17, n])
         graph = patterns.window(None, 2, ptr=ptr)
         arguments: dict[str, Any] = {"ptr": ptr, "seed": n, "return_graph": True, "return_attention_weights": True}
-        (out, used, (_, alpha)), (expected, wanted, (_, weights)) = (
-            compiled(x, graph, **arguments),
-            conv(x, graph, **arguments),
-        )
+        (out, used, (_, alpha)), (expected, wanted, (_, weights)) = (compiled(x, graph, **arguments), conv(x, graph, **arguments))
         equal_with_gradients(out, expected, [*conv.lin_value.parameters()])
         torch.testing.assert_close(alpha, weights)
         assert used == wanted
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch's own, of any autograd function it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of any autograd function it traces
 def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any]) -> None:
     """Sampling is an op of the graph: its number of edges is not known before it runs."""
     model = classifier()
@@ -247,8 +221,7 @@ def equal_over_padded_batches(compiled: Any, attention: SBMMultiheadAttention, k
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("kind", "num_blocks"),
-    [("boolean masks", 4), ("floating masks", 4), ("a graph", 4), ("no padding", 4), ("floating masks", None)],
+    ("kind", "num_blocks"), [("boolean masks", 4), ("floating masks", 4), ("a graph", 4), ("no padding", 4), ("floating masks", None)]
 )
 def test_one_graph_for_padded_batches(kind: str, num_blocks: int | None, compile_whole: Callable[..., Any]) -> None:
     attention = padded(num_blocks=num_blocks)
@@ -269,11 +242,7 @@ def test_compiled_code_checks_masks_when_it_runs(compile_whole: Callable[..., An
         for name, wrong, message in (
             ("key_padding_mask", padding + 1, "Expected 'key_padding_mask' to hold 0 and minus infinity alone"),
             ("attn_mask", mask * torch.nan, "Expected 'attn_mask' to hold 0 and minus infinity alone"),
-            (
-                "key_padding_mask",
-                padding - torch.inf,
-                "Expected 'key_padding_mask' to leave a real key in each sequence",
-            ),
+            ("key_padding_mask", padding - torch.inf, "Expected 'key_padding_mask' to leave a real key in each sequence"),
         ):
             with pytest.raises(RuntimeError, match=message):
                 compiled(x, x, x, **{**call, name: wrong})
@@ -364,8 +333,7 @@ STACKS: dict[str, Callable[[], torch.nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("kind", "training", "dynamic"),
-    [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)],
+    ("kind", "training", "dynamic"), [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)]
 )
 def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
     """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""
@@ -402,22 +370,15 @@ def test_export_with_dynamic_length() -> None:
         for n in (30, 50, 26):
             ptr = torch.tensor([0, 4, 10, 17, n])
             torch.testing.assert_close(program(words(n), ptr, seed=5), model(words(n), ptr, seed=5))
-        with pytest.raises(
-            AssertionError, match=r"Guard failed: ptr.size\(\)\[0\] >= 3"
-        ):  # one sequence is a program of its own
+        with pytest.raises(AssertionError, match=r"Guard failed: ptr.size\(\)\[0\] >= 3"):  # one sequence is a program of its own
             program(words(30), PTR[[0, 3]], seed=5)
         with pytest.raises(AssertionError, match=r"Guard failed: tokens.size\(\)\[0\] <= 64"):
             program(words(70), torch.tensor([0, 30, 70]), seed=5)
-        one = torch.export.export(
-            model, (words(30),), {"seed": 5}, dynamic_shapes={"tokens": {0: length}, "seed": None}
-        ).module()
+        one = torch.export.export(model, (words(30),), {"seed": 5}, dynamic_shapes={"tokens": {0: length}, "seed": None}).module()
         torch.testing.assert_close(one(words(41), seed=5), model(words(41), seed=5))
         with pytest.raises(torch._dynamo.exc.UserError, match=r"batch = Dim\('batch', min=3\)"):
             torch.export.export(
-                model,
-                (words(30), PTR),
-                {"seed": 5},
-                dynamic_shapes={**shapes, "ptr": {0: torch.export.Dim("batch", min=2)}},
+                model, (words(30), PTR), {"seed": 5}, dynamic_shapes={**shapes, "ptr": {0: torch.export.Dim("batch", min=2)}}
             )
 
 
@@ -457,9 +418,7 @@ def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}, {"block_size": 4}]
-)
+@pytest.mark.parametrize("options", [{}, {"estimator": "mask"}, {"estimator": "mask", "normalizer": "entmax15"}, {"block_size": 4}])
 def test_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Against the same graph in single precision, within a few units in the last place of the largest value."""
     conv, x = layer(**options), tokens()
@@ -598,9 +557,7 @@ def test_forbidden_edges_are_no_edges() -> None:
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), [query, key, value]), wanted)
     with torch.no_grad():
         torch.testing.assert_close(reference_edges.edge_attention(*arguments, *options), (expected, lse))
-        grads = reference_edges.edge_attention_backward(
-            expected.cos(), *arguments, expected, lse, *options, False, False
-        )
+        grads = reference_edges.edge_attention_backward(expected.cos(), *arguments, expected, lse, *options, False, False)
     torch.testing.assert_close(grads[:3], wanted)
 
 
@@ -610,9 +567,7 @@ def test_a_score_bias_may_forbid_edges(fuse: bool) -> None:
     bias = torch.zeros(graph.num_edges, dtype=torch.float64)
     bias[:3] = bias[7] = bias[-1] = -torch.inf  # all three edges of the first query
     left = graph.select(bias == 0)
-    conv = layer(
-        score_bias=lambda query, key, given: bias if given.num_edges == graph.num_edges else bias[bias == 0]
-    ).double()
+    conv = layer(score_bias=lambda query, key, given: bias if given.num_edges == graph.num_edges else bias[bias == 0]).double()
     conv.fuse = fuse
     out, (_, alpha) = conv(x, graph, return_attention_weights=True)
     expected, (_, weights) = conv(x, left, return_attention_weights=True)

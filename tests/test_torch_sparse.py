@@ -17,17 +17,13 @@ from torch_geometric.typing import SparseTensor
 
 from sbm_pyg import AttentionGraph, SBMAttentionConv, ops
 
-needs_torch_sparse = pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
-)
+needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 BETA = ["ignore:Sparse CS[RC] tensor support is in beta:UserWarning", "ignore:Sparse invariant checks:UserWarning"]
 pytestmark = [pytest.mark.torch_sparse, *(pytest.mark.filterwarnings(text) for text in BETA)]
 
 FORMS: dict[str, Callable[[AttentionGraph], Any]] = {
     "graph": lambda graph: graph,
-    "edge_index": lambda graph: graph.edge_index[
-        :, torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(0))
-    ],
+    "edge_index": lambda graph: graph.edge_index[:, torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(0))],
     "EdgeIndex": lambda graph: graph.to_edge_index(0),
     "torch coo": lambda graph: graph.to_dense()[0].float().to_sparse_coo(),
     "torch csr": lambda graph: graph.to_dense()[0].float().to_sparse_csr(),
@@ -59,9 +55,7 @@ def step(conv: SBMAttentionConv, adjacency: Any, queries: Tensor, keys: Tensor, 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("normalizer", ["softmax", "entmax15"])
-def test_every_adjacency_gives_the_same_output_and_gradients(
-    name: str, shape: str, fuse: bool, normalizer: str
-) -> None:
+def test_every_adjacency_gives_the_same_output_and_gradients(name: str, shape: str, fuse: bool, normalizer: str) -> None:
     torch.manual_seed(0)
     graph = shared_graph(shape)
     queries, keys = (torch.randn(count, 6, dtype=torch.float64) for count in (graph.num_queries, graph.num_keys))
@@ -95,9 +89,7 @@ def test_round_trip_of_every_head(name: str) -> None:
         assert torch.equal(torch.stack([col, row]), graph.edge_index[:, mine])
         assert torch.equal(held, value[mine])
         assert graph.to_sparse_tensor(head).storage.value() is None
-        assert AttentionGraph.from_edge_index(
-            adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-        ) == graph.head(head)
+        assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
 
 
 @needs_torch_sparse
@@ -125,9 +117,7 @@ def test_gradients_reach_the_values() -> None:
     for one, other in zip(found, torch.autograd.grad(out, [query, key, value], grad), strict=False):
         torch.testing.assert_close(one, other)
     source, target = graph.edge_index
-    torch.testing.assert_close(
-        found[3], (grad[graph.edge_head, target] * value[graph.edge_head, source]).sum(1).detach()
-    )
+    torch.testing.assert_close(found[3], (grad[graph.edge_head, target] * value[graph.edge_head, source]).sum(1).detach())
 
 
 @needs_torch_sparse
@@ -168,9 +158,7 @@ def test_it_goes_to_the_other_forms() -> None:
 @pytest.mark.parametrize("value", [torch.ones(()), torch.ones(3)])
 def test_values_must_be_those_of_all_edges(value: Tensor) -> None:
     graph = shared_graph("square")
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected 'value' to be [{graph.num_edges}, ...] (got {list(value.shape)})")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"Expected 'value' to be [{graph.num_edges}, ...] (got {list(value.shape)})")):
         graph.to_sparse_tensor(value=value)
 
 

@@ -89,9 +89,7 @@ def test_every_kernel_is_registered(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sbm_pyg::{name}", "CPU")
 
 
-@pytest.mark.parametrize(
-    ("capability", "installed", "hip"), [((7, 5), True, None), ((9, 0), False, None), ((9, 4), True, "7.1")]
-)
+@pytest.mark.parametrize(("capability", "installed", "hip"), [((7, 5), True, None), ((9, 0), False, None), ((9, 4), True, "7.1")])
 def test_devices_that_triton_does_not_serve_take_the_reference(
     capability: tuple[int, int], installed: bool, hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +115,7 @@ def test_products_are_as_exact_as_torch_is_told(setting: str, precision: str) ->
     x, graph, ptr = torch.zeros(1, 16, 8), (torch.tensor([0, 1]), torch.tensor([0])), torch.tensor([0, 16])
     before, told.fp32_precision = told.fp32_precision, setting
     try:
-        ((_, _, options),) = started(
-            lambda: cuda_blocks.block_attention(x, x, x, *graph, ptr, ptr, 16, False, None, 1.0)
-        )
+        ((_, _, options),) = started(lambda: cuda_blocks.block_attention(x, x, x, *graph, ptr, ptr, 16, False, None, 1.0))
     finally:
         told.fp32_precision = before
     assert options["PRECISION"] == precision
@@ -132,14 +128,8 @@ def test_effects_of_large_blocks_fit_a_multiprocessor(block_size: int) -> None:
     from examples.benchmarks.compile_kernels import started
     from sbm_pyg.ops.cuda import blocks as cuda_blocks
 
-    x, graph, ptr = (
-        torch.zeros(1, block_size, 8),
-        (torch.tensor([0, 1]), torch.tensor([0]), None),
-        torch.tensor([0, block_size]),
-    )
-    *_, (_, _, options) = started(
-        lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, block_size, False, 1.0)
-    )
+    x, graph, ptr = (torch.zeros(1, block_size, 8), (torch.tensor([0, 1]), torch.tensor([0]), None), torch.tensor([0, block_size]))
+    *_, (_, _, options) = started(lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, block_size, False, 1.0))
     assert options["num_warps"] <= 32
     assert 32 * options["num_warps"] * options["maxnreg"] <= 65_536
 

@@ -60,9 +60,5 @@ def test_the_glossary_names_what_there_is() -> None:
     """Each entry is one line; code names in it exist."""
     page = (ROOT / "docs" / "concepts.md").read_text()
     section = page.split("\n## Glossary\n", 1)[1].split("\n## ", 1)[0]
-    rows = [
-        line
-        for line in section.splitlines()
-        if line.startswith("| ") and not line.startswith(("| word", "| term", "|-"))
-    ]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith(("| word", "| term", "|-"))]
     assert len(rows) >= 25

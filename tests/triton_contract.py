@@ -32,8 +32,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 assert INTERPRETED or torch.cuda.is_available(), "set TRITON_INTERPRET=1"
 ON_ONE_SIDE = pytest.mark.skipif(
-    not INTERPRETED,
-    reason="counts a sort of edges once; on a GPU the test and the kernel each make it, on their own device",
+    not INTERPRETED, reason="counts a sort of edges once; on a GPU the test and the kernel each make it, on their own device"
 )
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 ON_CUDA = {op: file for op, (file, kernels) in schemas.KERNELS.items() if "cuda" in kernels}

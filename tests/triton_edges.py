@@ -34,15 +34,11 @@ test_attention = contract(
     *((name, *ALL, (32, 32)) for name in SMALL),
     *(("rows around a vector", *ALL, widths) for widths in WIDTHS),
 )
-test_precision = contract(
-    test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
-)
+test_precision = contract(test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"]))
 test_both_passes_weigh_alike = contract(
     test_ops.test_the_backward_pass_weighs_as_the_forward_pass, *product([5, 32, 100], [False, True], [False, True])
 )
-test_half_precision = contract(
-    test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,)
-)
+test_half_precision = contract(test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,))
 test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type, ())
 test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
 test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
@@ -67,16 +63,12 @@ test_long_rows = contract(
     *((name, *ALL, (3, 5)) for name in SMALL),
     long=2,
 )
-test_long_rows_in_half_precision = contract(
-    test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), long=3
-)
+test_long_rows_in_half_precision = contract(test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), long=3)
 test_dots_of_long_rows = contract(test_ops.test_dot_equals_the_reference, *product(SMALL, [3]), long=2)
 test_effects_of_long_rows = contract(
     test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), long=2
 )
-test_heavy_edges_of_long_rows = contract(
-    test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, (), long=2
-)
+test_heavy_edges_of_long_rows = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, (), long=2)
 test_infinite_scores_of_long_rows = contract(
     test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, (), long=1
 )
@@ -93,9 +85,7 @@ def test_no_piece_of_a_long_row_is_left_out(long: int, kernels: Kernels, monkeyp
     lengths = torch.tensor([0, long, long + 1, 0, 5 * long, 1, long - 1, 2 * long + 1])
     ptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
     work, pieces = rows.SplitRows(ptr, int(ptr[-1]), torch.empty(0)), -(-lengths // long)
-    assert (
-        work.piece_ends.cpu().diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
-    )
+    assert work.piece_ends.cpu().diff(prepend=torch.zeros(1)).tolist() == torch.where(lengths > long, pieces, 0).tolist()
     assert work.programs >= work.piece_ends[-1]
     assert rows.SplitRows(ptr, int(ptr[-1]), torch.empty(0)).piece_ends is work.piece_ends
     assert rows.SplitRows(ptr, long, torch.empty(0)).piece_ends is None
@@ -138,18 +128,12 @@ BLOCKS = [*test_blocks.CASES]
 test_block_attention = over_blocks(
     test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", False, 5), ("cpu", True, 3)
 )
-test_a_bias_may_leave_a_query_without_a_key = contract(
-    test_blocks.test_a_bias_may_leave_a_query_without_a_key, ("cpu",), only="block"
-)
+test_a_bias_may_leave_a_query_without_a_key = contract(test_blocks.test_a_bias_may_leave_a_query_without_a_key, ("cpu",), only="block")
 test_dropout_over_blocks = over_blocks(
     test_blocks.test_dropout_drops_the_pairs_that_it_drops_of_tokens, ["ragged", "causal, cross", "long"], (True,)
 )
-test_block_effect = over_blocks(
-    test_blocks.test_block_effects_are_those_of_having_a_block_and_not, BLOCKS, ("cpu", True)
-)
-test_block_weight = over_blocks(
-    test_blocks.test_weights_of_blocks_are_sums_of_those_of_tokens, ["ragged", "causal, cross", "long"], ()
-)
+test_block_effect = over_blocks(test_blocks.test_block_effects_are_those_of_having_a_block_and_not, BLOCKS, ("cpu", True))
+test_block_weight = over_blocks(test_blocks.test_weights_of_blocks_are_sums_of_those_of_tokens, ["ragged", "causal, cross", "long"], ())
 test_blocks_in_low_precision = contract(
     test_blocks.test_low_precision_is_no_worse_than_that_of_torch,
     *product([torch.float32, torch.float16, torch.bfloat16], [7, 64]),
@@ -186,9 +170,7 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
 
 # ------------------------------------------------------------------ dot products of edges
 
-test_dot = contract(
-    test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 3, 16, 32, 128, 130]), *product(SMALL, [3])
-)
+test_dot = contract(test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 3, 16, 32, 128, 130]), *product(SMALL, [3]))
 
 
 def test_indices_of_any_strides() -> None:
@@ -211,16 +193,11 @@ test_effect = contract(
 )
 test_what_effects_are = contract(test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops))
 test_heavy_edges = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, ())
-test_infinite_scores = contract(
-    test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ()
-)
+test_infinite_scores = contract(test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ())
 test_what_effects_count_for = contract(
-    test_estimators.test_effects_count_by_the_chance_to_see_them,
-    *product(SMALL, [3], [0.0], [ops]),
-    ("bipartite", 48, 0.05, ops),
+    test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), ("bipartite", 48, 0.05, ops)
 )
 test_weighing_effects = contract(
-    test_estimators.test_weighing_effects_equals_the_reference,
-    *product(SMALL, [torch.float64, torch.bfloat16], [0.1], [False, True]),
+    test_estimators.test_weighing_effects_equals_the_reference, *product(SMALL, [torch.float64, torch.bfloat16], [0.1], [False, True])
 )
 test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (ops,))

@@ -31,41 +31,29 @@ pytestmark = QUIET
 ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
 FLOATS = torch.float32, torch.float64
 
-test_entmax = contract(
-    test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0)
-)
+test_entmax = contract(test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0))
 test_gradients_of_entmax = contract(
     test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
     *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 300, 4)]),
     (1.5, (1, 100_000)),
 )
 test_values_of_entmax = contract(test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS))
-test_forbidden_values = contract(
-    test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32])
-)
+test_forbidden_values = contract(test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32]))
 test_support = contract(test_ops.test_the_support_is_where_shares_are, ())
 
 
 test_entmax_of_long_rows = contract(
-    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
-    *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 40, 4)]),
-    long=15,
+    test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one, *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 40, 4)]), long=15
 )
-test_values_of_long_rows = contract(
-    test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS), long=200
-)
+test_values_of_long_rows = contract(test_ops.test_entmax_kernels_equal_the_reference, *((dtype,) for dtype in FLOATS), long=200)
 test_forbidden_values_of_long_rows = contract(
     test_ops.test_entmax_of_forbidden_values_is_zero, *product([1.5, 2.0, 3.0], [torch.float32]), long=1
 )
 test_support_of_long_rows = contract(test_ops.test_the_support_is_where_shares_are, (), long=200)
 
 
-@pytest.mark.parametrize(
-    ("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])]
-)
-def test_long_rows_of_entmax_take_a_kernel_more(
-    long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("long", "more"), [(2048, []), (10, ["_count_pieces_kernel", "_near_kernel", "_entmax_sums_kernel"])])
+def test_long_rows_of_entmax_take_a_kernel_more(long: int, more: list[str], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
     src, ptr = test_ops.ragged(5, 0, 30)
     ops.segment_entmax(src.requires_grad_(), ptr=ptr, alpha=1.4).sum().backward()
@@ -86,9 +74,7 @@ def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
 
 # ------------------------------------------------------------------ probes
 
-test_probes = contract(
-    test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32)
-)
+test_probes = contract(test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -122,9 +108,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels
     monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", proposal_cost)
     monkeypatch.setattr(reference_sampling, "GAP_COST", gap_cost)
     yield request.param
-    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {
-        *kernels.started
-    }
+    assert {"_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", "_proposals_kernel", "_pairs_kernel"} <= {*kernels.started}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -191,11 +175,7 @@ def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: py
 
 def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
     random = torch.Generator().manual_seed(9)
-    y, z, ptr = (
-        torch.rand(1, 9, 3, generator=random) / 4,
-        torch.rand(1, 9, 3, generator=random),
-        torch.tensor([0, 4, 9]),
-    )
+    y, z, ptr = (torch.rand(1, 9, 3, generator=random) / 4, torch.rand(1, 9, 3, generator=random), torch.tensor([0, 4, 9]))
     law = (11, "bernoulli", 0.0, False, True)
     rowptr, col = ops.sample_sbm(y, z, ptr, ptr, torch.tensor([5, 2]), *law)
     mine, keys = ops.sample_sbm(y[:, 4:], z[:, 4:], torch.tensor([0, 5]), torch.tensor([0, 5]), torch.tensor([2]), *law)
@@ -234,11 +214,7 @@ def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernel
 
 def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
     for queries, keys, blocks in ((2, 3, 0), (0, 3, 2), (2, 0, 2)):
-        y, z, ptrs = (
-            torch.ones(1, queries, blocks),
-            torch.ones(1, keys, blocks),
-            (torch.tensor([0, n]) for n in (queries, keys)),
-        )
+        y, z, ptrs = (torch.ones(1, queries, blocks), torch.ones(1, keys, blocks), (torch.tensor([0, n]) for n in (queries, keys)))
         agree(y, z, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.5, False, False)
     assert not kernels.started
 
@@ -248,11 +224,7 @@ def test_sampling_takes_few_launches_and_one_wait(method: str, kernels: Kernels)
     given = model("coins", 1, 3, 1, blocks=4)
     before, waits = kernels.launches, kernels.waits
     torch.ops.sbm_pyg.sample_sbm(*given[:6], method, *given[7:])
-    draws = (
-        ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"]
-        if method == "bernoulli"
-        else ["_proposals_kernel", "_pairs_kernel"]
-    )
+    draws = ["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] if method == "bernoulli" else ["_proposals_kernel", "_pairs_kernel"]
     assert kernels.started == ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *draws, *draws]
     assert kernels.launches - before == len(kernels.started) + 13
     assert kernels.waits - waits <= 1
@@ -269,10 +241,7 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     out, _ = ops.edge_attention(query, key, value, graph.rows, scale=0.1)
     meant, _ = reference_edges.edge_attention(query, key, value, *rows, None, None, 0.1, "score", 0.0, 0)
     torch.testing.assert_close(out, meant)
-    losses = (
-        out.sum() + ops.edge_dot(query, key, graph.rows).sum(),
-        meant.sum() + reference_edges.edge_dot(query, key, *rows).sum(),
-    )
+    losses = (out.sum() + ops.edge_dot(query, key, graph.rows).sum(), meant.sum() + reference_edges.edge_dot(query, key, *rows).sum())
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
     given = torch.ones_like(out), query.detach(), key.detach(), value
@@ -334,20 +303,8 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
         "_edge_effect_kernel",
         *["_gather_kernel"] * 4,
     ]  # gradients of memberships, for edges and probes
-    sampling = [
-        "_panel_sums_kernel",
-        "_join_panels_kernel",
-        "_plan_kernel",
-        *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2,
-    ]
-    assert kernels.started == [
-        *sampling,
-        "_edge_attention_kernel",
-        "_start_kernel",
-        "_step_kernel",
-        *effects,
-        *BACKWARD,
-    ]
+    sampling = ["_panel_sums_kernel", "_join_panels_kernel", "_plan_kernel", *["_gaps_kernel", "_proposals_kernel", "_pairs_kernel"] * 2]
+    assert kernels.started == [*sampling, "_edge_attention_kernel", "_start_kernel", "_step_kernel", *effects, *BACKWARD]
     assert kernels.launches - launches <= most
     assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
     assert kernels.waits - waits <= 3
@@ -369,9 +326,7 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
 @ON_ONE_SIDE
 # One launch copies the offsets, which may be edited between the passes.
 @pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 224, 4), (True, 302, 6)])
-def test_a_training_step_over_blocks_takes_few_launches(
-    is_causal: bool, most: int, waits: int, kernels: Kernels
-) -> None:
+def test_a_training_step_over_blocks_takes_few_launches(is_causal: bool, most: int, waits: int, kernels: Kernels) -> None:
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, block_size=2)
     x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
@@ -387,13 +342,7 @@ def test_a_training_step_over_blocks_takes_few_launches(
 @QUIET
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"is_causal": True, "window": 2},
-        {"block_size": 4},
-        {"normalizer": "entmax15"},
-        {"normalizer": "entmax", "target_density": 0.2},
-    ],
+    [{}, {"is_causal": True, "window": 2}, {"block_size": 4}, {"normalizer": "entmax15"}, {"normalizer": "entmax", "target_density": 0.2}],
 )
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
@@ -408,9 +357,7 @@ def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, mon
 
 
 @pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 205, 4), ({"window": 3}, 224, 5)])
-def test_edges_that_are_always_there_take_few_launches(
-    option: dict[str, Any], most: int, waits: int, kernels: Kernels
-) -> None:
+def test_edges_that_are_always_there_take_few_launches(option: dict[str, Any], most: int, waits: int, kernels: Kernels) -> None:
     torch.manual_seed(0)
     conv, ptr = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **option), torch.tensor([0, 5, 14])
     x, grad = torch.randn(14, 8, requires_grad=True), torch.randn(14, 8)

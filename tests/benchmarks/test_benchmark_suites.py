@@ -32,17 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Path]:
     """A tiny run of one suite: its name, its command and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    words = [
-        request.param,
-        "--output",
-        str(folder),
-        "--seconds",
-        "0.2",
-        "--peers",
-        *RUNS[request.param],
-        "--tokens",
-        "64",
-    ]
+    words = [request.param, "--output", str(folder), "--seconds", "0.2", "--peers", *RUNS[request.param], "--tokens", "64"]
     words += ["128"] if request.param == "growth" else ["--densities", "10", "20"]
     words += [] if request.param in ("kernels", "shares", "normalizers") else ["--blocks", "8"]
     assert program.main(words) == 0
@@ -67,9 +57,7 @@ def test_samplers_are_right(name: str) -> None:
     assert work.calls["sample"]() > 0
 
 
-@pytest.mark.parametrize(
-    ("suite", "name"), [("layers", "sbm"), ("layers", "dense"), ("growth", "sampling"), ("growth", "layer")]
-)
+@pytest.mark.parametrize(("suite", "name"), [("layers", "sbm"), ("layers", "dense"), ("growth", "sampling"), ("growth", "layer")])
 def test_layers_are_right(suite: str, name: str) -> None:
     work = measure.SUITES[suite][name].build(CASE)
     assert work.check() < samplers.DEVIATIONS
@@ -149,9 +137,7 @@ def test_ratios_are_against_the_same_table_and_run() -> None:
     ]
     assert [report.ratio(row, rows) for row in rows[:4]] == [1, 25, 1, 3]
     assert all(math.isnan(report.ratio(row, rows)) for row in rows[4:])
-    grown = [
-        made(suite="growth", peer="layer", tokens=tokens, ns_per_edge=time) for tokens, time in ((64, 5.0), (128, 10.0))
-    ]
+    grown = [made(suite="growth", peer="layer", tokens=tokens, ns_per_edge=time) for tokens, time in ((64, 5.0), (128, 10.0))]
     assert [report.ratio(row, grown) for row in grown] == [1, 2]
 
 

@@ -168,9 +168,7 @@ def test_where_curves_meet() -> None:
         (["--markdown"], "'output' to hold results"),
     ],
 )
-def test_bad_words_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_words_are_refused(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--output", str(tmp_path), *words])
     assert message in capsys.readouterr().err

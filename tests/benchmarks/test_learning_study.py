@@ -40,15 +40,11 @@ def test_every_estimator_trains_and_moves_the_model_unless_it_is_none(estimator:
     rows = task.train(tmp_path / "sbm.ckpt", settings)
     assert [row["step"] for row in rows] == [3, 6]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"][
-        "encoder.layers.0.attention.source.head.clusters"
-    ]
+    after = torch.load(tmp_path / "sbm.ckpt", weights_only=True)["model"]["encoder.layers.0.attention.source.head.clusters"]
     assert torch.equal(before, after) == (estimator == "none")
 
 
-def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(TINY, **task.SPARSE)
     whole = task.train(tmp_path / "whole.ckpt", settings)
     original, count = task.step_loss, 0
@@ -176,10 +172,7 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
     folder = DOCS / "learning"
     last = {row["run"]: row for row in read(folder / "repeated_tokens.csv") if row["seed"] == 0}
     assert (last["literal, full"]["step"], round(100 * last["literal, full"]["accuracy"], 2)) == (1300, 99.76)
-    assert (round(100 * last["literal, local"]["accuracy"], 2), round(100 * last["literal, local"]["density"], 1)) == (
-        99.19,
-        98.0,
-    )
+    assert (round(100 * last["literal, local"]["accuracy"], 2), round(100 * last["literal, local"]["density"], 1)) == (99.19, 98.0)
     assert round(100 * last["256 tokens, local"]["accuracy"], 2) == 99.70
     assert round(100 * last["256 tokens, sparse, balance heuristic"]["density"], 1) == 11.1
     hour, times = (read(folder / f"{name}.csv") for name in ("listops_hour", "listops_hour_times"))
@@ -187,11 +180,7 @@ def test_single_runs_and_the_hour_are_as_published() -> None:
     assert tests == {"full": 37.45, "sbm": 37.4, "sbm, 0.5 above 2 %": 37.6, "linear": 38.15, "linformer": 37.8}
     step = {(row["run"], row["batch"]): row["step"] for row in times if row["round"] == 3}
     ratios = torch.tensor([step["full", batch] / step["sbm, 0.5 above 2 %", batch] for batch in range(1, 31)])
-    assert [round(float(q), 2) for q in ratios.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double())] == [
-        1.21,
-        1.34,
-        1.59,
-    ]
+    assert [round(float(q), 2) for q in ratios.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double())] == [1.21, 1.34, 1.59]
 
 
 def test_the_figures_are_drawn(tmp_path: Path) -> None:

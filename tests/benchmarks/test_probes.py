@@ -47,9 +47,7 @@ def test_chances_sum_to_the_number_of_probes(probes: float, power: float) -> Non
     mixed = (1 - study.FLOOR) * share / share.sum(-1, keepdim=True) + study.FLOOR / 6
     ratio = torch.where(free, chance / mixed, torch.nan)
     rows = free.any(-1)
-    torch.testing.assert_close(
-        ratio[rows].nan_to_num(0).amax(-1), ratio[rows].nan_to_num(torch.inf).amin(-1), rtol=1e-9, atol=0
-    )
+    torch.testing.assert_close(ratio[rows].nan_to_num(0).amax(-1), ratio[rows].nan_to_num(torch.inf).amin(-1), rtol=1e-9, atol=0)
 
 
 def test_weights_are_those_of_the_library_where_chances_are_equal() -> None:
@@ -84,9 +82,7 @@ def test_effects_are_differences_of_softmax_attention(query: tuple[Tensor, ...])
 
 @pytest.mark.parametrize("power", study.POWERS.values())
 @pytest.mark.parametrize("probes", [1, 3])
-def test_any_chances_are_unbiased_where_the_loss_is_linear(
-    query: tuple[Tensor, ...], power: float, probes: int
-) -> None:
+def test_any_chances_are_unbiased_where_the_loss_is_linear(query: tuple[Tensor, ...], power: float, probes: int) -> None:
     """Over all 16 graphs times 16 sets of probes; a baseline changes nothing, and chances that are not in the weights do."""
     p, weight, value, slope = query
     chance = study.chances(p**power, probes)

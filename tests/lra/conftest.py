@@ -36,9 +36,7 @@ def untrained() -> Callable[..., Path]:
         weights = Classifier(TASKS["listops"], settings).state_dict()
         state = {"state_dict": weights, "run": dataclasses.asdict(settings)}
         write_checkpoint(folder / "best.ckpt", state)
-        Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(
-            folder / "settings.json"
-        )
+        Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(folder / "settings.json")
         return folder
 
     return make

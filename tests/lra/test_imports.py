@@ -30,11 +30,7 @@ def private_names(source: str) -> Iterator[str]:
                 yield module
                 continue
             imported = importlib.import_module(module)
-            modules = {
-                known.name
-                for known in pkgutil.iter_modules(getattr(imported, "__path__", []))
-                if not known.name.startswith("_")
-            }
+            modules = {known.name for known in pkgutil.iter_modules(getattr(imported, "__path__", [])) if not known.name.startswith("_")}
             public = {*getattr(imported, "__all__", ()), *modules}
             yield from (f"{module}.{name}" for name in names if name not in public)
 
@@ -51,10 +47,5 @@ from sbm_pyg import SBM, _secret, analysis, nonsense
 from sbm_pyg.sources.sbm import SBM, CLUSTER_INITS
 from sbm_pyg.ops import cpu, edge_dot
 """
-    assert [*private_names(source)] == [
-        "sbm_pyg._secret",
-        "sbm_pyg._secret",
-        "sbm_pyg.nonsense",
-        "sbm_pyg.sources.sbm.CLUSTER_INITS",
-    ]
+    assert [*private_names(source)] == ["sbm_pyg._secret", "sbm_pyg._secret", "sbm_pyg.nonsense", "sbm_pyg.sources.sbm.CLUSTER_INITS"]
     assert len(FILES) > 20

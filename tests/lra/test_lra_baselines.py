@@ -19,14 +19,7 @@ from examples.lra.settings import PRESETS
 from sbm_pyg import FullAttention, PairClassifier, SequenceClassifier, SequenceEncoder
 
 PACKAGES = {"linformer": "linformer", "reformer": "transformers", "nystromformer": "nystrom_attention"}
-SIZES = {
-    "linformer_rank": 12,
-    "hash_rounds": 2,
-    "hash_chunk": 16,
-    "random_features": 32,
-    "landmarks": 16,
-    "value_kernel": 7,
-}
+SIZES = {"linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16, "value_kernel": 7}
 LENGTHS = [1, 5, 15, 16, 17, 33, 64, 100, 257]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,9 +42,7 @@ def tokens(lengths: list[int], channels: int = 12) -> tuple[Tensor, Tensor]:
 
 def projected(module: Any, x: Tensor) -> list[Tensor]:
     """Queries, keys and values ``[H, n, C]`` of one sequence."""
-    return [
-        lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (module.lin_query, module.lin_key, module.lin_value)
-    ]
+    return [lin(x).unflatten(1, (2, -1)).transpose(0, 1) for lin in (module.lin_query, module.lin_key, module.lin_value)]
 
 
 def joined(out: Tensor) -> Tensor:
@@ -123,9 +114,7 @@ def test_linear_attention_is_the_quadratic_formula() -> None:
     x, ptr = tokens([30])
     query, key, value = projected(module, x)
     weight = (F.elu(query) + 1) @ (F.elu(key) + 1).mT
-    torch.testing.assert_close(
-        module(x, ptr=ptr), joined(weight / weight.sum(-1, keepdim=True) @ value), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(module(x, ptr=ptr), joined(weight / weight.sum(-1, keepdim=True) @ value), rtol=1e-12, atol=1e-12)
 
 
 def test_performer_approaches_softmax_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +134,7 @@ def test_performer_approaches_softmax_attention(monkeypatch: pytest.MonkeyPatch)
             drawn: Any = BASELINES["performer"](SimpleNamespace(random_features=features), 12, 8, 2)  # type: ignore[arg-type]
             module.directions.copy_(drawn.double().directions)
             query, key, value = projected(module, x)
-            squares.append(
-                (module(x, ptr=ptr) - joined(F.scaled_dot_product_attention(query, key, value))).square().mean()
-            )
+            squares.append((module(x, ptr=ptr) - joined(F.scaled_dot_product_attention(query, key, value))).square().mean())
         errors.append(float(torch.stack(squares).mean().sqrt().detach()))
     assert 5 < errors[0] / errors[1] < 12  # the root of 64 is 8
 
@@ -157,9 +144,7 @@ def test_linformer_is_softmax_attention_to_mixtures() -> None:
     x, ptr = tokens([30])
     query, key, value = projected(module, x)
     keys, values = (mix[:30].T @ side for mix, side in ((module.kernel.proj_k, key), (module.kernel.proj_v, value)))
-    torch.testing.assert_close(
-        module(x, ptr=ptr), joined(F.scaled_dot_product_attention(query, keys, values)), rtol=1e-10, atol=1e-12
-    )
+    torch.testing.assert_close(module(x, ptr=ptr), joined(F.scaled_dot_product_attention(query, keys, values)), rtol=1e-10, atol=1e-12)
 
 
 def test_nystromformer_is_the_package_where_nothing_is_padded() -> None:
@@ -248,20 +233,7 @@ def test_settings_have_the_sizes_of_the_paper() -> None:
 
 
 def test_baselines_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    law = [
-        "--preset",
-        "laptop",
-        "--train",
-        "70",
-        "--val",
-        "5",
-        "--test",
-        "5",
-        "--min-length",
-        "8",
-        "--max-length",
-        "24",
-    ]
+    law = ["--preset", "laptop", "--train", "70", "--val", "5", "--test", "5", "--min-length", "8", "--max-length", "24"]
     main(["prepare", "--generate", "--data", str(tmp_path / "data"), *law])
     options = ["--attention", "linear", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "run")]
     with pytest.raises(SystemExit):

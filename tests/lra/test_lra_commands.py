@@ -43,9 +43,7 @@ def test_help_does_not_wait_for_torch(command: str) -> None:
 def test_the_door_is_that_of_the_trainer(tmp_path: Path) -> None:
     """From anywhere, though the folder of the package beside it has its name."""
     command = [sys.executable, str(ROOT / "examples" / "lra.py"), "--help"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == without_torch("examples.lra", "train", "--help").stdout
     assert "--density-weight" in done.stdout
 
@@ -59,9 +57,7 @@ def test_the_guard_works(tmp_path: Path) -> None:
 def test_paths_that_cannot_be_are_named_before_torch_is_imported(words: str) -> None:
     done = without_torch("examples.lra", *words.split(), LONG)
     assert done.returncode == 2, done.stderr
-    option = (
-        f"argument {words.split()[-1]}: Expected a path that the file system can have (got 'File name too long' for "
-    )
+    option = f"argument {words.split()[-1]}: Expected a path that the file system can have (got 'File name too long' for "
     assert option in done.stderr.splitlines()[-1]
 
 
@@ -99,21 +95,12 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --output missing --resume", "Expected 'output' to be the folder of a run to resume"),
     ("train --export full", "Expected 'export' to be a new or empty folder"),
     ("train --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
-    (
-        "train --accelerator mps",
-        "Expected 'accelerator' to be one that this machine has, for each process (got 'mps': ",
-    ),
+    ("train --accelerator mps", "Expected 'accelerator' to be one that this machine has, for each process (got 'mps': "),
     ("prepare --generate --data file/x", "to be a place for generated data"),
     ("prepare --generate --data full", "to be the manifest of generated data (got no such file)"),
-    (
-        "prepare --generate --data /proc/x",
-        "to be a place for generated data",
-    ),  # where a lock would be waited for without end
+    ("prepare --generate --data /proc/x", "to be a place for generated data"),  # where a lock would be waited for without end
     ("prepare --generate --data new --train -5", "Expected 'train' to be at least 1 (got -5)"),
-    (
-        "prepare --generate --data new --operator-probability nan",
-        "Expected 'operator_probability' to be in (0, 1] (got nan)",
-    ),
+    ("prepare --generate --data new --operator-probability nan", "Expected 'operator_probability' to be in (0, 1] (got nan)"),
     ("prepare --data data --prepared file", "to be a place for prepared data"),
     ("prepare --data empty", "Expected 'empty' to hold ListOps"),
     ("prepare --data data --split none", "Expected 'split' of listops to be one of release (got 'none')"),

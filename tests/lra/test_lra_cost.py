@@ -27,10 +27,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def runs(untrained: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     parent, options = tmp_path_factory.mktemp("runs"), {"layers": 1, "batch_size": 8, "clip_norm": 1.0}
-    return [
-        str(untrained(parent / attention, data, attention=attention, **options))
-        for attention in ("full", "sbm", "linear")
-    ]
+    return [str(untrained(parent / attention, data, attention=attention, **options)) for attention in ("full", "sbm", "linear")]
 
 
 def test_all_runs_take_the_same_batches_and_learn_nothing(
@@ -152,9 +149,7 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
     assert row["forward_seconds"] > 0
     if method == "full":  # 2 layers, 2 heads of 32 channels, width 64, hidden 128, 10 classes
         tokens, wide = batch * length, 2 * 64
-        by_hand = 2 * (4 * batch * 64 * length**2 + tokens * (4 * 64 * wide + 2 * 128 * wide)) + batch * (
-            128 * wide + 2 * 128 * 10
-        )
+        by_hand = 2 * (4 * batch * 64 * length**2 + tokens * (4 * 64 * wide + 2 * 128 * wide)) + batch * (128 * wide + 2 * 128 * 10)
         assert row["forward_flops"] == by_hand
         assert row["density"] is None
     if method.startswith("sbm"):
@@ -168,9 +163,7 @@ def test_costs_are_measured_after_the_gate(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_gate_rejects_attention_that_mixes_sequences_or_is_off_by_a_thousandth(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_rejects_attention_that_mixes_sequences_or_is_off_by_a_thousandth(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Classifier(TASKS["listops"], cost.settings_of("listops", method, "laptop"))
     cost.gate(module)
     attention: Any = module.model.encoder.layers[0].attention
@@ -210,9 +203,7 @@ def test_a_method_that_fails_the_gate_is_named_and_not_measured(
 
 
 @pytest.mark.slow
-def test_rows_of_methods_are_measured_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_methods_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "cost --tasks listops --methods linear --preset laptop --repeats 1"
     words = [*options.split(), "--output", str(tmp_path)]
     main(words)

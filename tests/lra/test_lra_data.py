@@ -36,9 +36,7 @@ def make_text(folder: Path) -> None:
         for name in ("neg", "pos"):
             (folder / part / name).mkdir(parents=True)
             for number in range(count):
-                (folder / part / name / f"{number}_{9 if name == 'pos' else 2}.txt").write_bytes(
-                    f"{part} {name} {number} é\n".encode()
-                )
+                (folder / part / name / f"{number}_{9 if name == 'pos' else 2}.txt").write_bytes(f"{part} {name} {number} é\n".encode())
     (folder / "train" / "unsup").mkdir()
 
 
@@ -180,13 +178,7 @@ def python_2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
         return b"U" + bytes([len(value)]) + value
 
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
-    dtype = (
-        b"cnumpy\ndtype\n"
-        + text(b"u1")
-        + b"K\x00K\x01\x87R(K\x03"
-        + text(b"|")
-        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    )
+    dtype = b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R(K\x03" + text(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
     shape = b"K" + bytes([len(images)]) + b"M\x00\x0c\x86"
     body = b"T" + len(images.tobytes()).to_bytes(4, "little") + images.tobytes()
     array += b"(K\x01" + shape + dtype + b"\x89" + body + b"tb"
@@ -213,15 +205,10 @@ class Payload:
 def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) -> None:
     make_image(tmp_path)
     trace = tmp_path / "trace"
-    for function, arguments in (
-        (os.system, (f"touch {trace}",)),
-        (eval, (f"open({str(trace)!r}, 'w')",)),
-        (np.load, (str(trace),)),
-    ):
+    for function, arguments in ((os.system, (f"touch {trace}",)), (eval, (f"open({str(trace)!r}, 'w')",)), (np.load, (str(trace),))):
         (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Payload(function, *arguments)}))
         with pytest.raises(
-            ValueError,
-            match=r"data_batch_1' to be a pickle of arrays and nothing else, .* \(got it asks for (posix|nt|builtins|numpy)\.",
+            ValueError, match=r"data_batch_1' to be a pickle of arrays and nothing else, .* \(got it asks for (posix|nt|builtins|numpy)\."
         ):
             prepare(TASKS["image"], tmp_path)
     assert not trace.exists()
@@ -307,10 +294,7 @@ def test_what_is_wrong_in_a_folder_of_pathfinder_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"level": "easy"}, r"'level' to be one of curv_baseline"),
-        ({"images": 9}, r"'images' to be at least 10 \(got 9\)"),
-    ],
+    [({"level": "easy"}, r"'level' to be one of curv_baseline"), ({"images": 9}, r"'images' to be at least 10 \(got 9\)")],
 )
 def test_parameters_of_pathfinder_are_checked(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -345,22 +329,14 @@ def statistics_of(images: np.ndarray) -> dict[str, np.ndarray]:
 
 @pytest.mark.needs_data
 @pytest.mark.parametrize("level", pathfinder.LEVELS)
-def test_generated_images_look_like_those_of_the_published_generator(
-    level: str, tmp_path: Path, sample: Callable[..., Path]
-) -> None:
+def test_generated_images_look_like_those_of_the_published_generator(level: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
     with tarfile.open(sample("pathfinder/pathfinder32_generated.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
     splits = load(TASKS["pathfinder"], tmp_path, max_length=1024, options={"level": level})
-    images = (
-        np.concatenate([np.array(split.tokens) - 1 for split in splits.values()])
-        .reshape(-1, 32, 32)
-        .astype(np.uint8)[:400]
-    )
+    images = np.concatenate([np.array(split.tokens) - 1 for split in splits.values()]).reshape(-1, 32, 32).astype(np.uint8)[:400]
     labels = np.concatenate([split.labels for split in splits.values()])
     theirs = statistics_of(images)
-    ours = statistics_of(
-        np.stack([snakes.draw(pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)])
-    )
+    ours = statistics_of(np.stack([snakes.draw(pathfinder.LEVELS[level], seed=7, number=number)[0] for number in range(400)]))
     assert ours["ink"].mean() == pytest.approx(theirs["ink"].mean(), rel=0.05)
     assert ours["ink"].std() == pytest.approx(theirs["ink"].std(), rel=0.25)
     assert ours["parts"].mean() == pytest.approx(theirs["parts"].mean(), rel=0.25)
@@ -398,15 +374,12 @@ def test_samples_of_the_releases_are_read(
         assert bytes((pair.tokens[0][:2] - 1).tolist()) in (b"b'", b'b"')
 
 
-def test_a_folder_of_other_samples_skips(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]
-) -> None:
+def test_a_folder_of_other_samples_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Callable[..., Path]) -> None:
     monkeypatch.setitem(sample.__globals__, "SAMPLES", tmp_path)
     (tmp_path / "retrieval").mkdir()
     assert sample("retrieval") == tmp_path / "retrieval"
     with pytest.raises(
-        pytest.skip.Exception,
-        match=r"no sample data in .*retrieval/a.tsv; set SBM_PYG_DATA to a folder that holds retrieval/a.tsv",
+        pytest.skip.Exception, match=r"no sample data in .*retrieval/a.tsv; set SBM_PYG_DATA to a folder that holds retrieval/a.tsv"
     ):
         sample("retrieval", "a.tsv")
 
@@ -464,10 +437,7 @@ def test_a_flipped_byte_is_named_with_the_way_out(text: Path, array: str) -> Non
     content = bytearray((folder / array).read_bytes())
     content[-1] ^= 1
     (folder / array).write_bytes(content)
-    with pytest.raises(
-        ValueError,
-        match=rf"{array}' to be as it was prepared.* It is damaged: remove {folder}, and it is prepared anew",
-    ):
+    with pytest.raises(ValueError, match=rf"{array}' to be as it was prepared.* It is damaged: remove {folder}, and it is prepared anew"):
         load(TASKS["text"], text, max_length=100)
     (folder / array).unlink()
     with pytest.raises(ValueError, match=rf"{array}' to be as it was prepared.*\(got no such file\)"):
@@ -482,9 +452,7 @@ def test_a_changed_source_is_prepared_again(text: Path) -> None:
     (text / "train" / "pos" / "3_9.txt").write_bytes(b"another text, so another length and time")
     after = load(TASKS["text"], text, max_length=100)
     assert b"another text, so another length and time" in sequences(after["train"])
-    assert b"another text, so another length and time" not in sequences(
-        before["train"]
-    )  # still mapped, and still whole
+    assert b"another text, so another length and time" not in sequences(before["train"])  # still mapped, and still whole
     assert after["train"].digest != before["train"].digest
     assert after["test"].digest == before["test"].digest
 
@@ -500,8 +468,7 @@ def test_prepared_data_are_read_where_nothing_can_be_written(text: Path, monkeyp
     assert prepare(TASKS["text"], text) == (folder, False)
     assert len(load(TASKS["text"], text, max_length=100)["train"]) == 36
     with pytest.raises(
-        ValueError,
-        match=r"to be a place for prepared data \(got: .*Read-only .*choose another place with .*--prepared DIR",
+        ValueError, match=r"to be a place for prepared data \(got: .*Read-only .*choose another place with .*--prepared DIR"
     ):
         prepare(TASKS["text"], text, prepared=above / "other")
 
@@ -513,16 +480,12 @@ def test_a_folder_that_is_not_ours_is_never_replaced(text: Path, tmp_path: Path)
         prepare(TASKS["text"], text, prepared=tmp_path / "out")
     assert (tmp_path / "out" / "text-held-out" / "thesis.tex").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match=r"to be a place for prepared data.*or choose another place with .*--prepared DIR"
-    ):
+    with pytest.raises(ValueError, match=r"to be a place for prepared data.*or choose another place with .*--prepared DIR"):
         prepare(TASKS["text"], text, prepared=tmp_path / "file")
 
 
 def test_unknown_options_are_refused(text: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected 'split' of text to be one of held-out, lra \(got 'release'\)\. Choose one of them"
-    ):
+    with pytest.raises(ValueError, match=r"Expected 'split' of text to be one of held-out, lra \(got 'release'\)\. Choose one of them"):
         prepare(TASKS["text"], text, options={"split": "release"})
     with pytest.raises(ValueError, match=r"Expected 'level' of text to be one of none \(got 'curv_baseline'\)"):
         prepare(TASKS["text"], text, options=LEVEL)
@@ -532,10 +495,7 @@ def test_older_conventions_leave_out_black_pixels_and_keep_places(tmp_path: Path
     make_pathfinder(tmp_path)
     black = np.zeros((32, 32), dtype=np.uint8)
     Image.fromarray(black).save(tmp_path / "curv_baseline/imgs/0/sample_8.png")
-    ours, theirs = (
-        load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, masked=masked)["val"]
-        for masked in (None, 1)
-    )
+    ours, theirs = (load(TASKS["pathfinder"], tmp_path, max_length=1024, options=LEVEL, masked=masked)["val"] for masked in (None, 1))
     assert ours.lengths.tolist() == [1024] * 4
     batch, whole = theirs.__getitems__([2, 0]), ours.__getitems__([2, 0])
     assert batch.ptr.diff().tolist() == theirs.lengths[[2, 0]].tolist()
@@ -563,19 +523,8 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
     settings = PRESETS[task]["paper"].settings
     found = (settings.max_length, settings.batch_size, settings.learning_rate, settings.steps, TASKS[task].num_classes)
     assert found == TABLE_7[task]
-    assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (
-        2,
-        2,
-        64,
-        128,
-        32,
-    )
-    assert (settings.dropout, settings.attention_dropout, settings.num_blocks, settings.weight_decay) == (
-        0.1,
-        0.1,
-        128,
-        0.0,
-    )
+    assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (2, 2, 64, 128, 32)
+    assert (settings.dropout, settings.attention_dropout, settings.num_blocks, settings.weight_decay) == (0.1, 0.1, 128, 0.0)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -590,19 +539,12 @@ def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) ->
 
 
 def plan(task: str, **changes: Any) -> Plan:
-    return Plan(
-        task=task,
-        preset="laptop",
-        settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes),
-        directory="",
-    )
+    return Plan(task=task, preset="laptop", settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes), directory="")
 
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "image"])
 def test_without_data_the_origin_and_the_tree_are_told(task: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"\(got none\)\. Give --data DIR\. It is .*https://.* Its folder, the one given or "
-    ):
+    with pytest.raises(ValueError, match=r"\(got none\)\. Give --data DIR\. It is .*https://.* Its folder, the one given or "):
         data_folder(plan(task))
 
 
@@ -620,9 +562,7 @@ def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: py
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"curv_contour_length_9", "prepared"}
 
 
-def test_command_line_prepares_describes_and_generates(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_line_prepares_describes_and_generates(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["prepare", "--task", "text", "--data", str(text), "--prepared", str(tmp_path / "out")]
     main(words)
     shown = capsys.readouterr().out
@@ -641,10 +581,7 @@ def test_command_line_prepares_describes_and_generates(
     assert "level: curv_contour_length_9" in capsys.readouterr().out
     for again, message in (
         ([*make, "--max-depth", "3"], "Expected 'max-depth' to be left out (got 3)"),
-        (
-            ["prepare", "--images", "20", "--task", "pathfinder", "--data", str(text)],
-            "Expected 'images' to be left out (got 20)",
-        ),
+        (["prepare", "--images", "20", "--task", "pathfinder", "--data", str(text)], "Expected 'images' to be left out (got 20)"),
         (["prepare", "--generate", "--task", "text", "--data", str(text)], "Expected no 'generate' for text (got it)"),
         (["prepare", "--task", "image", "--data", str(text)], "data_batch_1"),
         ([*words, "--level", "curv_baseline"], "Expected 'level' to be left out (got curv_baseline)"),

@@ -37,9 +37,7 @@ def run(untrained: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     listops.generate(data, listops.Parameters(train=20, val=30, test=20, **law), progress=False)  # type: ignore[arg-type]
     folder = untrained(tmp_path_factory.mktemp("runs") / "untrained", data, seed=3)
     names = [f"density_layer{layer}_head{head}" for layer in range(2) for head in range(2)]
-    (folder / "train.csv").write_text(
-        "\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"])
-    )
+    (folder / "train.csv").write_text("\n".join([",".join(["step", *names]), "10,0.2,0.3,0.2,0.3", "20,0.1,0.3,0.2,0.4"]))
     return folder
 
 
@@ -103,9 +101,7 @@ def test_graphs_are_those_of_the_trainer(run: Path) -> None:
             assert float(done.density[layer, :, head].mean()) == pytest.approx(row[f"density_layer{layer}_head{head}"])
 
 
-def test_places_are_those_of_the_directory_where_the_run_was_started(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_are_those_of_the_directory_where_the_run_was_started(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     plan = Plan.read(run / "settings.json")
@@ -149,14 +145,7 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
     masked: int | None, drawn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = TASKS["pathfinder"]
-    small: dict[str, Any] = {
-        "layers": 1,
-        "channels": 16,
-        "head_channels": 8,
-        "ffn_channels": 16,
-        "num_blocks": 4,
-        "initial_density": 0.01,
-    }
+    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4, "initial_density": 0.01}
     module = Classifier(task, dataclasses.replace(PRESETS[task.name]["laptop"].settings, **small)).eval()
     tokens = np.ones((2, 1024), np.int64)  # black
     tokens[0, :225] = tokens[1, :300] = 200  # of the first image, as many bright ones as a smaller square has
@@ -205,18 +194,13 @@ def test_damaged_weights_and_other_data_are_refused(
 ) -> None:
     folder = untrained(tmp_path / "other", Path(str(Plan.read(run / "settings.json").data)))
     splits = train.open_run(folder)[2]
-    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(
-        folder / "settings.json"
-    )
+    dataclasses.replace(Plan.read(folder / "settings.json"), fingerprint=splits_digest(splits)).write(folder / "settings.json")
     train.open_run(folder)
     commands = (["graphs", "--run", str(folder)], ["cost", "--output", str(tmp_path / "out"), "--runs", str(folder)])
     for words in commands:
         with pytest.raises(SystemExit):
             main([*words, "--data", str(data)])
-        assert (
-            f"Expected 'data' to be what the run was started with (got other examples in {data})"
-            in capsys.readouterr().err
-        )
+        assert f"Expected 'data' to be what the run was started with (got other examples in {data})" in capsys.readouterr().err
     content = bytearray((folder / "best.ckpt").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "best.ckpt").write_bytes(content)

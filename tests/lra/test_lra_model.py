@@ -54,15 +54,10 @@ def test_images_longer_than_sequences_are_refused_before_anything_is_written(
     task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(
-            ["train", "--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--max-length", "512"]
-        )
+        main(["train", "--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), "--max-length", "512"])
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert (
-        f"Expected 'max-length' to be at least the 1,024 pixels of an image of {task} (got 512). Raise --max-length."
-        in said
-    )
+    assert f"Expected 'max-length' to be at least the 1,024 pixels of an image of {task} (got 512). Raise --max-length." in said
     assert not (tmp_path / "run").exists()
 
 
@@ -79,9 +74,7 @@ def test_like_values_start_alike() -> None:
     values = smooth_values(256, 16)
     assert values.square().mean(1) == pytest.approx(torch.ones(256), abs=1e-5)
     likeness = values @ values.T
-    assert likeness.diagonal(1) == pytest.approx(
-        torch.full((255,), likeness[0, 1].item()), rel=1e-4
-    )  # steps are equal everywhere
+    assert likeness.diagonal(1) == pytest.approx(torch.full((255,), likeness[0, 1].item()), rel=1e-4)  # steps are equal everywhere
     assert likeness[100, 101] > likeness[100, 110] > likeness[100, 150]
     with pytest.raises(ValueError, match=r"Expected 'channels' to be even .* \(got 7\)"):
         smooth_values(256, 7)
@@ -115,9 +108,7 @@ def test_pixels_are_masked_up_to_a_value(mask_dark: int, compat: str, highest: i
     chosen = settings(mask_dark=mask_dark, compat=compat)
     assert TASKS["pathfinder"].masked(chosen) == highest
     words = TASKS["pathfinder"].pipeline(chosen)
-    assert words.get("mask") == (
-        None if highest is None else f"pixels up to {highest - 1} of 255 left out, the others in their places"
-    )
+    assert words.get("mask") == (None if highest is None else f"pixels up to {highest - 1} of 255 left out, the others in their places")
 
 
 def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
@@ -131,8 +122,7 @@ def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "price"),
-    [([], 0.5), (["--attention", "full"], 0.0), (["--attention", "linear"], 0.0), (["--density-weight", "1"], 1.0)],
+    ("words", "price"), [([], 0.5), (["--attention", "full"], 0.0), (["--attention", "linear"], 0.0), (["--density-weight", "1"], 1.0)]
 )
 def test_only_sampled_graphs_pay_what_a_preset_asks(words: list[str], price: float, tmp_path: Path) -> None:
     given = parse(["--task", "image", "--output", str(tmp_path / "run"), *words])

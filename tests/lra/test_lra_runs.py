@@ -35,15 +35,7 @@ from sbm_pyg import SequenceClassifier
 from sbm_pyg.analysis import plots
 
 ROOT = Path(report.__file__).parents[2]
-FILES = [
-    ".lock",
-    "best.ckpt",
-    "curves.png",
-    "density.png",
-    "last.ckpt",
-    "mask-layer0-head0.png",
-    "mask-layer0-head1.png",
-]
+FILES = [".lock", "best.ckpt", "curves.png", "density.png", "last.ckpt", "mask-layer0-head0.png", "mask-layer0-head1.png"]
 FILES += ["results.json", "settings.json", "tensorboard", "train.csv", "val.csv"]
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
 TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu"
@@ -55,9 +47,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "draw_masks", lambda *arguments: None)
     monkeypatch.setattr(report, "plot_curves", lambda *arguments: None)
-    monkeypatch.setattr(
-        plots, "plot_training_density", lambda *arguments: SimpleNamespace(savefig=lambda *a, **o: None)
-    )
+    monkeypatch.setattr(plots, "plot_training_density", lambda *arguments: SimpleNamespace(savefig=lambda *a, **o: None))
 
 
 quick = pytest.mark.usefixtures("no_plots")
@@ -194,9 +184,7 @@ def test_testing_averages_probabilities_over_graphs(whole: Path, data: Path) -> 
 
 
 @quick
-def test_a_finished_run_reports_again_and_exports(
-    whole: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_finished_run_reports_again_and_exports(whole: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"}
     export, found = tmp_path / "models" / "listops", results(whole)
     resume(whole, "--export", str(export))
@@ -262,9 +250,7 @@ def test_a_crash_at_any_step_costs_the_steps_since_the_last_checkpoint(
 
 
 @quick
-def test_a_crash_between_training_and_test_costs_the_test(
-    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_training_and_test_costs_the_test(data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Classifier, "test_step", lambda *arguments: crash())
         with pytest.raises(Crash):
@@ -365,9 +351,7 @@ def test_a_checkpoint_is_an_archive_that_ends_in_its_checksum(tmp_path: Path) ->
 
 
 @quick
-def test_a_damaged_checkpoint_is_named_and_the_best_one_goes_on(
-    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_best_one_goes_on(data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]) -> None:
     folder = tmp_path / "run"
     at(7, 0, crash)
     with pytest.raises(Crash):
@@ -386,9 +370,7 @@ def test_a_damaged_checkpoint_is_named_and_the_best_one_goes_on(
 
 @quick
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(
-    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]
-) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(data: Path, whole: Path, tmp_path: Path, at: Callable[..., None]) -> None:
     folder = tmp_path / "run"
     draft = folder / "last.ckpt.partial"
     at(5, 0, lambda: draft.symlink_to("/dev/full"))
@@ -414,9 +396,7 @@ def test_a_folder_has_one_process_at_a_time(whole: Path, capsys: pytest.CaptureF
 
 @quick
 @pytest.mark.parametrize("options", [["--attention", "full"], ["--log-every", "9"]])
-def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(
-    data: Path, tmp_path: Path, options: list[str]
-) -> None:
+def test_a_diverged_run_ends_with_one_message_and_finite_checkpoints(data: Path, tmp_path: Path, options: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         train(data, tmp_path / "run", "--learning-rate", "1e30", "--clip-norm", "0", "--accumulate", "1", *options)
     words = str(stop.value.code)
@@ -494,9 +474,7 @@ def test_as_many_steps_are_taken_as_fit_into_a_time(data: Path, tmp_path: Path) 
 
 
 @quick
-def test_a_run_with_relative_places_is_resumed_from_anywhere(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_relative_places_is_resumed_from_anywhere(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data.parent)
     train(Path(data.name), tmp_path / "run", "--steps", "2", "--prepared", "arrays")
     monkeypatch.chdir(tmp_path)
@@ -505,9 +483,7 @@ def test_a_run_with_relative_places_is_resumed_from_anywhere(
 
 
 @quick
-def test_graphs_become_sparse_as_planned_and_a_crash_changes_no_bit(
-    data: Path, tmp_path: Path, at: Callable[..., None]
-) -> None:
+def test_graphs_become_sparse_as_planned_and_a_crash_changes_no_bit(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
     options = ["--target-density", "0.2", "--parameterization", "overlapping", "--save-every", "1"]
     density = train(data, tmp_path / "whole", *options)["density"]
     assert results(tmp_path / "whole")["best"]["step"] == 9  # step 5 was dense
@@ -683,9 +659,7 @@ def test_memory_between_what_lives_on_goes_back() -> None:
 
 @quick
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")
-def test_subnormal_numbers_are_zero_during_a_run_and_not_after(
-    data: Path, tmp_path: Path, at: Callable[..., None]
-) -> None:
+def test_subnormal_numbers_are_zero_during_a_run_and_not_after(data: Path, tmp_path: Path, at: Callable[..., None]) -> None:
     tiny, found = torch.full((8,), 1e-39), []
 
     def look() -> None:
@@ -741,9 +715,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
     assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
 
 
-def test_a_missing_package_is_told(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_told(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "linformer", None)
     with pytest.raises(SystemExit):
         train(data, tmp_path / "run", "--attention", "linformer")
@@ -752,9 +724,7 @@ def test_a_missing_package_is_told(
 
 
 @pytest.mark.parametrize("words", [[], ["--task", "pathfinder"], ["--task=text"]])
-def test_help_shows_the_values_of_the_task(
-    words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_shows_the_values_of_the_task(words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["train", *words, "--help"])

@@ -21,20 +21,7 @@ from examples.lra.__main__ import main
 from examples.lra.data import listops, readers
 from examples.lra.settings import Plan, parse, resolve
 
-TINY = [
-    "--validate-every",
-    "2",
-    "--log-every",
-    "1",
-    "--batch-size",
-    "8",
-    "--num-blocks",
-    "4",
-    "--channels",
-    "8",
-    "--head-channels",
-    "4",
-]
+TINY = ["--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-blocks", "4", "--channels", "8", "--head-channels", "4"]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -65,19 +52,13 @@ def test_doctests() -> None:
 
 
 @pytest.mark.slow
-def test_two_methods_to_the_tables_and_no_run_twice(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_methods_to_the_tables_and_no_run_twice(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"table --methods sbm:exploration=0.02 linear --data listops={data} --accelerator cpu --threads 1 --steps 4"
     command = [*words.split(), "--output", str(tmp_path), "--", *TINY]
     main(command)
     text = (tmp_path / "report.md").read_text()
     assert capsys.readouterr().out.strip().endswith(text.strip())
-    for line in (
-        "| linear, published | 37.46 ± 0.57 |",
-        "Budget: 4 steps; preset `laptop`",
-        "| sbm:exploration=0.02 | ",
-    ):
+    for line in ("| linear, published | 37.46 ± 0.57 |", "Budget: 4 steps; preset `laptop`", "| sbm:exploration=0.02 | "):
         assert line in text
     with (tmp_path / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -166,9 +147,7 @@ def test_a_failed_run_does_not_stop_the_others(make: Callable[..., Path], tmp_pa
     assert "2 runs" in (tmp_path / "all" / "report.md").read_text()
 
 
-def test_runs_that_are_averaged_have_the_same_settings(
-    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_are_averaged_have_the_same_settings(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = make("--methods sbm --seeds 0 3")
     for more, found in (
         ("-- --channels 16", "channels = 64 as listops-sbm-0, with which it is averaged (got 16)"),
@@ -203,9 +182,7 @@ def test_the_budget_in_the_report_is_that_of_its_runs(make: Callable[..., Path])
         return (make(words) / "report.md").read_text().splitlines()[2]
 
     common = "-- --channels 32"
-    assert line(f"--methods sbm {common}") == (
-        "1 runs, at most 1 of a kind. Budget: 800 steps; preset `laptop`, --channels 32."
-    )
+    assert line(f"--methods sbm {common}") == ("1 runs, at most 1 of a kind. Budget: 800 steps; preset `laptop`, --channels 32.")
     assert line(f"--methods linear --steps 600 {common} --heads 4") == (
         "2 runs, at most 1 of a kind. Budget: 600 steps or 800 steps; preset `laptop`, --channels 32."
     )

@@ -99,9 +99,7 @@ def test_generated_labels_agree_with_an_independent_evaluator(folder: Path, spli
 
 @pytest.mark.needs_data
 @pytest.mark.parametrize("name", ["d20s_as_lra", "generated_lra_parameters"])
-def test_real_data_is_read_and_agrees_with_the_evaluator(
-    name: str, tmp_path: Path, sample: Callable[..., Path]
-) -> None:
+def test_real_data_is_read_and_agrees_with_the_evaluator(name: str, tmp_path: Path, sample: Callable[..., Path]) -> None:
     real = sample(f"listops/{name}", *(f"basic_{split}.tsv" for split in listops.SPLITS))
     splits = load(LISTOPS, real, max_length=2048, prepared=tmp_path)
     for split, examples in splits.items():
@@ -162,9 +160,7 @@ def test_law_of_lengths_is_that_of_the_recursive_generator() -> None:
 
 def test_operators_and_digits_are_uniform() -> None:
     law = Parameters(max_depth=3, max_args=4, min_length=1, max_length=100, operator_probability=0.5)
-    words = collections.Counter(
-        word for source, _ in listops.draw_trees(law, 20_000, np.random.default_rng(1)) for word in source.split()
-    )
+    words = collections.Counter(word for source, _ in listops.draw_trees(law, 20_000, np.random.default_rng(1)) for word in source.split())
     counts = [words.pop(word) for word in listops.VOCABULARY]
     assert {*words} == {"(", ")"}
     assert chisquare(counts[:10]).pvalue > 1e-6
@@ -219,9 +215,7 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(listops, "draw_trees", full)
-    with pytest.raises(
-        ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)"
-    ):
+    with pytest.raises(ValueError, match=r"listops' to be a place for generated data \(got: .*No space left on device\)"):
         listops.generate(tmp_path / "listops", SMALL, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [".listops.lock"]
 
@@ -233,10 +227,7 @@ def test_generating_again_does_nothing_and_never_overwrites(folder: Path, tmp_pa
     with pytest.raises(ValueError, match=r"to be new, empty or the data set asked for \(got one made with .*'seed': 3"):
         listops.generate(folder, dataclasses.replace(SMALL, max_args=4), seed=3, progress=False)
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(
-        ValueError,
-        match=r"to be the manifest of generated data \(got no such file\)\. Remove .* or choose another place",
-    ):
+    with pytest.raises(ValueError, match=r"to be the manifest of generated data \(got no such file\)\. Remove .* or choose another place"):
         listops.generate(tmp_path, SMALL, progress=False)
 
 
@@ -276,9 +267,7 @@ def test_more_trees_than_there_are() -> None:
     ],
 )
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
-def test_malformed_rows_name_file_and_line(
-    folder: Path, tmp_path: Path, lines: list[str], message: str, end: str
-) -> None:
+def test_malformed_rows_name_file_and_line(folder: Path, tmp_path: Path, lines: list[str], message: str, end: str) -> None:
     for split in ("train", "test"):
         (tmp_path / f"basic_{split}.tsv").write_bytes((folder / f"basic_{split}.tsv").read_bytes())
     (tmp_path / "basic_val.tsv").write_text("".join(line + end for line in lines), newline="")
@@ -381,20 +370,7 @@ def test_sizes_of_batches_are_checked() -> None:
 def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "deep" / "listops"
     show = ["prepare", "--data", str(out)]
-    make = [
-        *show,
-        "--generate",
-        "--preset",
-        "laptop",
-        "--train",
-        "9",
-        "--val",
-        "3",
-        "--test",
-        "5",
-        "--max-length",
-        "30",
-    ]
+    make = [*show, "--generate", "--preset", "laptop", "--train", "9", "--val", "3", "--test", "5", "--max-length", "30"]
     main(make)
     assert capsys.readouterr().out.startswith(f"{out}: written\n{out / 'prepared' / 'listops-release'}: written\n")
     shutil.rmtree(out / "prepared")
