@@ -636,12 +636,9 @@ method(
     lambda g, **asked: torch.tensor([pair in edges_in(g) for pair in pairs_of(**asked)], dtype=torch.bool),
 )  # fmt: skip
 method(
-    "AttentionGraph.to",
-    3,
-    Draw.graph,
-    lambda d, g: {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False},
+    "AttentionGraph.to", 3, Draw.graph, lambda d, g: {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False},
     lambda g, **_: g,
-)
+)  # fmt: skip
 method("AttentionGraph.validate", 3, Draw.graph, lambda d, g: {}, lambda g: g)
 method(
     "AttentionGraph.to_edge_index", 6, Draw.graph, lambda d, g: {"head": d.maybe(d.randrange(g.heads))},
@@ -660,13 +657,9 @@ method(
 )  # fmt: skip
 method("AttentionGraph.to_data", 3, lambda d: d.graph(None, n := d.lengths(), n), lambda d, g: {}, edges_in, read=edges_of)
 method(
-    "AttentionGraph.to_hetero_data",
-    3,
-    Draw.graph,
-    lambda d, g: {},
-    edges_in,
+    "AttentionGraph.to_hetero_data", 3, Draw.graph, lambda d, g: {}, edges_in,
     read=lambda data: edges_of(data["key", "to", "query"], "edge_head"),
-)
+)  # fmt: skip
 
 
 function(
@@ -696,19 +689,8 @@ DATA: list[tuple[str, str, Callable[[], Any]]] = [
     ("a list", "value", lambda: [Data(num_nodes=3)]), ("a dict", "value", lambda: {"x": torch.ones(3, 2)}),
 ]  # fmt: skip
 DATA_NAMES = (
-    "data",
-    "query_membership",
-    "key_membership",
-    "block_matrix",
-    "x",
-    "ptr",
-    "batch",
-    "num_nodes",
-    "edge_type",
-    "query",
-    "key",
-    "block",
-)
+    "data", "query_membership", "key_membership", "block_matrix", "x", "ptr", "batch", "num_nodes", "edge_type", "query", "key", "block",
+)  # fmt: skip
 
 
 @case("AttentionGraph.replace_edges", 3)

@@ -122,12 +122,8 @@ def _local(d: Draw) -> Case:
     y, z, block_matrix = (each.to(d.dtype) for each in (sbm.query_membership, sbm.key_membership, sbm.block_matrix))
     sbm = SBM(y.requires_grad_(), z, block_matrix, sbm.query_ptr, sbm.key_ptr)
     arguments = {
-        "out": d.real(graph.heads, graph.num_queries, x["value"].size(2)),
-        **x,
-        "probability": sbm,
-        "graph": graph,
-        "probes": probes,
-    }
+        "out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x, "probability": sbm, "graph": graph, "probes": probes,
+    }  # fmt: skip
     arguments |= {"chance": d.unit(graph.num_queries), "bias": d.maybe(d.real(graph.num_edges)), "scale": 0.5}
     arguments |= {"probe_bias": d.maybe(d.real(probes.num_edges)), "exploration": d.choice((0.0, 0.1))}
     arguments |= {"forced": d.maybe(d.whole(2, graph.num_edges) > 0)}
@@ -425,13 +421,8 @@ def _block_attention(d: Draw) -> Case:
 def _multihead(d: Draw) -> Case:
     heads = d.randint(1, 3)
     options: dict[str, Any] = {
-        "embed_dim": 2 * heads,
-        "num_heads": heads,
-        "dropout": 0.0,
-        "bias": True,
-        "add_bias_kv": False,
-        "add_zero_attn": False,
-    }
+        "embed_dim": 2 * heads, "num_heads": heads, "dropout": 0.0, "bias": True, "add_bias_kv": False, "add_zero_attn": False,
+    }  # fmt: skip
     options |= {"kdim": d.maybe(5), "vdim": d.maybe(3), "batch_first": True, "device": None, "dtype": d.choice((None, torch.float64))}
     options |= {"num_blocks": d.randint(1, 4), "budget": d.maybe(2.0)}
 
@@ -453,10 +444,8 @@ def _multihead_forward(d: Draw) -> Case:
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
     arguments: dict[str, Any] = {"query": q, "key": k, "value": v, "key_padding_mask": d.maybe(padding), "need_weights": d.random() < 0.5}
     arguments |= {
-        "attn_mask": d.maybe(torch.ones(length, keys, dtype=torch.bool).triu(1)),
-        "average_attn_weights": True,
-        "is_causal": False,
-    }
+        "attn_mask": d.maybe(torch.ones(length, keys, dtype=torch.bool).triu(1)), "average_attn_weights": True, "is_causal": False,
+    }  # fmt: skip
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": None if full else d.maybe(d.whole(9, batch))}
 
     def check(result: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: Any, **o: Any) -> None:
@@ -1291,12 +1280,8 @@ def _plot_graph(d: Draw, name: str) -> Case:
     g = d.graph()
     model = d.maybe(d.model(g)) if name == "plot_mask" else d.model(g)
     arguments = {
-        "graph": g,
-        "sbm": model,
-        "sequence": d.randrange(g.num_sequences),
-        "head": d.randrange(g.heads),
-        "title": d.choice(("a", "")),
-    }
+        "graph": g, "sbm": model, "sequence": d.randrange(g.num_sequences), "head": d.randrange(g.heads), "title": d.choice(("a", "")),
+    }  # fmt: skip
     return Case(getattr(plots, name), arguments, drawn, free=("title",))
 
 
@@ -1323,12 +1308,9 @@ def _extremes(result: Any, density: Any, count: Any) -> None:
 
 
 function(
-    "plots.density_extremes",
-    4,
-    plots.density_extremes,
-    lambda d: {"density": d.unit(2, d.randint(1, 6), 2), "count": d.randint(1, 3)},
+    "plots.density_extremes", 4, plots.density_extremes, lambda d: {"density": d.unit(2, d.randint(1, 6), 2), "count": d.randint(1, 3)},
     _extremes,
-)
+)  # fmt: skip
 
 
 def _many(d: Draw, name: str) -> Case:

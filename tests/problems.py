@@ -23,15 +23,12 @@ def _rows(degrees: list[int], keys: int) -> AttentionGraph:
 
 
 GRAPHS: dict[str, AttentionGraph] = {
-    "one edge": AttentionGraph.from_dense(torch.ones(1, 1)),
-    "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
-    "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)),
-    "bipartite": random_graph(3, 7, 11, 0.4),
+    "one edge": AttentionGraph.from_dense(torch.ones(1, 1)), "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
+    "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)), "bipartite": random_graph(3, 7, 11, 0.4),
     "ragged": AttentionGraph.concatenate([random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]),
-    "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000),
-    "one row has all edges": _rows([0, 0, 40, 0], 40),
+    "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000), "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
-}
+}  # fmt: skip
 
 
 def dense_mask(graph: AttentionGraph) -> Tensor:

@@ -749,20 +749,15 @@ def test_lemma1_errors() -> None:
 
 
 STATISTICS = {
-    "one head": (random_graph(1, 40, 40, 0.08, 1), None),
-    "heads and sequences": (random_graph(2, 25, 25, 0.1, 2, sequences=3), None),
-    "ragged": (GRAPHS["ragged"], None),
-    "sparse": (random_graph(2, 30, 30, 0.03, 3), None),
-    "dense": (random_graph(1, 60, 60, 0.5, 4), None),
-    "no edges": (AttentionGraph.from_dense(torch.zeros(2, 3, 3)), None),
-    "one token": (GRAPHS["one edge"], None),
-    "bipartite": (GRAPHS["bipartite"], None),
+    "one head": (random_graph(1, 40, 40, 0.08, 1), None), "heads and sequences": (random_graph(2, 25, 25, 0.1, 2, sequences=3), None),
+    "ragged": (GRAPHS["ragged"], None), "sparse": (random_graph(2, 30, 30, 0.03, 3), None),
+    "dense": (random_graph(1, 60, 60, 0.5, 4), None), "no edges": (AttentionGraph.from_dense(torch.zeros(2, 3, 3)), None),
+    "one token": (GRAPHS["one edge"], None), "bipartite": (GRAPHS["bipartite"], None),
     "bipartite in full": (GRAPHS["rows around a vector"], None),
     "square, taken as bipartite": (random_graph(2, 20, 20, 0.15, 5, sequences=2), True),
-    "larger": (random_graph(1, 400, 400, 0.02, 6), None),
-    "long": (patterns.window(600, 1), None),
+    "larger": (random_graph(1, 400, 400, 0.02, 6), None), "long": (patterns.window(600, 1), None),
     "path of blocks": (patterns.block_diagonal(90, 6) | patterns.window(90, 1), None),
-}
+}  # fmt: skip
 
 
 def networkx_statistics(graph: nx.DiGraph, communities: list[set]) -> dict[str, float]:
@@ -771,14 +766,11 @@ def networkx_statistics(graph: nx.DiGraph, communities: list[set]) -> dict[str, 
     spectrum = np.sort(nx.normalized_laplacian_spectrum(graph.to_undirected()).real)
     strong = [*nx.strongly_connected_components(graph)]
     return {
-        "self_loops": nx.number_of_selfloops(graph) / nodes,
-        "reciprocity": nx.overall_reciprocity(graph) if edges else math.nan,
-        "weak_components": nx.number_weakly_connected_components(graph),
-        "strong_components": len(strong),
-        "largest_strong": max(map(len, strong)) / nodes,
-        "spectral_gap": float(spectrum[1]) if nodes > 1 else math.nan,
+        "self_loops": nx.number_of_selfloops(graph) / nodes, "reciprocity": nx.overall_reciprocity(graph) if edges else math.nan,
+        "weak_components": nx.number_weakly_connected_components(graph), "strong_components": len(strong),
+        "largest_strong": max(map(len, strong)) / nodes, "spectral_gap": float(spectrum[1]) if nodes > 1 else math.nan,
         "modularity": nx.community.modularity(graph, communities) if edges else math.nan,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATISTICS)

@@ -88,11 +88,9 @@ def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
 )
 def test_fused_equals_message_passing(estimator: str, dropout: float, window: int | None, biased: bool) -> None:
     conv = layer(
-        estimator=estimator,
-        dropout=dropout,
-        window=window,
+        estimator=estimator, dropout=dropout, window=window,
         score_bias=(lambda q, k, graph: graph.edge_index.sum(0).double().sin()) if biased else None,
-    )
+    )  # fmt: skip
     results = []
     for fuse in (True, False):
         conv.fuse = fuse
@@ -149,8 +147,7 @@ def test_estimators_equal_their_closed_forms(estimator: str, exploration: float)
     g = alpha * (gain - (alpha * gain).sum(-1, keepdim=True))
     g = g * score if estimator == "paper" else g
     y, z, s = memberships
-    for grad, want in zip(grads, (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z), strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(grads, (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z), rtol=1e-9, atol=1e-12)
 
 
 def test_the_gate_does_not_change_the_output() -> None:
@@ -237,8 +234,7 @@ def test_an_activation_in_place_may_follow(estimator: str, heads: int) -> None:
     conv, x = layer(heads=heads, estimator=estimator), tokens()
     expected = torch.autograd.grad(torch.relu(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
     found = torch.autograd.grad(torch.relu_(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("x", [None, [1.0], (None, torch.ones(3, 16))])
@@ -525,15 +521,11 @@ def over_indexer(estimator: str, **options: Any) -> AttentionConv:
 
 
 SAMPLING: dict[str, Callable[[], AttentionConv]] = {
-    "tokens": layer,
-    "share": lambda: layer(target_density=0.3),
-    "causal": lambda: layer(is_causal=True, estimator="distill"),
-    "blocks": lambda: layer(block_size=4),
-    "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
-    "coins": lambda: over_indexer("local"),
-    "coins, distilled": lambda: over_indexer("distill"),
+    "tokens": layer, "share": lambda: layer(target_density=0.3), "causal": lambda: layer(is_causal=True, estimator="distill"),
+    "blocks": lambda: layer(block_size=4), "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
+    "coins": lambda: over_indexer("local"), "coins, distilled": lambda: over_indexer("distill"),
     "ranks": lambda: over_indexer("imitate", select="top_k"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])

@@ -88,8 +88,7 @@ def step(layer: Any, parts: tuple[slice, ...], seed: int, scale: float = 1.0, wr
 
 def same(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other) > 0
-    for first, second in zip(one, other, strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -138,8 +137,7 @@ def test_centroids_move_once_though_calls_are_made_again() -> None:
             found.append([y.detach(), cast(Tensor, x.grad), *(each.clone() for each in layer.buffers())])
     for number in range(3):
         for again in (found[3 + number], found[6 + number]):
-            for one, other in zip(again, found[number], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(again, found[number], rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------ what keeps an auxiliary loss
@@ -277,8 +275,7 @@ def test_two_processes_have_the_gradients_and_states_of_one(name: str, tmp_path:
     for seed in (1, 2, 3):
         wanted = step(layer, (slice(0, 4),), seed)
     same(grads, wanted)
-    for one, other in zip(buffers, layer.buffers(), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(buffers, layer.buffers())
 
 
 def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:

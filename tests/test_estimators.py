@@ -58,8 +58,7 @@ def effect(op: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
 def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
     arguments = effect_arguments(GRAPHS[name], *channels, biased)
-    for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(effect(ops, *arguments), effect(reference_effects, *arguments), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
@@ -311,11 +310,9 @@ def test_concrete_coins_harden_to_bernoulli() -> None:
 def test_logarithms_of_probabilities_have_slopes_in_every_type(p: float, dtype: torch.dtype) -> None:
     everything, query = patterns.full(4), torch.arange(-4.0, 4).view(1, 4, 2) / 4
     rules: list[Callable[[SBM, Tensor], Tensor]] = [
-        lambda sbm, x: relaxed_bias(sbm, everything),
-        lambda sbm, x: concrete_bias(sbm, everything, 0.5, seed=0),
-        lambda sbm, x: distillation(x, x, sbm, everything),
-        lambda sbm, x: score_function(sbm, everything, torch.ones(1, dtype=x.dtype)),
-    ]
+        lambda sbm, x: relaxed_bias(sbm, everything), lambda sbm, x: concrete_bias(sbm, everything, 0.5, seed=0),
+        lambda sbm, x: distillation(x, x, sbm, everything), lambda sbm, x: score_function(sbm, everything, torch.ones(1, dtype=x.dtype)),
+    ]  # fmt: skip
 
     def values(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         for rule in rules:
@@ -400,12 +397,9 @@ def test_refused_arguments_of_estimators() -> None:
         return attach_local_expectation(x, x, x, x, model, edges, tried, eta, **options)
 
     (
-        expect(),
-        straight_through(sbm, graph),
-        relaxed_bias(sbm, graph),
-        concrete_bias(sbm, graph, 0.5, seed=0),
+        expect(), straight_through(sbm, graph), relaxed_bias(sbm, graph), concrete_bias(sbm, graph, 0.5, seed=0),
         score_function(sbm, graph, loss),
-    )
+    )  # fmt: skip
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: expect(model=None), TypeError, r"Expected 'probability' to be an EdgeProbability \(got NoneType\)"),
         (lambda: expect(edges=longer), ValueError, r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)"),
@@ -518,8 +512,7 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     g[graph.edge_row, graph.col.long()] += effects[0]
     p = torch.stack([sbm.rate[h] @ sbm.key_membership[h].T for h in range(2)])
     want = torch.autograd.grad((p * g.view(2, 7, 7).detach()).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight])
-    for one, two in zip(got, want, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_forced_edges_send_no_gradient() -> None:
@@ -565,7 +558,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
         ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
-        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
+        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-6, inf\]"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

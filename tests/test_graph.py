@@ -241,14 +241,9 @@ def test_constructor_fills_in_the_offsets() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "rowptr": torch.tensor([0, 2, 3, 4]),
-    "col": torch.tensor([0, 1, 0, 2]),
-    "num_queries": 3,
-    "num_keys": 3,
-    "heads": 1,
-    "query_ptr": torch.tensor([0, 2, 3]),
-    "key_ptr": torch.tensor([0, 2, 3]),
-}
+    "rowptr": torch.tensor([0, 2, 3, 4]), "col": torch.tensor([0, 1, 0, 2]), "num_queries": 3, "num_keys": 3, "heads": 1,
+    "query_ptr": torch.tensor([0, 2, 3]), "key_ptr": torch.tensor([0, 2, 3]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -424,12 +419,10 @@ def test_equality() -> None:
     assert graph == same
     assert hash(graph) == hash(same)
     others: list[dict[str, Any]] = [
-        {"col": torch.tensor([0, 1, 1, 2])},
-        {"rowptr": torch.tensor([0, 1, 3, 4]), "col": torch.tensor([0, 0, 1, 2])},
-        {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])},
-        {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
+        {"col": torch.tensor([0, 1, 1, 2])}, {"rowptr": torch.tensor([0, 1, 3, 4]), "col": torch.tensor([0, 0, 1, 2])},
+        {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])}, {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
         {"col": GOOD["col"][:3], "rowptr": torch.tensor([0, 2, 3, 3])},
-    ]
+    ]  # fmt: skip
     for change in others:
         assert graph != AttentionGraph(**(GOOD | change)), change
     assert graph != graph.expand(2)

@@ -287,8 +287,7 @@ def test_imitation_is_the_divergence_from_attention_and_detached_scores_keep_it(
     teacher = (query @ key.mT / 2).masked_fill(~kept, -torch.inf).softmax(2).detach()
     each = (teacher * share.masked_fill(~mask, 0)).sum((0, 2))  # [N]
     expected = torch.autograd.grad(-(each[:5].mean() + each[5:].mean()) / 4, [*source.parameters()])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     frozen = copy.deepcopy(layer)
     frozen.estimator = Imitate(weight=0.0)
     layer.zero_grad()

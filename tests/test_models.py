@@ -33,18 +33,11 @@ from sbm_pyg.sources import patterns
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1},
-    "full": {"dropout": 0.1},
-    "window": {"size": 2},
-    "bigbird": {"num_random": 1, "dropout": 0.1},
-    "top_k": {"k": 3, "dropout": 0.1},
-    "block_top_k": {"k": 2, "block_size": 4},
-    "lsh": {"chunk_size": 4},
-    "routing": {"num_clusters": 3},
-    "indexer": {"index_heads": 2, "target_density": 0.5},
-    "key_selection": {"hidden": 4, "target_density": 0.3},
-    "dcmm": {"num_blocks": 4, "dropout": 0.1},
-}
+    "sbm": {"num_blocks": 4, "dropout": 0.1}, "full": {"dropout": 0.1}, "window": {"size": 2},
+    "bigbird": {"num_random": 1, "dropout": 0.1}, "top_k": {"k": 3, "dropout": 0.1}, "block_top_k": {"k": 2, "block_size": 4},
+    "lsh": {"chunk_size": 4}, "routing": {"num_clusters": 3}, "indexer": {"index_heads": 2, "target_density": 0.5},
+    "key_selection": {"hidden": 4, "target_density": 0.3}, "dcmm": {"num_blocks": 4, "dropout": 0.1},
+}  # fmt: skip
 
 
 def encoder(attention: str = "sbm", **options: object) -> SequenceEncoder:

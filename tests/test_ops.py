@@ -86,8 +86,7 @@ def test_attention_equals_the_reference(
         grad_out = torch.randn_like(out)
         wanted = reference_edges.edge_attention_backward(grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased)
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
-    for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -98,8 +97,7 @@ def test_attention_is_masked_softmax(name: str, gate_form: str, gated: bool, bia
     out, _ = attend(leaves, graph, gate_form, 0.0)
     expected = reference_attention(*leaves[:3], graph, *leaves[3:], 0.3, gate_form)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients(out, leaves), gradients(expected, leaves), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
@@ -271,16 +269,15 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
     torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(out)
     for needed in ([query], [key], [query, key]):
-        for got, want in zip(
-            torch.autograd.grad(out, needed, grad, retain_graph=True),
-            torch.autograd.grad(dense, needed, grad, retain_graph=True),
-            strict=True,
-        ):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.autograd.grad(out, needed, grad, retain_graph=True), torch.autograd.grad(dense, needed, grad, retain_graph=True),
+            rtol=1e-12, atol=1e-12,
+        )  # fmt: skip
     gate = ops.edge_gate(query, key, graph.rows)
     assert torch.equal(gate, torch.ones_like(gate))
-    for got, want in zip(torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), rtol=1e-12, atol=1e-12
+    )
 
 
 # ------------------------------------------------------------------ entmax
@@ -393,8 +390,9 @@ def test_entmax_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     out, wanted = torch.ops.sbm_pyg.segment_entmax(src, ptr, alpha), reference_entmax.segment_entmax(src, ptr, alpha)
     torch.testing.assert_close(out, wanted, rtol=0, atol=narrow)
     found = torch.ops.sbm_pyg.segment_entmax_backward(grad, out, ptr, alpha, True)
-    for mine, theirs in zip(found, reference_entmax.segment_entmax_backward(grad, out, ptr, alpha, True), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=20 * narrow, atol=20 * narrow)
+    torch.testing.assert_close(
+        found, reference_entmax.segment_entmax_backward(grad, out, ptr, alpha, True), rtol=20 * narrow, atol=20 * narrow
+    )
 
 
 def test_no_row_of_entmax_depends_on_other_rows_or_on_threads() -> None:
@@ -488,8 +486,7 @@ def test_entmax_attention_is_its_definition(name: str, gate_form: str, gated: bo
     end = graph.col + graph.edge_head * graph.num_keys
     wanted = torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
     torch.testing.assert_close(out, wanted.view_as(out), rtol=1e-10, atol=1e-10)
-    for got, want in zip(gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("gate_form", ["score", "weight"])
@@ -668,11 +665,9 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
 
     (
-        effect(),
-        expectation(),
-        ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0),
+        effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0),
         ops.sample_systematic(chance, ptr, ptr, sequence_ids, 2, 0),
-    )
+    )  # fmt: skip
     for action, message in (
         (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
         (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
@@ -1110,8 +1105,7 @@ def test_reach_dots_are_sums_over_allowed_pairs(keys: list[int], is_causal: bool
     for found in (out, reference_reach.reach_dot(*plain)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
     for both in (torch.autograd.grad(out, (query, key), grad), reference_reach.reach_dot_backward(grad, *plain, True, True)):
-        for mine, want in zip(both, grads, strict=True):
-            torch.testing.assert_close(mine, want)
+        torch.testing.assert_close(both, grads)
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")

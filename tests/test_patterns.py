@@ -315,12 +315,8 @@ def test_bigbird_is_the_union(lengths: list[int], heads: int, size: int, num_glo
 @pytest.mark.parametrize("size", [2**63, 2**64 + 1, 10**100, np.uint64(2**63)])
 def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
     calls: list[Callable[..., AttentionGraph]] = [
-        patterns.window,
-        patterns.global_tokens,
-        partial(patterns.random, seed=0),
-        patterns.block_diagonal,
-        patterns.relay_keys,
-    ]
+        patterns.window, patterns.global_tokens, partial(patterns.random, seed=0), patterns.block_diagonal, patterns.relay_keys,
+    ]  # fmt: skip
     for call in (*calls, patterns.relay_queries):
         assert call(4, size) == call(4, 4)
     assert patterns.bigbird(4, size, size, size, seed=0) == patterns.full(4)
@@ -462,14 +458,9 @@ def test_transform_of_a_batch_without_edges_separates() -> None:
 
 def test_transform_replaces_the_former_edges() -> None:
     data = Data(
-        x=torch.ones(3, 1),
-        edge_index=torch.tensor([[0], [1]]),
-        edge_attr=torch.ones(1, 2),
-        edge_weight=torch.ones(1),
-        edge_type=torch.zeros(1, dtype=torch.int64),
-        edge_label=torch.ones(1),
-        adj_t=torch.eye(3),
-    )
+        x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]]), edge_attr=torch.ones(1, 2), edge_weight=torch.ones(1),
+        edge_type=torch.zeros(1, dtype=torch.int64), edge_label=torch.ones(1), adj_t=torch.eye(3),
+    )  # fmt: skip
     result = SourceGraph(patterns.PatternSource(patterns.self_loops))(data)
     assert set(result.keys()) == {"x", "edge_index", "edge_label"}
     assert set(data.keys()) == {"x", "edge_index", "edge_attr", "edge_weight", "edge_type", "edge_label", "adj_t"}

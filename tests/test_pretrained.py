@@ -32,11 +32,9 @@ from sbm_pyg.dense import FullAttention
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1, "sbm_options": {"cluster_init": "orthogonal"}},
-    "full": {"dropout": 0.1},
-    "window": {"size": 2},
-    "bigbird": {"num_random": 1},
-}
+    "sbm": {"num_blocks": 4, "dropout": 0.1, "sbm_options": {"cluster_init": "orthogonal"}}, "full": {"dropout": 0.1},
+    "window": {"size": 2}, "bigbird": {"num_random": 1},
+}  # fmt: skip
 FILES = ["README.md", "config.json", "model.safetensors"]
 
 
@@ -52,11 +50,9 @@ def encoder(attention: Any = "sbm", **options: Any) -> SequenceEncoder:
 
 MODELS: dict[str, Callable[[], Pretrained]] = {
     **{f"encoder, {name}": partial(encoder, name, head_channels=4, ffn_channels=24, dropout=0.3) for name in OPTIONS},
-    "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3),
-    "pairs": lambda: PairClassifier(encoder("full"), 4),
-    "tokens": lambda: TokenClassifier(encoder("bigbird"), 5),
-    "subclass": lambda: Doubled(encoder(), 2),
-}
+    "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3), "pairs": lambda: PairClassifier(encoder("full"), 4),
+    "tokens": lambda: TokenClassifier(encoder("bigbird"), 5), "subclass": lambda: Doubled(encoder(), 2),
+}  # fmt: skip
 
 
 def run(model: nn.Module) -> Tensor:
@@ -101,25 +97,11 @@ def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "num_tokens": 9,
-        "channels": 12,
-        "num_layers": 3,
-        "heads": 3,
-        "head_channels": 5,
-        "ffn_channels": 7,
-        "max_length": 11,
-        "dropout": 0.25,
-        "attention": "sbm",
-        "attention_options": {
-            "num_blocks": 2,
-            "exploration": 0.5,
-            "estimator": "paper",
-            "budget": 3.5,
-            "window": 1,
-            "normalizer": "entmax15",
-        },
+        "num_tokens": 9, "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
+        "dropout": 0.25, "attention": "sbm",
+        "attention_options": {"num_blocks": 2, "exploration": 0.5, "estimator": "paper", "budget": 3.5, "window": 1, "normalizer": "entmax15"},
         "is_causal": True,
-    }
+    }  # fmt: skip
     model = SequenceEncoder(**options)
     assert model.constructor_options() == options | {"in_channels": None}
     model.save_pretrained(tmp_path / "model")
@@ -306,11 +288,8 @@ def test_infinite_options_come_back(tmp_path: Path) -> None:
 
 def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
     metric: dict[str, Any] = {
-        "plain": 3,
-        "torch": torch.tensor(0.25, requires_grad=True),
-        "numpy": np.float32(0.5),
-        "array": np.array(0.75),
-    }
+        "plain": 3, "torch": torch.tensor(0.25, requires_grad=True), "numpy": np.float32(0.5), "array": np.array(0.75),
+    }  # fmt: skip
     encoder().save_pretrained(tmp_path / "model", metric=metric)
     saved = json.loads((tmp_path / "model" / "config.json").read_text())["trained"]["metric"]
     assert saved == {"plain": 3, "torch": 0.25, "numpy": 0.5, "array": 0.75}

@@ -225,12 +225,9 @@ def test_the_rows_mix_all_ways() -> None:
     prob = rate[:, 0] * torch.tensor([1, 1, 1 / blocks, 1, 1 / blocks]).repeat(80)
     way = reference_sampling.plan_rows(prob.double() * keys, rate.amax(1).double(), keys, "bernoulli").way
     names = [
-        reference_sampling.GAPS,
-        reference_sampling.PAIRS,
-        reference_sampling.PAIRS,
-        reference_sampling.GAPS,
+        reference_sampling.GAPS, reference_sampling.PAIRS, reference_sampling.PAIRS, reference_sampling.GAPS,
         reference_sampling.PROPOSALS,
-    ]
+    ]  # fmt: skip
     assert way.tolist() == names * 80
     sbm = SBM(rate[None], member[None], torch.eye(blocks)[None])
     degree = sample_edges(sbm, seed=3).validate().degree[0].double()

@@ -192,12 +192,10 @@ def test_a_window_stands_beside_a_rule() -> None:
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
-    "top_k": lambda: SelectorSource(top_k, k=3),
-    "block_top_k": lambda: SelectorSource(block_top_k, k=2, block_size=3),
-    "lsh": lambda: SelectorSource(lsh, num_buckets=4, chunk_size=3, rounds=2),
-    "routing": lambda: RoutingSource(4, 2, 3),
+    "top_k": lambda: SelectorSource(top_k, k=3), "block_top_k": lambda: SelectorSource(block_top_k, k=2, block_size=3),
+    "lsh": lambda: SelectorSource(lsh, num_buckets=4, chunk_size=3, rounds=2), "routing": lambda: RoutingSource(4, 2, 3),
     "routing of three": lambda: RoutingSource(4, 2, 3, size=3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOURCES)

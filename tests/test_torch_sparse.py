@@ -24,13 +24,11 @@ pytestmark = [pytest.mark.torch_sparse, *(pytest.mark.filterwarnings(text) for t
 FORMS: dict[str, Callable[[AttentionGraph], Any]] = {
     "graph": lambda graph: graph,
     "edge_index": lambda graph: graph.edge_index[:, torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(0))],
-    "EdgeIndex": lambda graph: graph.to_edge_index(0),
-    "torch coo": lambda graph: graph.to_dense()[0].float().to_sparse_coo(),
+    "EdgeIndex": lambda graph: graph.to_edge_index(0), "torch coo": lambda graph: graph.to_dense()[0].float().to_sparse_coo(),
     "torch csr": lambda graph: graph.to_dense()[0].float().to_sparse_csr(),
-    "torch csc": lambda graph: graph.to_dense()[0].float().to_sparse_csc(),
-    "SparseTensor": lambda graph: graph.to_sparse_tensor(),
+    "torch csc": lambda graph: graph.to_dense()[0].float().to_sparse_csc(), "SparseTensor": lambda graph: graph.to_sparse_tensor(),
     "SparseTensor with values": lambda graph: graph.to_sparse_tensor(value=torch.rand(graph.num_edges)),
-}
+}  # fmt: skip
 NAMES = [pytest.param(name, marks=[needs_torch_sparse] if "SparseTensor" in name else []) for name in FORMS]
 SHAPES = {"square": (30, 30), "bipartite": (20, 33), "no edges": (5, 7)}
 
