@@ -256,11 +256,8 @@ GOOD: dict[str, Any] = {
         ({"num_queries": 4}, ValueError, "Expected 'rowptr' to be [H*N+1] = [5] (got [4])"),
         ({"rowptr": torch.tensor([[0, 2, 3, 4]])}, ValueError, "Expected 'rowptr' to be [H*N+1] = [4] (got [1, 4])"),
         ({"col": torch.tensor([[0, 1, 0, 2]])}, ValueError, "Expected 'col' to be [E] (got [1, 4])"),
-        (
-            {"num_keys": 5, "key_ptr": None},
-            ValueError,
-            "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)",
-        ),
+        ({"num_keys": 5, "key_ptr": None}, ValueError,
+         "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)"),
         ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
         ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
@@ -272,7 +269,7 @@ GOOD: dict[str, Any] = {
         ({"query_ptr": GOOD["query_ptr"].to("meta")}, ValueError, "Expected 'query_ptr' on the device of 'col' (got meta and cpu)"),
         ({"key_ptr": GOOD["key_ptr"].to("meta")}, ValueError, "Expected 'key_ptr' on the device of 'col' (got meta and cpu)"),
     ],
-)
+)  # fmt: skip
 def test_constructor_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     AttentionGraph(**GOOD)
     with pytest.raises(error, match=says(message)):
@@ -355,15 +352,13 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"num_keys": 2**62},
-            "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)",
-        ),
+        ({"num_keys": 2**62},
+         "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)"),
         ({"num_keys": 2**63}, "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63"),
         ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows"),
         ({"heads": 2**40}, "Expected 'heads' to ask for no more than memory holds"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=says(message)):
         AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), **({"num_queries": 3} | sizes))
@@ -609,18 +604,10 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
         (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
-        (
-            torch.tensor([[0, 1], [1, 0]]),
-            {"query_ptr": torch.tensor([0, 1, 2])},
-            ValueError,
-            "(got 1 to 1 in row 0; its sequence has keys 0 to 0)",
-        ),
-        (
-            torch.tensor([[0], [0]]),
-            {"num_queries": 2, "query_ptr": torch.tensor([0, 3])},
-            ValueError,
-            "Expected 'query_ptr' to run from 0 to 2",
-        ),
+        (torch.tensor([[0, 1], [1, 0]]), {"query_ptr": torch.tensor([0, 1, 2])}, ValueError,
+         "(got 1 to 1 in row 0; its sequence has keys 0 to 0)"),
+        (torch.tensor([[0], [0]]), {"num_queries": 2, "query_ptr": torch.tensor([0, 3])}, ValueError,
+         "Expected 'query_ptr' to run from 0 to 2"),
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
         (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
         (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
@@ -629,7 +616,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.tensor([[0], [0]]), {"query_ptr": torch.tensor([])}, ValueError, "Expected 'query_ptr' to be [B+1] int64 (got [0]"),
         (torch.tensor([[0], [0]]), {"query_ptr": [0, 1]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
     ],
-)
+)  # fmt: skip
 def test_from_edge_index_errors(edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_edge_index(edge_index, **options)
@@ -963,15 +950,12 @@ def test_from_networkx_of_other_graphs() -> None:
     [
         ([(0, 1)], TypeError, "Expected 'graph' to be a networkx graph (got list)"),
         (nx.DiGraph(), ValueError, "Expected 'graph' to have keys and queries (got 0 and 0)"),
-        (
-            nx.complete_bipartite_graph(2, 2).to_directed(),
-            ValueError,
-            "Expected each edge of 'graph' to run from a key to a query (got (2, 0)",
-        ),
+        (nx.complete_bipartite_graph(2, 2).to_directed(), ValueError,
+         "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
         (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
-)
+)  # fmt: skip
 def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_networkx(graph, heads=1)

@@ -289,32 +289,20 @@ def test_constructor_errors() -> None:
         ({"attention_options": {"blocks": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)"),
         ({"attention_options": {"heads": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)"),
         ({"attention_options": {"concat": False}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)"),
-        (
-            {"attention": "window", "attention_options": {"window": 3}},
-            ValueError,
-            r"Expected 'attention_options' of 'window' to be known \(got \['window'\]\)",
-        ),
-        (
-            {"attention": "full", "attention_options": {"num_blocks": 3}},
-            ValueError,
-            r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)",
-        ),
+        ({"attention": "window", "attention_options": {"window": 3}}, ValueError,
+         r"Expected 'attention_options' of 'window' to be known \(got \['window'\]\)"),
+        ({"attention": "full", "attention_options": {"num_blocks": 3}}, ValueError,
+         r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)"),
         ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
         ({"attention": "window", "attention_options": {"size": -1}}, ValueError, r"Expected 'size' to be at least 0 \(got -1\)"),
-        (
-            {"attention": "bigbird", "attention_options": {"num_random": 1.5}},
-            TypeError,
-            r"Expected 'num_random' to be an int \(got float\)",
-        ),
+        ({"attention": "bigbird", "attention_options": {"num_random": 1.5}}, TypeError,
+         r"Expected 'num_random' to be an int \(got float\)"),
         ({"num_layers": 10**9}, ValueError, r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
-        (
-            {"num_layers": 10**9, "channels": 1, "heads": 1},
-            ValueError,
-            r"Expected 'num_layers' to ask for no more than memory holds \(got 8,000,000,000 parameters",
-        ),
+        ({"num_layers": 10**9, "channels": 1, "heads": 1}, ValueError,
+         r"Expected 'num_layers' to ask for no more than memory holds \(got 8,000,000,000 parameters"),
         ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 layers"),
     ],
-)
+)  # fmt: skip
 def test_options_of_an_encoder(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
     with pytest.raises(error, match=message):

@@ -547,11 +547,8 @@ def arguments() -> dict[str, Any]:
         ("seed", lambda x: 1.5, r"Expected 'seed' to be an integer \(got 1.5\)"),
         ("query", lambda x: x.bool(), r"Expected 'query' to be a floating tensor \(got torch.bool\)"),
         ("key", lambda x: x.long(), r"Expected 'key' to be a floating tensor \(got torch.int64\)"),
-        (
-            "value",
-            lambda x: x.double(),
-            r"'query', 'key' and 'value' to be of one dtype \(got torch.float32, torch.float32 and torch.float64\)",
-        ),
+        ("value", lambda x: x.double(),
+         r"'query', 'key' and 'value' to be of one dtype \(got torch.float32, torch.float32 and torch.float64\)"),
         ("gate", lambda x: x.long(), r"Expected 'gate' to be a floating tensor \(got torch.int64\)"),
         ("bias", lambda x: x > 0, r"Expected 'bias' to be a floating tensor \(got torch.bool\)"),
         ("query", lambda x: None, r"Expected 'query' to be a tensor \(got NoneType\)"),
@@ -559,7 +556,7 @@ def arguments() -> dict[str, Any]:
         ("rowptr", lambda x: None, r"Expected 'rowptr' to be a tensor \(got NoneType\)"),
         ("col", lambda x: [0], r"Expected 'col' to be a tensor \(got list\)"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], message: str) -> None:
     def attend(rowptr: Any, col: Any, bias: Any, **others: Any) -> Any:
         return ops.edge_attention(rows=ops.Rows(rowptr, col, bias), **others)
@@ -600,17 +597,14 @@ def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tens
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL)), "rowptr", COL),
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col)), "probe_rowptr", COL),
         (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)), "rowptr", COL),
-        (
-            lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)),
-            "probe_rowptr",
-            COL,
-        ),
+        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)), "probe_rowptr",
+         COL),
         (lambda col: ops.block_attention(X, X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
         (lambda col: ops.block_weight(X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
         (lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2), "probe_rowptr", BLOCK),
         (block_expectation, "probe_rowptr", BLOCK),
     ],
-)
+)  # fmt: skip
 def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], name: str, full: Tensor) -> None:
     """Else kernels read beyond the last one."""
     op(full)

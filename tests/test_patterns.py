@@ -325,19 +325,13 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: patterns.full(200_000),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 149.0 GiB of 1.0 GiB).",
-        ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,100",
-        ),
+        (lambda: patterns.full(200_000),
+         "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 149.0 GiB of 1.0 GiB)."),
+        (lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
+         "Expected 'n' to ask for no more than memory holds (got 40,000,000,100"),
         (lambda: patterns.window(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
-        (
-            lambda: patterns.window(10**6, 10**6, is_causal=True),
-            "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges",
-        ),
+        (lambda: patterns.window(10**6, 10**6, is_causal=True),
+         "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges"),
         (lambda: patterns.global_tokens(10**6, 1000), "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges"),
         (lambda: patterns.random(10**6, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges"),
         (lambda: patterns.random(10**5, 10**5 - 1, seed=0), "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges"),
@@ -353,7 +347,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
         (lambda: patterns.full(2000, heads=1000), "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges"),
         (lambda: FULL_GRAPH(Data(num_nodes=200_000)), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
     ],
-)
+)  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(call: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available", lambda device: 2**30)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -376,17 +370,11 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.full(0), ValueError, "Expected 'n' to be at least 1 (got 0)."),
         (lambda: patterns.full(cast(int, 2.0)), TypeError, "Expected 'n' to be an int (got float)."),
         (lambda: patterns.full(3, ptr=torch.tensor([0, 4])), ValueError, "Expected 'n' to be the last entry of 'ptr', 4 (got 3)"),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])),
-            ValueError,
-            "Expected 'ptr' to be strictly increasing (got an empty sequence",
-        ),
+        (lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])), ValueError,
+         "Expected 'ptr' to be strictly increasing (got an empty sequence"),
         (lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)),
-            ValueError,
-            "Expected 'ptr' to be [B+1] with B >= 1 (got [0])",
-        ),
+        (lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)), ValueError,
+         "Expected 'ptr' to be [B+1] with B >= 1 (got [0])"),
         (lambda: patterns.full(None, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
@@ -405,7 +393,7 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.relay_keys(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
         (lambda: patterns.relay_queries(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
     ],
-)
+)  # fmt: skip
 def test_errors(call: Callable[[], AttentionGraph], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()

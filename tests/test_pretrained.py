@@ -453,31 +453,23 @@ def test_changed_weights_are_named(saved: Path) -> None:
         ({"version": "999.0.0"}, f"to be at most {pretrained.__version__} (got 999.0.0). Update your clone."),
         ({"version": f"{pretrained.__version__}.1"}, "Update your clone"),
         ({"class": "PairedClassifier"}, "(got 'PairedClassifier'). Import the module that defines it first."),
-        (
-            {"class": "TokenClassifier"},
-            "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`.",
-        ),
+        ({"class": "TokenClassifier"},
+         "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`."),
         ({"class": "_PoolingHead"}, "(got '_PoolingHead')"),
         ({"class": None}, "(got None)"),
         ({"options": None}, "Expected 'options' in "),
         ({"options": {"num_classes": 10}}, "to fit SequenceClassifier (got "),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"colour": 1}}, "num_classes": 10}},
-            "to fit SequenceEncoder (got ",
-        ),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 0}}, "num_classes": 10}},
-            "Expected 'num_tokens' to be at least 1",
-        ),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
-            "to fit SequenceEncoder (got ValueError: it makes ",
-        ),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"colour": 1}}, "num_classes": 10}},
+         "to fit SequenceEncoder (got "),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 0}}, "num_classes": 10}},
+         "Expected 'num_tokens' to be at least 1"),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
+         "to fit SequenceEncoder (got ValueError: it makes "),
         ({"library": "transformers"}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": None}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": {}}, "to have the SHA-256 None"),
     ],
-)
+)  # fmt: skip
 def test_misfits_are_told(saved: Path, changes: dict[str, Any], message: str) -> None:
     SequenceClassifier.from_pretrained(saved)
     edit(saved, **changes)

@@ -388,15 +388,11 @@ def test_blocks_without_members_and_tiny_memberships_are_no_edges() -> None:
     [
         (1e200, 1e100, {}, r"Expected 'query_membership' of a size whose products float64 holds \(got 1e\+200\)"),
         (1e-300, 1e300, {}, r"Expected 'key_membership' of a size whose products float64 holds \(got 1e\+300\)"),
-        (
-            1e20,
-            1e5,
-            {"clamp": True},
-            r"Expected 'sbm' with probabilities below 2\*\*60, even where they are cut at 1 \(got up to 1\.311e\+25\)",
-        ),
+        (1e20, 1e5, {"clamp": True},
+         r"Expected 'sbm' with probabilities below 2\*\*60, even where they are cut at 1 \(got up to 1\.311e\+25\)"),
         (1e20, 1e5, {"method": "fastrg"}, r"Expected 'sbm' with probabilities below 2\*\*60"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_cannot_be_rescaled_are_refused(query: float, key: float, options: dict[str, Any], message: str) -> None:
     ones = torch.ones(1, 4, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):

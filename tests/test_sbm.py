@@ -302,29 +302,20 @@ def test_repr_and_sizes() -> None:
         ((Y, Z[:1], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
         ((Y, Z[..., :2], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\]"),
         ((Y, Z, S[:, :2]), ValueError, r"Expected 'block_matrix' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
-        (
-            (Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])),
-            ValueError,
-            r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)",
-        ),
-        (
-            (Y, Z, S, torch.tensor([0, 3, 3, 6]), torch.tensor([0, 1, 2, 8])),
-            ValueError,
-            r"strictly increasing \(got an empty sequence at sequence 1\)",
-        ),
+        ((Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])), ValueError,
+         r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)"),
+        ((Y, Z, S, torch.tensor([0, 3, 3, 6]), torch.tensor([0, 1, 2, 8])), ValueError,
+         r"strictly increasing \(got an empty sequence at sequence 1\)"),
         ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
-        (
-            (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
-            ValueError,
-            r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)",
-        ),
+        ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError,
+         r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
         ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
         ((Y, Z.tolist(), S), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
         ((Y, Z, S > 0), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.bool\)"),
     ],
-)
+)  # fmt: skip
 def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SBM(*arguments)
