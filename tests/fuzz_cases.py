@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from problems import reference_attention, small_sbms
+from problems import pointer, reference_attention, small_sbms
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
@@ -101,10 +101,6 @@ class Draw(random.Random):
     def folder(self) -> str:
         self.folders.append(tempfile.mkdtemp())
         return self.folders[-1]
-
-
-def pointer(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def dense(graph: AttentionGraph) -> Tensor:

@@ -1,6 +1,7 @@
-"""What the fuzz driver does in several calls: batches in parts, buffers that are edited or shared, checkpointing, NaN, pairs of unlike batches.
+"""What the fuzz driver does in several calls: buffers that are shared, NaN, pairs of unlike batches.
 
-Each scenario fills the table of ``fuzz_cases`` under a name that begins with "scenario". It draws a layer, and compares what must be equal.
+Each scenario fills the table of ``fuzz_cases`` under a name that begins with "scenario". It draws a layer, and compares what must be equal. Not
+here: batches in parts and checkpointing (``test_auxiliary.py``), buffers that are edited (``test_attention.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from fuzz_cases import Case, Draw, case, expect, pointer
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, Tokens, auxiliary_loss
 from sbm_pyg.sources import patterns, selectors
@@ -87,80 +87,6 @@ def scenario(name: str, weight: int) -> Callable[[Callable[[Draw], None]], Calla
         return run
 
     return add
-
-
-@scenario("accumulation", 12)
-def _accumulation(d: Draw) -> None:
-    """Two halves of a batch, and a scaled loss, have the gradients and states of the whole."""
-    layer = any_layer(d)
-    lengths = [d.randint(1, 6) for _ in range(2 * d.randint(1, 2))]
-    x, ptr, half = tokens(d, lengths), pointer(lengths), len(lengths) // 2
-    scale, found, states = d.choice((1.0, 65536.0)), [], []
-    for parts in ([slice(0, 2 * half)], [slice(0, half), slice(half, 2 * half)]):
-        twin = copy.deepcopy(layer)
-        for part in parts:
-            own = ptr[part.start : part.stop + 1]
-            rows = x[int(own[0]) : int(own[-1])]
-            own, ids = own - own[0], torch.arange(part.start, part.stop)
-            given = {"ptr": own, "seed": 5}
-            out = twin(rows, **given, sequence_ids=ids)
-            ((mean_loss(out, own) + auxiliary_loss(twin)) / len(parts) * scale).backward()
-        found.append([grad / scale for grad in gradients(twin)])
-        twin(x, ptr=ptr, seed=6)
-        states.append([*twin.buffers()])
-    equal(found, "parts of a batch have other gradients")
-    equal(states, "parts of a batch have other states")
-
-
-@scenario("checkpointing", 8)
-def _checkpointing(d: Draw) -> None:
-    layer, lengths = any_layer(d), d.lengths()
-    x, ptr, times, found = tokens(d, lengths), pointer(lengths), d.randint(1, 3), []
-    for again in (False, True):
-        twin = copy.deepcopy(layer)
-        total: Any = 0.0
-        for seed in range(10, 10 + times):
-            run = partial(twin, ptr=ptr, seed=seed)
-            out = checkpoint(run, x, use_reentrant=False) if again else run(x)
-            total = total + mean_loss(out, ptr) + auxiliary_loss(twin)
-        total.backward()
-        found.append([*gradients(twin), *twin.buffers()])
-    equal(found, "activation checkpointing changes something", rtol=1e-6)
-
-
-@scenario("edited buffers", 12)
-def _edited(d: Draw) -> None:
-    """Offsets and numbers of sequences that are written into after a call, through torch or through numpy."""
-    layer = any_layer(d)
-    one = d.randint(1, 5)
-    lengths = [one, d.randint(2, 6), d.randint(1, 5)]
-    moved = [one + 1, lengths[1] - 1, lengths[2]]
-    x, ids = tokens(d, lengths), d.whole(9, 3)
-    through = d.choice(("torch", "numpy"))
-
-    def write(ptr: Tensor, numbers: Tensor) -> None:
-        if through == "torch":
-            ptr.copy_(pointer(moved))
-            numbers.add_(7)
-        else:
-            ptr.numpy()[:] = pointer(moved).numpy()
-            numbers.numpy()[:] += 7
-
-    found = []
-    for edited in (False, True):
-        twin, ptr, numbers = copy.deepcopy(layer), pointer(lengths), ids.clone()
-        out = twin(x, ptr=ptr, seed=3, sequence_ids=numbers)
-        loss = mean_loss(out, pointer(lengths)) + auxiliary_loss(twin)
-        if edited:
-            write(ptr, numbers)
-        loss.backward()
-        found.append(gradients(twin))
-        if edited:
-            with torch.no_grad():
-                mine = twin(x, ptr=ptr, seed=4, sequence_ids=numbers)
-                wanted = copy.deepcopy(twin)(x, ptr=pointer(moved), seed=4, sequence_ids=ids + 7)
-            equal([[mine], [wanted]], "a call after an edit sees old offsets", rtol=1e-9)
-    equal(found, "an edit after a call changes its gradients", rtol=1e-9)
 
 
 @scenario("shared buffers", 6)

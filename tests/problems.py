@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,6 +11,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import SBM, AttentionGraph
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def draw32(seed: int, *shape: int) -> Tensor:
+    """In float32 from the first: other numbers than those of ``draw``."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pointer(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
 
 
 def random_graph(heads: int, queries: int, keys: int, density: float, seed: int = 0, sequences: int = 1) -> AttentionGraph:

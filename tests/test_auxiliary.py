@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import draw
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -25,10 +26,6 @@ from sbm_pyg.sources.selectors import RoutingSource
 PTR = torch.tensor([0, 9, 14, 30, 33])
 PARTS = (slice(0, 2), slice(2, 4))
 """Sequences of each of two parts of a batch, of unlike lengths."""
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def sbm(**options: Any) -> SBMAttentionConv:
@@ -46,6 +43,8 @@ LAYERS: dict[str, Any] = {
     "ranks that imitate": lambda: AttentionConv(
         8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
     ),
+    "coins that imitate": lambda: AttentionConv(8, 4, 2, IndexerSource(Indexer(4, 2), target_density=0.4), estimator="imitate"),
+    "mask": lambda: sbm(target_density=0.4, estimator="mask", window=1, detach=True, score_bias=DCMMBias(4, 2, 3, entropy_weight=0.3)),
     "routing": lambda: AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3)),
     "entropy": lambda: AttentionConv(8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5)),
     "entropy of both sides": lambda: AttentionConv(

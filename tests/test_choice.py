@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import draw
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
@@ -61,10 +62,6 @@ class FreeSource(GraphSource):
         p = self.logit.sigmoid()
         coins = torch.rand(p.shape, generator=torch.Generator().manual_seed(tokens.seed))
         return Choice(AttentionGraph.from_dense((coins < p).float()), FreeProbability(p))
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 # ------------------------------------------------------------------ the gradient, by enumeration

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import LargestStorage, dense_mask, random_graph
+from problems import LargestStorage, dense_mask, draw, random_graph
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss
@@ -20,10 +20,6 @@ OPTIONS: list[dict[str, Any]] = [
     {}, {"degree": "sigmoid", "squash": False}, {"degree": "softplus", "symmetric": True}, {"tied": False},
     {"tied": False, "degree": "sigmoid", "symmetric": True, "squash": False, "scale": -3.0},
 ]  # fmt: skip
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def published(bias: DCMMBias, query: Tensor, key: Tensor) -> Tensor:

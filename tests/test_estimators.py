@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import GRAPHS, random_graph, reference_attention
+from problems import GRAPHS, draw, random_graph, reference_attention
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
@@ -28,10 +28,6 @@ from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.sources import patterns
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def effect_arguments(graph: AttentionGraph, channels: int, values: int, biased: bool, dtype: torch.dtype = torch.float64) -> tuple:
@@ -558,7 +554,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
         ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
         ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
-        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-6, inf\]"),
+        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:

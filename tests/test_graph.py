@@ -15,6 +15,7 @@ import torch
 import torch_geometric.typing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import pointer as offsets
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
@@ -34,10 +35,6 @@ def says(message: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ graphs to test with
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(lengths).tolist()])
 
 
 def build(masks: list[Tensor], dtype: torch.dtype = torch.int64) -> AttentionGraph:

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import dense_mask as dense
+from problems import draw, pointer
 from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,14 +32,6 @@ SCORERS: dict[str, Callable[[], nn.Module]] = {
 each_scorer = pytest.mark.parametrize("scorer", SCORERS)
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=["one sequence", "ragged", "cross"])
 each_causal = pytest.mark.parametrize("is_causal", [False, True])
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def pointer(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 def make(scorer: str) -> nn.Module:
@@ -62,13 +56,6 @@ def allowed(ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> Tensor:
     for (start, end), (first, last) in zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True):
         block = torch.ones(int(end - start), int(last - first), dtype=torch.bool)
         mask[start:end, first:last] = block.tril() if is_causal else block
-    return mask
-
-
-def dense(graph: AttentionGraph) -> Tensor:
-    """Which pairs are edges, ``[H, N, M]`` bool."""
-    mask = torch.zeros(graph.heads, graph.num_queries, graph.num_keys, dtype=torch.bool)
-    mask[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
     return mask
 
 

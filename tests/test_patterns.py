@@ -17,6 +17,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import pointer as offsets
 from torch import Tensor
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch_geometric.data import Batch, Data, HeteroData
@@ -81,10 +82,6 @@ RANDOM_CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=map(name, CASES))
 every_case_and_random = pytest.mark.parametrize("case", CASES + RANDOM_CASES, ids=map(name, CASES + RANDOM_CASES))
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(lengths).tolist()])
 
 
 # ------------------------------------------------------------------------------------------------ definitions

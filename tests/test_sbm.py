@@ -345,9 +345,9 @@ def test_other_errors() -> None:
         ({"initial_density": math.nan}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got nan\)"),
         ({"initial_density": 1.0}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got 1.0\)"),
         ({"initial_density": "0.5"}, TypeError, r"Expected 'initial_density\' to be a number in \(0, 1\) \(got str\)"),
-        ({"temperature": 0}, ValueError, r"Expected 'temperature' in \[1e-6, inf\] \(got 0\)"),
-        ({"temperature": 1e-45}, ValueError, r"Expected 'temperature' in \[1e-6, inf\] \(got 1e-45\)"),  # memberships would be NaN
-        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \[1e-6, inf\] \(got nan\)"),
+        ({"temperature": 0}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 0\)"),
+        ({"temperature": 1e-45}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 1e-45\)"),  # memberships would be NaN
+        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
         ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
         ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import LargestStorage
+from problems import LargestStorage, pointer
+from problems import draw32 as draw
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
@@ -22,14 +23,6 @@ HEADS, CHANNELS = 2, 6
 LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4]), ([40, 3], [2, 6])]
 CENTROIDS = torch.randn(HEADS, 3, CHANNELS, generator=torch.Generator().manual_seed(5))
 Rule = Callable[..., AttentionGraph]
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def pointer(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 # ------------------------------------------------------------------ definitions: one head of one sequence, to sets of keys

@@ -9,6 +9,8 @@ from typing import Any, cast
 import entmax
 import pytest
 import torch
+from problems import draw32 as draw
+from problems import pointer
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, Tokens, sparsefinder
@@ -20,14 +22,6 @@ from sbm_pyg.sparsefinder.predictors import block_bigbird, bucketing, buckets, c
 HEADS = 2
 CENTROIDS = torch.randn(HEADS, 4, 3, generator=torch.Generator().manual_seed(5))
 LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def pointer(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 def by_distance(far: Tensor) -> Callable[[int], tuple[float, int]]:
