@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from fuzz_cases import (
     tame,
     valid,
 )
-from problems import reference_attention
+from problems import brute_force, held_karp, reference_attention
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -1069,29 +1069,6 @@ def _load(d: Draw) -> Case:
 # ------------------------------------------------------------------ analysis
 
 
-def tour(mask: Tensor) -> bool:
-    """Whether a path along the edges ``j -> i`` of ``mask[i, j]`` visits all tokens: by trying all, with sets of tokens as numbers."""
-    n = len(mask)
-    after = [[i for i in range(n) if i != j and bool(mask[i, j])] for j in range(n)]
-    states = {(1 << j, j) for j in range(n)}
-    for _ in range(n - 1):
-        states = {(seen | 1 << i, i) for seen, j in states for i in after[j] if not seen >> i & 1}
-    return bool(states)
-
-
-def steps(masks: Sequence[Tensor]) -> float:
-    """The s of condition 3, by products of matrices."""
-    known, seen, step = masks[0].clone(), set(), 1
-    while not bool(known.all()):
-        state = (step % len(masks), tuple(known.flatten().tolist()))
-        if state in seen:
-            return math.inf
-        seen.add(state)
-        known = (masks[step % len(masks)].float() @ known.float()) > 0
-        step += 1
-    return step
-
-
 @case("analysis.graph_statistics", 10)
 def _statistics(d: Draw) -> Case:
     g = d.graph()
@@ -1134,7 +1111,7 @@ def _hamiltonian(d: Draw) -> Case:
     g = d.square()
 
     def check(result: Any, graph: AttentionGraph, **_: Any) -> None:
-        truth = tour(dense(graph).any(0))
+        truth = held_karp(dense(graph).any(0).T.numpy())
         expect(result.status != "FOUND" or truth, "FOUND, and there is none")
         expect(result.status != "ABSENT" or not truth, "ABSENT, and there is one")
         str(result)
@@ -1164,7 +1141,7 @@ def _universality(d: Draw) -> Case:
     def check(result: Any, patterns: Any, self_loops: Any, **_: Any) -> None:
         graphs = [patterns] if isinstance(patterns, AttentionGraph) else list(patterns)
         masks = [dense(graph).any(0) | (torch.eye(graph.num_queries) * bool(self_loops) > 0) for graph in graphs]
-        path, s = tour(torch.stack(masks).any(0)), steps(masks)
+        path, s = held_karp(torch.stack(masks).any(0).T.numpy()), brute_force(masks)
         loops = all(bool(mask.diagonal().all()) for mask in masks)
         expect(result.s is None or result.s == s, f"s is {result.s}, not {s}")
         expect(result.holds is None or result.holds == (loops and path and s < math.inf), f"holds is {result.holds}")
@@ -1178,7 +1155,7 @@ def _spread(d: Draw) -> Case:
     n = d.randint(1, 6)
 
     def check(result: Any, patterns: Any, **_: Any) -> None:
-        s = steps([dense(graph).any(0) for graph in patterns])
+        s = brute_force([dense(graph).any(0) for graph in patterns])
         expect(result is None or result == s, f"{result}, not {s}")
 
     given = [d.graph(None, [n], [n]) for _ in range(d.randint(1, 3))]
@@ -1235,7 +1212,7 @@ def _lemma2_s(d: Draw) -> Case:
     lemma = analysis.lemma2(n, d.randint(1, n))
 
     def check(result: Any, order: Any) -> None:
-        expect(result == steps([dense(lemma.graphs[number - 1])[0] for number in order]), "another s")
+        expect(result == brute_force([dense(lemma.graphs[number - 1])[0] for number in order]), "another s")
 
     return Case(lemma.s, {"order": tuple(d.sample((1, 2, 3), 3))}, check)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +86,35 @@ def reference_attention(
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / torch.where(total > 0, total, 1), 0)
     return weights.view(heads, queries, keys) @ value
+
+
+def held_karp(arcs: np.ndarray) -> bool:
+    """Whether there is a Hamiltonian path: for each set of nodes, the nodes at which a path through that set can end."""
+    n = len(arcs)
+    into = [sum(1 << i for i in range(n) if arcs[i, j] and i != j) for j in range(n)]
+    ends = [0] * (1 << n)
+    for node in range(n):
+        ends[1 << node] = 1 << node
+    for visited in range(1, 1 << n):
+        if ends[visited]:
+            for node in range(n):
+                if not visited >> node & 1 and ends[visited] & into[node]:
+                    ends[visited | 1 << node] |= 1 << node
+    return ends[-1] != 0
+
+
+def brute_force(masks: Sequence[Tensor]) -> float:
+    """s by boolean matrix products, until the state at the end of a cycle comes again."""
+    reach, step, seen = masks[0].clone(), 1, set()
+    while not reach.all():
+        if step % len(masks) == 0:
+            state = reach.numpy().tobytes()
+            if state in seen:
+                return math.inf
+            seen.add(state)
+        reach = masks[step % len(masks)].float() @ reach.float() > 0
+        step += 1
+    return step
 
 
 def small_sbms() -> dict[str, SBM]:
