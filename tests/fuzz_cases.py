@@ -1,13 +1,12 @@
 """What the fuzz driver calls: for each public name a maker of valid arguments, and an oracle that knows what the result must be.
 
 In: a :class:`Draw`, which is a function of the seed and the number of a call. Out: a :class:`Case`. Oracles compute apart from the library: dense
-masks, networkx, brute force. Not here: hostile values, and verdicts (``fuzz.py``).
+masks, networkx, brute force; or by the references of its kernels, which their own tests hold against definitions. Not here: hostile values, and verdicts (``fuzz.py``).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import random
 import tempfile
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, ops, sample_edges
+from sbm_pyg.ops.reference import effects, reach, validate
 from sbm_pyg.sources import patterns
 
 
@@ -302,27 +302,9 @@ def _edge_entmax(d: Draw) -> Case:
     return Case(ops.edge_entmax, arguments, check, unchecked=("rows",), names=ROWS)
 
 
-def effects(
-    graph: tuple[Tensor, Tensor, Any], pairs: tuple[Tensor, Tensor, Any], grad: Tensor, x: Sequence[Tensor], scale: float
-) -> Tensor:
-    """What each pair does to the loss, by the formula: the row's other edges with and without it."""
-    query, key, value = (tensor.double() for tensor in x)
-    head, i, j = ends(*pairs[:2], query.size(1))
-    edges = [*zip(*ends(*graph[:2], query.size(1)), strict=True)]
-    bias = dict(zip(edges, [0.0] * len(edges) if graph[2] is None else graph[2].tolist(), strict=True))
-    found = []
-    for place, pair in enumerate(zip(head, i, j, strict=True)):
-        own = 0.0 if pairs[2] is None else float(pairs[2][place])
-
-        def weight(h: int, q: int, k: int, b: float) -> tuple[float, float]:
-            return math.exp(scale * float(query[h, q] @ key[h, k]) + b), float(grad[h, q].double() @ value[h, k])
-
-        w, g = weight(*pair, own)
-        others = [weight(*edge, b) for edge, b in bias.items() if edge[:2] == pair[:2] and edge != pair]
-        total = sum(each for each, _ in others)
-        mean = sum(each * gain for each, gain in others) / total if others else 0.0
-        found.append(w / (w + total) * (g - mean))
-    return torch.tensor(found, dtype=torch.float64)
+def in_double(rows: Any) -> tuple[Any, ...]:
+    """Rows whose bias is in float64, as the reference takes them."""
+    return rows[0], rows[1], None if rows[2] is None else rows[2].double()
 
 
 @case("ops.edge_effect")
@@ -338,13 +320,12 @@ def _edge_effect(d: Draw) -> Case:
         arguments |= {**sides, "exploration": d.choice((0.0, 0.1))}
 
     def check(result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any) -> None:
-        mine, tried = o["rows"], o["probes"]
-        if o["rate"] is not None or not tame(grad_out, query, key, value, mine[2], tried[2], o["scale"]):
-            return
-        close(result[0], effects(mine, mine, grad_out, (query, key, value), o["scale"]), "effects of edges")
-        edges = {*zip(*ends(mine[0], mine[1], query.size(1)), strict=True)}
-        fresh = torch.tensor([pair not in edges for pair in zip(*ends(tried[0], tried[1], query.size(1)), strict=True)])
-        close(result[1], effects(mine, tried, grad_out, (query, key, value), o["scale"]) * fresh, "effects of probes")
+        sides = grad_out, query, key, value
+        if o["rate"] is None and tame(*sides, o["rows"][2], o["probes"][2], o["scale"]):
+            meant: Any = effects.edge_effect
+            wanted = meant(*(x.double() for x in sides), *in_double(o["rows"]), *in_double(o["probes"]), o["scale"])
+            for mine, theirs, name in zip(result, wanted, ("edges", "probes"), strict=True):
+                close(mine, theirs, f"effects of {name}")
 
     return Case(ops.edge_effect, arguments, check, unchecked=("rows", "probes"), names=ROWS)
 
@@ -423,15 +404,10 @@ def _reach_dot(d: Draw) -> Case:
     arguments |= {"key_ptr": sbm.key_ptr, "is_causal": d.random() < 0.5}
     arguments |= {"is_strict": arguments["is_causal"] and d.random() < 0.5}
 
-    def check(result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: Any, is_strict: Any) -> None:
-        if not tame(query, key):
-            return
-        total = torch.zeros(result.shape, dtype=torch.float64)
-        ends = (itertools.pairwise(ptr.tolist()) for ptr in (query_ptr, key_ptr))
-        for (q, q_end), (k, k_end) in zip(*ends, strict=True):
-            p = query[:, q:q_end].double() @ key[:, k:k_end].double().mT
-            total[:, q:q_end] = (p.tril(-1 if is_strict else 0) if is_causal else p).sum(-1)
-        expect(bool(torch.allclose(result.double(), total, rtol=1e-2, atol=1e-4)), "another sum")
+    def check(result: Tensor, query: Tensor, key: Tensor, **o: Any) -> None:
+        if tame(query, key):
+            wanted = reach.reach_dot(query.double(), key.double(), **o)
+            expect(bool(torch.allclose(result.double(), wanted, rtol=1e-2, atol=1e-4)), "another sum")
 
     return Case(ops.reach_dot, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
@@ -441,16 +417,8 @@ def _invalid_row(d: Draw) -> Case:
     g = d.graph()
     arguments = {"rowptr": g.rowptr, "col": g.col, "query_ptr": g.query_ptr, "key_ptr": g.key_ptr, "heads": g.heads}
 
-    def check(result: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: Any) -> None:
-        first = -1
-        for row in range(rowptr.numel() - 1):
-            start, end = rowptr[row : row + 2].tolist()
-            keys, b = (col[max(start, 0) : max(end, 0)].tolist(), sum(x <= row % g.num_queries for x in query_ptr[1:].tolist()))
-            good = 0 <= start <= end <= len(col) and all(x < y for x, y in itertools.pairwise(keys))
-            if not (good and all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys)):
-                first = row
-                break
-        expect(int(result) == first, "another row")
+    def check(result: Tensor, **given: Any) -> None:
+        expect(int(result) == int(validate.invalid_row(**given)), "another row")
 
     return Case(ops.invalid_row, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
