@@ -465,6 +465,10 @@ def test_changed_weights_are_named(saved: Path) -> None:
          "Expected 'num_tokens' to be at least 1"),
         ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
          "to fit SequenceEncoder (got ValueError: it makes "),
+        ({"options": {"encoder": {"class": "SequenceClassifier", "options": {}}, "num_classes": 10}}, "to fit SequenceClassifier (got "),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15, "dropout": 2.0}}, "num_classes": 10}},
+         "Expected 'dropout' in [0, 1"),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "clazz": 1, "options": {}}, "num_classes": 10}}, "to have the keys 'class' and 'options'"),
         ({"library": "transformers"}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": None}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": {}}, "to have the SHA-256 None"),
@@ -477,9 +481,9 @@ def test_misfits_are_told(saved: Path, changes: dict[str, Any], message: str) ->
         SequenceClassifier.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
-def test_a_config_that_is_none_is_told(saved: Path, text: str) -> None:
-    (saved / "config.json").write_text(text)
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\x00", b"null", b"\xff\xfe", b"[" * 5000])
+def test_a_config_that_is_none_is_told(saved: Path, text: bytes) -> None:
+    (saved / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=re.escape(f"Expected '{saved / 'config.json'}' to be ")):
         Pretrained.from_pretrained(saved)
 
@@ -493,6 +497,7 @@ SHARE = "encoder.layers.0.attention.source.share"
 FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "no safetensors": lambda state: b"no header, and no tensors",
     "nothing": lambda state: b"",
+    "zeros": lambda state: b"\0" * 99,
     "cut off": lambda state: safetensors.torch.save(state)[:-8],
     "of another model": lambda state: safetensors.torch.save({"weight": torch.ones(3)}),
     "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
