@@ -1,7 +1,8 @@
-"""What the fuzz driver does in several calls: buffers that are shared, NaN, pairs of unlike batches.
+"""What the fuzz driver does in several calls: buffers that are shared, and NaN.
 
 Each scenario fills the table of ``fuzz_cases`` under a name that begins with "scenario". It draws a layer, and compares what must be equal. Not
-here: batches in parts and checkpointing (``test_auxiliary.py``), buffers that are edited (``test_attention.py``).
+here: batches in parts and checkpointing (``test_auxiliary.py``), buffers that are edited (``test_attention.py``),
+pairs of unlike batches (``test_choice.py``).
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ import torch
 from fuzz_cases import Case, Draw, case, expect, pointer
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, Tokens, auxiliary_loss
+from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, auxiliary_loss
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 
 WIDTH, CHANNELS, HEADS = 4, 3, 2
 
 
-def any_layer(d: Draw, pairs: bool = False) -> Any:
-    """A layer in float64 over a graph that something chooses, in training, after two batches; ``pairs``: for two sides of unlike tokens."""
+def any_layer(d: Draw) -> Any:
+    """A layer in float64 over a graph that something chooses, in training, after two batches."""
     torch.manual_seed(d.getrandbits(32))
     is_causal = d.random() < 0.3
     estimator = d.choice(("local", "imitate", "mask", "none"))  # "distill" samples rows, others in parts of a batch
     kind = d.choice(("sbm", "sbm", "sbm", "coins", "ranks", "routing", "top_k", "block_top_k", "lsh", "full"))
-    bias = None if pairs or d.random() < 0.7 else DCMMBias(CHANNELS, HEADS, 2, entropy_weight=d.choice((0.0, 0.3)))
+    bias = None if d.random() < 0.7 else DCMMBias(CHANNELS, HEADS, 2, entropy_weight=d.choice((0.0, 0.3)))
     options: dict[str, Any] = {"is_causal": is_causal, "score_bias": bias}
     if kind == "sbm":
-        block_size = 1 if pairs else d.choice((1, 1, 3))
+        block_size = d.choice((1, 1, 3))
         layer: Any = SBMAttentionConv(
             WIDTH, CHANNELS, HEADS, 3, estimator=estimator, target_density=d.maybe(d.choice((0.2, 0.6))), block_size=block_size,
-            detach=d.random() < 0.3, window=None if pairs else d.maybe(1), **options,
+            detach=d.random() < 0.3, window=d.maybe(1), **options,
         )  # fmt: skip
     else:
         scorer = d.choice((Indexer, KeyScorer))(CHANNELS, HEADS)
@@ -136,21 +137,3 @@ def _nan(d: Draw) -> None:
         expect(not buffer.is_floating_point() or bool(buffer.isfinite().all()), "a state is NaN")
     again = layer(x, ptr=ptr, seed=7)
     expect(bool(again.isfinite().all()), "a good batch after one of NaN is not finite")
-
-
-@scenario("unlike batches", 6)
-def _unlike(d: Draw) -> None:
-    """Queries and keys in other numbers of sequences are refused by name."""
-    mine, theirs = ([d.randint(1, 5) for _ in range(count)] for count in d.sample((1, 2, 3), 2))
-    ptr = (pointer(theirs), pointer(mine))
-    name = d.choice(("tokens", "layer"))
-    q, k = (torch.randn(HEADS, sum(side), CHANNELS, generator=d.torch, dtype=torch.float64) for side in (mine, theirs))
-    call: Callable[[], Any] = partial(Tokens, q, k, query_ptr=ptr[1], key_ptr=ptr[0])
-    if name == "layer":
-        call = partial(any_layer(d, pairs=True), (tokens(d, theirs), tokens(d, mine)), ptr=ptr, seed=0)
-    try:
-        call()
-    except ValueError as error:
-        expect("ptr'" in str(error), f"{name} names something else: {error}")
-    else:
-        expect(False, f"{name} took queries in {len(mine)} sequences and keys in {len(theirs)}")
