@@ -411,24 +411,6 @@ def test_a_causal_graph_stays_one() -> None:
         AttentionGraph(full.rowptr, full.col, 4, 4, is_causal=cast(Any, 1))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        lambda **options: patterns.full(None, **options),
-        lambda **options: patterns.window(None, 2, **options),
-        lambda **options: patterns.global_tokens(None, 2, **options),
-        lambda **options: patterns.block_diagonal(None, 3, **options),
-        lambda **options: patterns.relay_keys(None, 2, **options),
-        lambda **options: patterns.relay_queries(None, 2, **options),
-        lambda **options: patterns.self_loops(None, **options),
-    ],
-)
-def test_a_causal_pattern_is_the_pattern_without_later_keys(pattern: Any) -> None:
-    made = pattern(ptr=PTR, heads=2, is_causal=True)
-    assert made.validate() == pattern(ptr=PTR, heads=2).causal()
-    assert made.is_causal
-
-
 def test_causal_random_keys_are_uniform_among_earlier_ones() -> None:
     graph = patterns.random(40, 3, is_causal=True, heads=500, seed=0).validate()
     assert torch.equal(graph.degree[0], (torch.arange(40) + 1).clamp(max=3))
