@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -46,6 +47,16 @@ GRAPHS: dict[str, AttentionGraph] = {
     "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000), "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
 }  # fmt: skip
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dense_mask(graph: AttentionGraph) -> Tensor:

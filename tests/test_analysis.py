@@ -26,7 +26,7 @@ import scipy.sparse.csgraph
 import scipy.sparse.linalg
 import scipy.stats
 import torch
-from problems import GRAPHS, brute_force, held_karp, random_graph
+from problems import GRAPHS, brute_force, held_karp, on_threads, random_graph
 
 from sbm_pyg import SBM, AttentionGraph, analysis, sample_edges
 from sbm_pyg.analysis import (
@@ -488,16 +488,12 @@ def test_s_without_self_loops_equals_brute_force() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_long_ways_take_many_steps(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         assert spread_steps([patterns.window(1000, 1)]) == 999
         assert spread_steps([patterns.self_loops(300), patterns.window(300, 2)]) == 2 * 150
         clique_and_path = AttentionGraph.from_edge_index(torch.cat([patterns.full(200).edge_index, patterns.window(300, 1).edge_index], 1))
         assert spread_steps([clique_and_path]) == 101
         assert spread_steps([patterns.window(1500, 40)]) == 38  # large enough for threads to share a step
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_spread_gives_up_in_time() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import GRAPHS, draw, random_graph, reference_attention
+from problems import GRAPHS, draw, on_threads, random_graph, reference_attention
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
@@ -114,14 +114,10 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
 def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
     graph = random_graph(3, 200, 300, 0.3)
     arguments = effect_arguments(graph, 32, 32, False, torch.float32)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2):
+        with on_threads(threads):
             results.append(effect(ops, *arguments))
-    finally:
-        torch.set_num_threads(before)
     narrow = list(arguments)
     narrow[5], narrow[8] = graph.col.int(), arguments[8].int()
     results.append(effect(ops, *narrow))

@@ -12,7 +12,6 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-import torch_geometric.typing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import pointer as offsets
@@ -26,8 +25,6 @@ from sbm_pyg.ops.values import can_read
 from sbm_pyg.ragged import resolve_ptr
 from sbm_pyg.rows import check_sizes
 from sbm_pyg.sources import patterns
-
-needs_torch_sparse = pytest.mark.skipif(not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed")
 
 
 def says(message: str) -> str:
@@ -390,6 +387,9 @@ def test_properties(masks: list[Tensor], dtype: torch.dtype) -> None:
     assert torch.equal(graph.degree, mask.sum(2))
     assert torch.equal(graph.edges_per_sequence, torch.stack([one.sum((1, 2)) for one in masks]))
     assert torch.equal(graph.density, torch.stack([one.double().mean((1, 2)) for one in masks]))
+    for sequence, one in enumerate(masks):
+        assert graph.to_dense(sequence).dtype == torch.bool
+        assert torch.equal(graph.to_dense(sequence), one)
 
 
 def test_repr() -> None:
@@ -663,22 +663,6 @@ def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     assert not repeated.is_coalesced()
 
 
-@needs_torch_sparse
-def test_sparse_tensor_round_trip() -> None:
-    for masks in (RAGGED, NO_EDGES):
-        graph = build(masks, torch.int32)
-        for head in range(graph.heads):
-            adjacency = graph.to_sparse_tensor(head)
-            assert torch.equal(adjacency.to_dense().bool(), whole(masks)[head])
-            assert AttentionGraph.from_edge_index(adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr) == graph.head(head)
-
-
-def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SPARSE", False)
-    with pytest.raises(ImportError, match=says("Expected 'torch-sparse' to be installed")):
-        build(RAGGED).to_sparse_tensor()
-
-
 @many
 @given(SEEDS, st.integers(1, 3), HEADS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([torch.bool, torch.float32, torch.int64]))
 def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dtype: torch.dtype) -> None:
@@ -688,16 +672,6 @@ def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dty
     assert torch.equal(torch.stack([graph.to_dense(sequence) for sequence in range(batch)]), torch.stack(masks))
     assert AttentionGraph.from_dense(masks[0]) == build(masks[:1])
     assert AttentionGraph.from_dense(masks[0][0]) == build([masks[0][:1]])
-
-
-@many
-@given(MASKS, DTYPES)
-def test_to_dense_of_ragged_graphs(masks: list[Tensor], dtype: torch.dtype) -> None:
-    graph = build(masks, dtype)
-    for sequence, mask in enumerate(masks):
-        dense = graph.to_dense(sequence)
-        assert dense.dtype == torch.bool
-        assert torch.equal(dense, mask)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])

@@ -18,7 +18,7 @@ import torch
 from entmax import entmax15, entmax_bisect, sparsemax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import GRAPHS, random_graph, reference_attention
+from problems import GRAPHS, on_threads, random_graph, reference_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -398,15 +398,12 @@ def test_entmax_kernels_equal_the_reference(dtype: torch.dtype) -> None:
 def test_no_row_of_entmax_depends_on_other_rows_or_on_threads() -> None:
     src, ptr = ragged(*range(200), spread=1.0)
     src, alpha = src.float(), torch.linspace(1.05, 2, 200)
-    grad, before, found = torch.randn(src.shape), torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    grad, found = torch.randn(src.shape), []
+    for threads in (1, 3):
+        with on_threads(threads):
             leaves = src.clone().requires_grad_(), alpha.clone().requires_grad_()
             out = ops.segment_entmax(leaves[0], ptr=ptr, alpha=leaves[1])
             found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     for row, (start, end) in [*enumerate(pairwise(ptr))][::20]:
         alone = ops.segment_entmax(src[start:end], ptr=torch.tensor([0, end - start]), alpha=float(alpha[row]))
@@ -960,9 +957,7 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
     """On rows enough for several pieces; the reference and the kernel agree on each."""
     graph = AttentionGraph.concatenate([random_graph(2, 900, 1200, 0.1, seed) for seed in range(2)])
     generator = torch.Generator().manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for _ in range(20):
             col = graph.col.to(dtype, copy=True)
             rows = torch.randint(2 * graph.num_queries, (3,), generator=generator)
@@ -978,8 +973,6 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
             assert ops.invalid_row(*arguments) == reference_validate.invalid_row(*arguments) == rows.min()
         good = (graph.rowptr, graph.col.to(dtype), graph.query_ptr, graph.key_ptr, 2)
         assert ops.invalid_row(*good) == reference_validate.invalid_row(*good) == -1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -987,15 +980,10 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     leaves = tensors(graph, 32, 32, True, False, torch.float32)
     results = []
     for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             out, _ = attend(leaves, graph, "weight", 0.1)
             results.append([out, *gradients(out, leaves)])
-        finally:
-            torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert torch.equal(results[0][0], results[1][0])
 
 
@@ -1021,15 +1009,12 @@ def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("edges_per_key", "same"), [(16, True), (100, False)])
 def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: int, same: bool) -> None:
-    graph, before = random_graph(1, 400, 400, edges_per_key / 400), torch.get_num_threads()
+    graph = random_graph(1, 400, 400, edges_per_key / 400)
     leaves = tensors(graph, 16, 16, False, False, torch.float32)
     grads = []
-    try:
-        for threads in (1, 3, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 3, 3):
+        with on_threads(threads):
             grads.append(gradients(attend(leaves, graph, "score", 0.0)[0], leaves))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*grads[1:], strict=True))
     assert all(torch.equal(one, two) for one, two in zip(*grads[:2], strict=True)) == same
 
@@ -1156,35 +1141,28 @@ def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("threads", [1, 2])
 def test_each_thread_that_computes_is_reached(threads: int) -> None:
     """Flushing subnormal numbers is a setting of each thread; a product on all of them shows who missed it."""
-    tiny, before = torch.full((2**20,), 1e-39), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    tiny = torch.full((2**20,), 1e-39)
+    with on_threads(threads):
         assert (tiny * 0.5).view(torch.int32).all()
         workers.on_each(lambda: torch.set_flush_denormal(True))
         assert not (tiny * 0.5).view(torch.int32).any()
         workers.on_each(lambda: torch.set_flush_denormal(False))
         assert (tiny * 0.5).view(torch.int32).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
     "threads", [1, pytest.param(2, marks=pytest.mark.skipif(workers._fork_team is None, reason="torch's threads cannot be found here"))]
 )
 def test_an_error_on_any_thread_is_raised(threads: int) -> None:
-    before, caller, calls = torch.get_num_threads(), threading.get_ident(), []
+    caller, calls = threading.get_ident(), []
 
     def refuse() -> None:
         calls.append(threading.get_ident())
         if threads == 1 or calls[-1] != caller:
             raise ValueError("of one thread")
 
-    torch.set_num_threads(threads)
-    try:
-        with pytest.raises(ValueError, match="of one thread"):
-            workers.on_each(refuse)
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(threads), pytest.raises(ValueError, match="of one thread"):
+        workers.on_each(refuse)
     assert len(calls) == len(set(calls)) == threads
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from problems import small_sbms
+from problems import on_threads, small_sbms
 from scipy import stats
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
@@ -241,12 +241,10 @@ def test_the_rows_mix_all_ways() -> None:
 
 def test_the_same_edges_for_any_number_of_threads_and_any_batch() -> None:
     sbm = larger_sbm(queries=300, keys=300, sequences=3, seed=2)
-    before = torch.get_num_threads()
     graphs = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        graphs.append(sample_edges(sbm, seed=7, sequence_ids=torch.tensor([4, 9, 1])))
-    torch.set_num_threads(before)
+        with on_threads(threads):
+            graphs.append(sample_edges(sbm, seed=7, sequence_ids=torch.tensor([4, 9, 1])))
     assert graphs[0] == graphs[1]
     for sequence, stream in enumerate([4, 9, 1]):
         rows = slice(300 * sequence, 300 * (sequence + 1))
