@@ -495,9 +495,7 @@ def test_older_versions_are_read(saved: Path) -> None:
 
 SHARE = "encoder.layers.0.attention.source.share"
 FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
-    "no safetensors": lambda state: b"no header, and no tensors",
-    "nothing": lambda state: b"",
-    "zeros": lambda state: b"\0" * 99,
+    "no safetensors": lambda state: b"no header, and no tensors", "nothing": lambda state: b"", "zeros": lambda state: b"\0" * 99,
     "cut off": lambda state: safetensors.torch.save(state)[:-8],
     "of another model": lambda state: safetensors.torch.save({"weight": torch.ones(3)}),
     "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
@@ -507,7 +505,7 @@ FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
     "a share of three": lambda state: safetensors.torch.save({**state, SHARE: torch.full((3,), 0.5)}),
     "a share of two": lambda state: safetensors.torch.save({**state, SHARE: torch.tensor(2.0)}),
     "complex": lambda state: safetensors.torch.save({name: value.to(torch.complex64) for name, value in state.items()}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
