@@ -10,6 +10,8 @@ import pytest
 import torch
 from problems import small_sbms
 from scipy import stats
+from test_sampling import chi_square, joint_law
+from test_sampling import way as way
 from torch import Tensor
 
 from sbm_pyg import (
@@ -30,8 +32,6 @@ from sbm_pyg import (
 )
 from sbm_pyg.estimators import ESTIMATORS, attach_local_expectation, draw_probes, score_function
 from sbm_pyg.models import ATTENTION
-from sbm_pyg.ops.reference import sampling as reference_sampling
-from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource
@@ -39,14 +39,6 @@ from sbm_pyg.sparsefinder.predictors import distance
 
 FALSE_ALARM = 1e-6
 PTR = torch.tensor([0, 5, 24, 25])
-
-
-@pytest.fixture(params=["proposals", "gaps", "coins"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every way to sample a row, whatever it costs."""
-    monkeypatch.setattr(reference_sampling, "PROPOSAL_COST", 0.0 if request.param == "proposals" else math.inf)
-    monkeypatch.setattr(reference_sampling, "GAP_COST", 0.0 if request.param == "gaps" else math.inf)
-    return request.param
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,15 +87,9 @@ def test_the_joint_law_over_all_graphs(name: str, exploration: float, way: str) 
         bit = (graph.edge_row % n) * m + graph.col - sequence * m
         numbers.append(torch.zeros(batch, dtype=torch.int64).index_add(0, sequence, 1 << bit))
     prob = ((sbm.edge_prob_dense()[0].double() + exploration).tril()).flatten()
-    bits = (torch.arange(2 ** prob.numel())[:, None] >> torch.arange(prob.numel())) & 1
-    law = torch.where(bits == 1, prob, 1 - prob).prod(1)
-    expected, observed = law * batch * rounds, torch.bincount(torch.cat(numbers), minlength=law.numel()).double()
-    assert not observed[law == 0].any()
-    rare = expected < 10
-    cells = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
-    used = cells[1] > 0
-    statistic = float(((cells[0] - cells[1])[used] ** 2 / cells[1][used]).sum())
-    assert stats.chi2.sf(statistic, int(used.sum()) - 1) > FALSE_ALARM
+    found, law = torch.cat(numbers), joint_law(prob)
+    assert not torch.bincount(found, minlength=law.numel())[law == 0].any()
+    assert chi_square(found, law) > FALSE_ALARM
     without = SBM(many.query_membership, many.key_membership, many.block_matrix, many.query_ptr, many.key_ptr)
     assert sample_edges(without, exploration=exploration, seed=0).later.any() == (n > 0 and m > 1)  # the control
 
@@ -122,24 +108,6 @@ def test_marginals_of_a_larger_model(method: str, way: str) -> None:
     likely = p > 0.02
     z = (counts / draws - p)[likely] / (p * (1 - p) / draws)[likely].sqrt()
     assert FALSE_ALARM < stats.chi2.sf(float((z**2).sum()), z.numel()) < 1 - FALSE_ALARM
-
-
-def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
-    """Memberships in sixteenths make every probability exact in any order of summation."""
-    random = torch.Generator().manual_seed(5)
-    for blocks, keys in ((6, 70), (33, 300), (129, 300)):
-        y = torch.randint(0, 17, (2, 350, blocks), generator=random) / 16 / 64
-        z = torch.randint(0, 17, (2, keys, blocks), generator=random) / 16
-        y[:, ::2] /= blocks
-        ptr = torch.tensor([0, 20, 350]), torch.tensor([0, 40, keys])
-        for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
-            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, True)
-            for ours, meant in zip(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments), strict=True):
-                assert torch.equal(ours, meant)
-    chance = torch.rand(350, generator=random)
-    probes = (chance, *ptr, torch.tensor([3, 9]), 2, 5, True)
-    for ours, meant in zip(ops.sample_systematic(*probes), reference_systematic.sample_systematic(*probes), strict=True):
-        assert torch.equal(ours, meant)
 
 
 def test_probes_are_equally_likely_among_the_keys_that_are_allowed() -> None:

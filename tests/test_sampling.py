@@ -202,16 +202,17 @@ def test_degrees_follow_those_of_the_head(way: str) -> None:
     assert stats.chi2.sf(float((z**2).sum()), z.numel()) < FALSE_ALARM
 
 
-def test_reference_and_numba_choose_the_same_edges(way: str) -> None:
+@pytest.mark.parametrize(("is_causal", "queries"), [(False, 50), (True, 350)])
+def test_reference_and_numba_choose_the_same_edges(is_causal: bool, queries: int, way: str) -> None:
     """Memberships in sixteenths make every probability exact in any order of summation, so the edges must agree to the last one."""
     generator = torch.Generator().manual_seed(5)
     for blocks, keys in ((6, 70), (33, 300), (129, 300)):
-        y = torch.randint(0, 17, (2, 50, blocks), generator=generator) / 16 / 64
+        y = torch.randint(0, 17, (2, queries, blocks), generator=generator) / 16 / 64
         z = torch.randint(0, 17, (2, keys, blocks), generator=generator) / 16
         y[:, ::2] /= blocks
-        ptr = torch.tensor([0, 20, 50]), torch.tensor([0, 40, keys])
+        ptr = torch.tensor([0, 20, queries]), torch.tensor([0, 40, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
-            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, False)
+            arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, is_causal)
             for ours, meant in zip(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments), strict=True):
                 assert torch.equal(ours, meant)
 
