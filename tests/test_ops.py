@@ -18,7 +18,7 @@ import torch
 from entmax import entmax15, entmax_bisect, sparsemax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import GRAPHS, on_threads, random_graph, reference_attention
+from problems import GRAPHS, on_threads, random_graph, reference_attention, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -503,8 +503,7 @@ def test_the_support_is_where_shares_are() -> None:
     src[50], src[70:72] = math.nan, -math.inf
     alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double()
     rows, place = torch.ops.sbm_pyg.entmax_support(src, ptr, alpha)
-    for found, wanted in zip((rows, place), reference_entmax.entmax_support(src, ptr, alpha), strict=True):
-        assert torch.equal(found, wanted)
+    assert same((rows, place), reference_entmax.entmax_support(src, ptr, alpha))
     assert torch.equal(place, ops.segment_entmax(src, ptr=ptr, alpha=alpha).nonzero()[:, 0])
 
 
@@ -742,10 +741,7 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
     ptr, sequence_ids = torch.tensor([0, 6]), torch.tensor([0])
     wild, cut = (torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]), torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]))
     for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
-        for got, want in zip(
-            sample(wild, ptr, ptr, sequence_ids, 2, 3, False), sample(cut, ptr, ptr, sequence_ids, 2, 3, False), strict=True
-        ):
-            assert torch.equal(got, want)
+        assert same(sample(wild, ptr, ptr, sequence_ids, 2, 3, False), sample(cut, ptr, ptr, sequence_ids, 2, 3, False))
 
 
 # ------------------------------------------------------------------ memory
