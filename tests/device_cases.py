@@ -308,12 +308,9 @@ def graphs(device: Device) -> Any:
     assert f"device='{device}'" in repr(sampled) or device.type == "cpu"
     assert {x.device.type for x in (sampled.to("cpu").rowptr, sampled.to("cpu").col)} == {"cpu"}
     parts = (
-        sampled.validate(),
-        sampled.sequence(1),
-        sampled.head(1),
-        sampled.head(0).expand(2),
+        sampled.validate(), sampled.sequence(1), sampled.head(1), sampled.head(0).expand(2),
         AttentionGraph.concatenate([sampled, window]),
-    )
+    )  # fmt: skip
     place = sampled.union(window)[0].find(window.edge_index, window.edge_head)
     edges = sampled.degree, sampled.density, sampled.edges_per_sequence, sampled.edge_row, place
     return parts, edges, sampled.union(window), sampled.select(sampled.col % 2 == 0), sampled.to_dense(1)
@@ -406,12 +403,9 @@ def how_losses_reach_edges(device: Device) -> Any:
     graph, loss = sample_edges(sbm, seed=1), torch.tensor([1.0, 2.0, 4.0]).to(device)
     probes, chance = estimators.draw_probes(sample_edges(sbm, seed=0), 3.0, seed=1)
     return (
-        probes,
-        chance,
-        estimators.straight_through(sbm, graph),
-        estimators.relaxed_bias(sbm, graph),
+        probes, chance, estimators.straight_through(sbm, graph), estimators.relaxed_bias(sbm, graph),
         estimators.score_function(sbm, graph, loss),
-    )
+    )  # fmt: skip
 
 
 @case

@@ -140,42 +140,25 @@ def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
         inner = mutations(value[place], trusted, draw)
         result = [(f"[{place}] {name}", kind, partial(replaced, value, place, f)) for name, kind, f in inner]
         whole: list[Hostile] = [
-            ("empty", "size", make),
-            ("shorter", "size", lambda: sequence[:-1]),
-            ("longer", "size", lambda: sequence + sequence[:1]),
-        ]
+            ("empty", "size", make), ("shorter", "size", lambda: sequence[:-1]), ("longer", "size", lambda: sequence + sequence[:1]),
+        ]  # fmt: skip
         whole += [("iterator", "value", lambda: iter(value)), ("3", "value", lambda: 3)]
         return [*draw.sample(result, min(len(result), 16)), *JUNK, *whole]
     return [
-        *JUNK,
-        ("3", "value", lambda: 3),
-        ("-1.5", "value", lambda: -1.5),
-        ("[]", "value", list),
-        ("class", "junk", lambda: type(value)),
-    ]
+        *JUNK, ("3", "value", lambda: 3), ("-1.5", "value", lambda: -1.5), ("[]", "value", list), ("class", "junk", lambda: type(value)),
+    ]  # fmt: skip
 
 
 def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
     """Hostile tensors; ``trusted``: of types and shapes alone."""
     floating, dim, count = x.is_floating_point(), x.dim(), x.numel()
     result = [
-        *list(JUNK),
-        ("3", "value", lambda: 3),
-        ("[]", "value", list),
-        ("nested list", "value", x.tolist),
+        *list(JUNK), ("3", "value", lambda: 3), ("[]", "value", list), ("nested list", "value", x.tolist),
         ("numpy array", "view", x.detach().numpy),
-    ]
+    ]  # fmt: skip
     dtypes = (
-        torch.bool,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-    )
+        torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+    )  # fmt: skip
     result += [(str(dtype), "dtype", partial(x.to, dtype)) for dtype in dtypes if dtype != x.dtype]
     result += [("rank + 1", "rank", lambda: x[None]), ("scalar tensor", "rank", lambda: torch.ones((), dtype=x.dtype))]
     result += [("rank - 1", "rank", lambda: x[0])] if dim and len(x) else []
@@ -296,11 +279,9 @@ def models(sbm: SBM, draw: Draw) -> list[Hostile]:
         )
 
     result = [
-        *list(JUNK),
-        ("3", "value", lambda: 3),
-        ("tensor", "value", lambda: sbm.query_membership),
+        *list(JUNK), ("3", "value", lambda: 3), ("tensor", "value", lambda: sbm.query_membership),
         ("tuple", "value", lambda: (sbm.query_membership, sbm.key_membership)),
-    ]
+    ]  # fmt: skip
     result += [
         ("over other tokens", "other", lambda: draw.sbm(sbm.heads)),
         ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1)),
@@ -422,11 +403,8 @@ def judge(seed: int, number: int) -> dict[str, Any]:
             kind = "other"
         last = traceback.extract_tb(error.__traceback__)[-1]
         verdict |= {
-            "verdict": kind,
-            "detail": message[:300],
-            "where": f"{Path(last.filename).name}:{last.lineno}",
-            "type": type(error).__name__,
-        }
+            "verdict": kind, "detail": message[:300], "where": f"{Path(last.filename).name}:{last.lineno}", "type": type(error).__name__,
+        }  # fmt: skip
     else:
         complaint = review(seed, number, case, chosen, arguments, result)
         if complaint:

@@ -1,13 +1,12 @@
 """What the fuzz driver calls: for each public name a maker of valid arguments, and an oracle that knows what the result must be.
 
 In: a :class:`Draw`, which is a function of the seed and the number of a call. Out: a :class:`Case`. Oracles compute apart from the library: dense
-masks, networkx, brute force. Not here: hostile values, and verdicts (``fuzz.py``).
+masks, networkx, brute force; or by the references of its kernels, which their own tests hold against definitions. Not here: hostile values, and verdicts (``fuzz.py``).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import random
 import tempfile
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from problems import reference_attention, small_sbms
+from problems import pointer, reference_attention, small_sbms
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, ops, sample_edges
+from sbm_pyg.ops.reference import effects, reach, validate
 from sbm_pyg.sources import patterns
 
 
@@ -112,10 +111,6 @@ class Draw(random.Random):
         return self.folders[-1]
 
 
-def pointer(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
 def dense(graph: AttentionGraph) -> Tensor:
     """Mask ``[H, N, M]``, read row by row."""
     rowptr, col, n = graph.rowptr.tolist(), graph.col.tolist(), graph.num_queries
@@ -176,6 +171,46 @@ def case(name: str, weight: int = 6) -> Callable[[Maker], Maker]:
         return maker
 
     return add
+
+
+def function(
+    name: str,
+    weight: int,
+    call: Callable[..., Any],
+    arguments: Callable[[Draw], dict[str, Any]],
+    check: Any,
+    **options: Any,
+) -> None:
+    """A case whose check looks at nothing but the result and the arguments."""
+    TABLE[name] = weight, lambda d: Case(call, arguments(d), check, **options)
+
+
+def method(
+    name: str, weight: int, record: Callable[[Draw], Any], arguments: Callable[[Draw, Any], dict[str, Any]], meaning: Callable[..., Any],
+    read: Callable[[Any], Any] = lambda result: result, **options: Any,
+) -> None:  # fmt: skip
+    """A case of a method of a record; ``meaning(record, **arguments)`` is what it returns, of which ``read`` may take a part."""
+
+    def make(d: Draw) -> Case:
+        owner = record(d)
+
+        def check(result: Any, **given: Any) -> None:
+            agrees(read(result), meaning(owner, **given))
+
+        return Case(getattr(owner, name.rpartition(".")[2]), arguments(d, owner), check, **options)
+
+    TABLE[name] = weight, make
+
+
+def agrees(found: Any, wanted: Any) -> None:
+    """A graph has the edges of a dense mask, a tensor is another, and anything else is equal; ``None``: whatever it is."""
+    if isinstance(wanted, Tensor):
+        close(dense(found) if isinstance(found, AttentionGraph) else found, wanted, "another value")
+    elif isinstance(wanted, tuple):
+        for one, other in zip(found, wanted, strict=True):
+            agrees(one, other)
+    else:
+        expect(wanted is None or found is wanted or found == wanted, "another value")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -293,31 +328,9 @@ def _edge_entmax(d: Draw) -> Case:
     return Case(ops.edge_entmax, arguments, check, unchecked=("rows",), names=ROWS)
 
 
-def effects(
-    graph: tuple[Tensor, Tensor, Any],
-    pairs: tuple[Tensor, Tensor, Any],
-    grad: Tensor,
-    x: Sequence[Tensor],
-    scale: float,
-) -> Tensor:
-    """What each pair does to the loss, by the formula: the row's other edges with and without it."""
-    query, key, value = (tensor.double() for tensor in x)
-    head, i, j = ends(*pairs[:2], query.size(1))
-    edges = [*zip(*ends(*graph[:2], query.size(1)), strict=True)]
-    bias = dict(zip(edges, [0.0] * len(edges) if graph[2] is None else graph[2].tolist(), strict=True))
-    found = []
-    for place, pair in enumerate(zip(head, i, j, strict=True)):
-        own = 0.0 if pairs[2] is None else float(pairs[2][place])
-
-        def weight(h: int, q: int, k: int, b: float) -> tuple[float, float]:
-            return math.exp(scale * float(query[h, q] @ key[h, k]) + b), float(grad[h, q].double() @ value[h, k])
-
-        w, g = weight(*pair, own)
-        others = [weight(*edge, b) for edge, b in bias.items() if edge[:2] == pair[:2] and edge != pair]
-        total = sum(each for each, _ in others)
-        mean = sum(each * gain for each, gain in others) / total if others else 0.0
-        found.append(w / (w + total) * (g - mean))
-    return torch.tensor(found, dtype=torch.float64)
+def in_double(rows: Any) -> tuple[Any, ...]:
+    """Rows whose bias is in float64, as the reference takes them."""
+    return rows[0], rows[1], None if rows[2] is None else rows[2].double()
 
 
 @case("ops.edge_effect")
@@ -342,13 +355,12 @@ def _edge_effect(d: Draw) -> Case:
     def check(
         result: tuple[Tensor, Tensor], grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **o: Any
     ) -> None:
-        mine, tried = o["rows"], o["probes"]
-        if o["rate"] is not None or not tame(grad_out, query, key, value, mine[2], tried[2], o["scale"]):
-            return
-        close(result[0], effects(mine, mine, grad_out, (query, key, value), o["scale"]), "effects of edges")
-        edges = {*zip(*ends(mine[0], mine[1], query.size(1)), strict=True)}
-        fresh = torch.tensor([pair not in edges for pair in zip(*ends(tried[0], tried[1], query.size(1)), strict=True)])
-        close(result[1], effects(mine, tried, grad_out, (query, key, value), o["scale"]) * fresh, "effects of probes")
+        sides = grad_out, query, key, value
+        if o["rate"] is None and tame(*sides, o["rows"][2], o["probes"][2], o["scale"]):
+            meant: Any = effects.edge_effect
+            wanted = meant(*(x.double() for x in sides), *in_double(o["rows"]), *in_double(o["probes"]), o["scale"])
+            for mine, theirs, name in zip(result, wanted, ("edges", "probes"), strict=True):
+                close(mine, theirs, f"effects of {name}")
 
     return Case(ops.edge_effect, arguments, check, unchecked=("rows", "probes"), names=ROWS)
 
@@ -453,17 +465,10 @@ def _reach_dot(d: Draw) -> Case:
     arguments |= {"key_ptr": sbm.key_ptr, "is_causal": d.random() < 0.5}
     arguments |= {"is_strict": arguments["is_causal"] and d.random() < 0.5}
 
-    def check(
-        result: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: Any, is_strict: Any
-    ) -> None:
-        if not tame(query, key):
-            return
-        total = torch.zeros(result.shape, dtype=torch.float64)
-        ends = (itertools.pairwise(ptr.tolist()) for ptr in (query_ptr, key_ptr))
-        for (q, q_end), (k, k_end) in zip(*ends, strict=True):
-            p = query[:, q:q_end].double() @ key[:, k:k_end].double().mT
-            total[:, q:q_end] = (p.tril(-1 if is_strict else 0) if is_causal else p).sum(-1)
-        expect(bool(torch.allclose(result.double(), total, rtol=1e-2, atol=1e-4)), "another sum")
+    def check(result: Tensor, query: Tensor, key: Tensor, **o: Any) -> None:
+        if tame(query, key):
+            wanted = reach.reach_dot(query.double(), key.double(), **o)
+            expect(bool(torch.allclose(result.double(), wanted, rtol=1e-2, atol=1e-4)), "another sum")
 
     return Case(ops.reach_dot, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
@@ -473,19 +478,8 @@ def _invalid_row(d: Draw) -> Case:
     g = d.graph()
     arguments = {"rowptr": g.rowptr, "col": g.col, "query_ptr": g.query_ptr, "key_ptr": g.key_ptr, "heads": g.heads}
 
-    def check(result: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: Any) -> None:
-        first = -1
-        for row in range(rowptr.numel() - 1):
-            start, end = rowptr[row : row + 2].tolist()
-            keys, b = (
-                col[max(start, 0) : max(end, 0)].tolist(),
-                sum(x <= row % g.num_queries for x in query_ptr[1:].tolist()),
-            )
-            good = 0 <= start <= end <= len(col) and all(x < y for x, y in itertools.pairwise(keys))
-            if not (good and all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys)):
-                first = row
-                break
-        expect(int(result) == first, "another row")
+    def check(result: Tensor, **given: Any) -> None:
+        expect(int(result) == int(validate.invalid_row(**given)), "another row")
 
     return Case(ops.invalid_row, arguments, check, unchecked=("query_ptr", "key_ptr"))
 
@@ -590,6 +584,44 @@ def part(graph: AttentionGraph, sequence: Any) -> Tensor:
     return dense(graph)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]]
 
 
+def by_sequence(graph: AttentionGraph, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Dense mask of a graph whose sequences are changed."""
+    parts = [change(part(graph, b)).float() for b in range(graph.num_sequences)]
+    return torch.stack([torch.block_diag(*each) for each in zip(*parts, strict=True)]) > 0
+
+
+def one_head(graph: AttentionGraph | Tensor, head: Any) -> Tensor:
+    """Dense mask ``[1, N, M]`` of one head of a graph, or of a mask."""
+    mask = graph if isinstance(graph, Tensor) else dense(graph)
+    expect(head is not None or len(mask) == 1, "the first of several heads was shown unasked")
+    return mask[operator.index(head or 0)][None]
+
+
+def edges_in(graph: AttentionGraph) -> list[tuple[int, ...]]:
+    """Head, query and key of each edge."""
+    return sorted(zip(*ends(graph.rowptr, graph.col, graph.num_queries), strict=True))
+
+
+def pairs_of(edge_index: Tensor, edge_head: Tensor) -> list[tuple[int, ...]]:
+    key, query = edge_index.tolist()
+    return [*zip(edge_head.tolist(), query, key, strict=True)]
+
+
+def edges_of(data: Any, name: str = "edge_type") -> list[tuple[int, ...]]:
+    """The same of what PyG stores, in whose absence of a type all is of the first head."""
+    return sorted(pairs_of(data.edge_index, data[name] if name in data else torch.zeros_like(data.edge_index[0])))
+
+
+def some_edges(d: Draw, g: AttentionGraph) -> dict[str, Tensor]:
+    order = d.whole(max(g.num_edges, 1), 4) if g.num_edges else torch.arange(0)
+    return {"edge_index": g.edge_index[:, order], "edge_head": g.edge_head[order]}
+
+
+def twin(d: Draw, g: AttentionGraph) -> AttentionGraph:
+    """Another graph over the same tokens, of as many heads or one."""
+    return d.graph(d.choice((1, g.heads)), g.query_ptr.diff().tolist(), g.key_ptr.diff().tolist())
+
+
 @case("AttentionGraph.from_data", 6)
 def _from_data(d: Draw) -> Case:
     g = d.graph()
@@ -598,7 +630,7 @@ def _from_data(d: Draw) -> Case:
 
     def check(result: AttentionGraph, data: Any, **_: Any) -> None:
         if isinstance(data, Data):
-            expect(edges_in(result) == sorted({*edges_of(data, result.heads)}), "other edges")
+            expect(edges_in(result) == sorted({*edges_of(data)}), "other edges")
         else:
             expect(edges_in(result) == edges_in(g), "other edges")
 
@@ -619,126 +651,65 @@ def _from_networkx(d: Draw) -> Case:
     return Case(AttentionGraph.from_networkx, arguments, check, names={"heads": ("edge_head",)})
 
 
-@case("AttentionGraph.sequence")
-def _sequence(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: AttentionGraph, sequence: Any) -> None:
-        expect(torch.equal(dense(result), part(g, sequence)), "other edges than those of the sequence")
-
-    return Case(g.sequence, {"sequence": d.randrange(g.num_sequences)}, check)
-
-
-@case("AttentionGraph.head")
-def _head(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: AttentionGraph, head: Any) -> None:
-        expect(torch.equal(dense(result)[0], dense(g)[operator.index(head)]), "other edges than those of the head")
-
-    return Case(g.head, {"head": d.randrange(g.heads)}, check)
-
-
-@case("AttentionGraph.causal", 2)
-def _graph_causal(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: AttentionGraph) -> None:
-        for b in range(g.num_sequences):
-            expect(torch.equal(part(result, b), part(g, b).tril()), "other edges than the earlier ones")
-
-    return Case(g.causal, {}, check)
-
-
-@case("AttentionGraph.expand")
-def _expand(d: Draw) -> Case:
-    g = d.graph(1)
-
-    def check(result: AttentionGraph, heads: Any) -> None:
-        expect(
-            result.heads == heads and torch.equal(dense(result), dense(g).expand(operator.index(heads), -1, -1)),
-            "heads differ",
-        )
-
-    return Case(g.expand, {"heads": d.randint(1, 4)}, check)
-
-
-@case("AttentionGraph.concatenate")
-def _concatenate(d: Draw) -> Case:
-    heads = d.randint(1, 3)
-
-    def check(result: AttentionGraph, graphs: Sequence[AttentionGraph]) -> None:
-        wanted = [torch.block_diag(*(dense(each)[h].float() for each in graphs)) > 0 for h in range(result.heads)]
-        expect(torch.equal(dense(result), torch.stack(wanted)), "other edges than those of the graphs")
-
-    return Case(AttentionGraph.concatenate, {"graphs": [d.graph(heads) for _ in range(d.randint(1, 3))]}, check)
-
-
-def twin(d: Draw, g: AttentionGraph) -> AttentionGraph:
-    """Another graph over the same tokens, of as many heads or one."""
-    return d.graph(d.choice((1, g.heads)), g.query_ptr.diff().tolist(), g.key_ptr.diff().tolist())
+method("AttentionGraph.sequence", 6, Draw.graph, lambda d, g: {"sequence": d.randrange(g.num_sequences)}, part)
+method("AttentionGraph.to_dense", 6, Draw.graph, lambda d, g: {"sequence": d.randrange(g.num_sequences)}, part)
+method("AttentionGraph.head", 6, Draw.graph, lambda d, g: {"head": d.randrange(g.heads)}, one_head)
+method("AttentionGraph.causal", 2, Draw.graph, lambda d, g: {}, lambda g: by_sequence(g, lambda mask: mask.tril()))
+method(
+    "AttentionGraph.expand", 6, lambda d: d.graph(1), lambda d, g: {"heads": d.randint(1, 4)},
+    lambda g, heads: dense(g).expand(operator.index(heads), -1, -1),
+)  # fmt: skip
+method(
+    "AttentionGraph.union", 8, Draw.graph, lambda d, g: {"other": twin(d, g)},
+    lambda g, other: ((both := dense(g) | dense(other)), dense(other).expand_as(both)[both]),
+)  # fmt: skip
+method(
+    "AttentionGraph.select", 6, Draw.graph, lambda d, g: {"mask": d.whole(2, g.num_edges) > 0},
+    lambda g, mask: dense(g).masked_scatter(dense(g), mask != 0),
+)  # fmt: skip
+method(
+    "AttentionGraph.find", 6, Draw.graph, some_edges,
+    lambda g, **asked: torch.tensor([edges_in(g).index(pair) if pair in edges_in(g) else -1 for pair in pairs_of(**asked)], dtype=torch.int64),
+)  # fmt: skip
+method(
+    "AttentionGraph.contains", 6, Draw.graph,
+    lambda d, g: {"edge_index": torch.stack([d.whole(g.num_keys, 5), d.whole(g.num_queries, 5)]), "edge_head": d.whole(g.heads, 5)},
+    lambda g, **asked: torch.tensor([pair in edges_in(g) for pair in pairs_of(**asked)], dtype=torch.bool),
+)  # fmt: skip
+method(
+    "AttentionGraph.to", 3, Draw.graph, lambda d, g: {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False},
+    lambda g, **_: g,
+)  # fmt: skip
+method("AttentionGraph.validate", 3, Draw.graph, lambda d, g: {}, lambda g: g)
+method(
+    "AttentionGraph.to_edge_index", 6, Draw.graph, lambda d, g: {"head": d.maybe(d.randrange(g.heads))},
+    lambda g, head: sorted((dense(g) if head is None else one_head(g, head)).nonzero()[:, [2, 1]].tolist()),
+    read=lambda result: sorted(result.as_tensor().T.tolist()),
+)  # fmt: skip
+method(
+    "AttentionGraph.to_scipy", 6, Draw.graph,
+    lambda d, g: {"head": d.randrange(g.heads), "sequence": d.maybe(d.randrange(g.num_sequences))},
+    lambda g, head, sequence: one_head(g if sequence is None else part(g, sequence), head)[0],
+    read=lambda result: torch.from_numpy(result.toarray()),
+)  # fmt: skip
+method(
+    "AttentionGraph.to_sparse_tensor", 3, Draw.graph, lambda d, g: {"head": d.randrange(g.heads), "value": d.maybe(d.real(g.num_edges))},
+    lambda g, head, value: one_head(g, head or 0)[0] if value is None else None, read=lambda result: result.to_dense() != 0,
+)  # fmt: skip
+method(
+    "AttentionGraph.to_data", 3, lambda d: d.graph(None, n := d.lengths(), n), lambda d, g: {}, edges_in, read=edges_of
+)
+method(
+    "AttentionGraph.to_hetero_data", 3, Draw.graph, lambda d, g: {}, edges_in,
+    read=lambda data: edges_of(data["key", "to", "query"], "edge_head"),
+)  # fmt: skip
 
 
-@case("AttentionGraph.union", 8)
-def _union(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: tuple[AttentionGraph, Tensor], other: AttentionGraph) -> None:
-        both = dense(result[0])
-        expect(torch.equal(both, dense(g) | dense(other)), "not the union")
-        expect(
-            torch.equal(both[both], both[both]) and result[1].tolist() == dense(other).expand_as(both)[both].tolist(),
-            "a wrong mask",
-        )
-
-    return Case(g.union, {"other": twin(d, g)}, check)
-
-
-@case("AttentionGraph.select")
-def _select(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: AttentionGraph, mask: Tensor) -> None:
-        kept = [
-            edge
-            for edge, keep in zip(zip(*ends(g.rowptr, g.col, g.num_queries), strict=True), mask.tolist(), strict=True)
-            if keep
-        ]
-        expect(
-            [*zip(*ends(result.rowptr, result.col, result.num_queries), strict=True)] == kept,
-            "other edges than the mask keeps",
-        )
-
-    return Case(g.select, {"mask": d.whole(2, g.num_edges) > 0}, check)
-
-
-@case("AttentionGraph.find")
-def _find(d: Draw) -> Case:
-    g = d.graph()
-    order = d.whole(max(g.num_edges, 1), 4) if g.num_edges else torch.arange(0)
-
-    def check(result: Tensor, edge_index: Tensor, edge_head: Tensor) -> None:
-        expect(
-            torch.equal(g.edge_index[:, result], edge_index.long())
-            and torch.equal(g.edge_head[result], edge_head.long()),
-            "other edges",
-        )
-
-    return Case(g.find, {"edge_index": g.edge_index[:, order], "edge_head": g.edge_head[order]}, check)
-
-
-@case("AttentionGraph.contains")
-def _contains(d: Draw) -> Case:
-    g = d.graph()
-    pairs = torch.stack([d.whole(g.num_keys, 5), d.whole(g.num_queries, 5)])
-    heads = d.whole(g.heads, 5)
-
-    def check(result: Tensor, edge_index: Tensor, edge_head: Tensor) -> None:
-        edges = {*zip(g.edge_head.tolist(), *g.edge_index.tolist(), strict=True)}
-        asked = zip(edge_head.tolist(), *edge_index.tolist(), strict=True)
-        expect(result.tolist() == [pair in edges for pair in asked], "other pairs than the edges")
-
-    return Case(g.contains, {"edge_index": pairs, "edge_head": heads}, check)
+function(
+    "AttentionGraph.concatenate", 6, AttentionGraph.concatenate,
+    lambda d: {"graphs": [d.graph(heads) for heads in [d.randint(1, 3)] * d.randint(1, 3)]},
+    lambda result, graphs: agrees(result, torch.stack([torch.block_diag(*each) for each in zip(*(dense(g).float() for g in graphs), strict=True)])),
+)  # fmt: skip
 
 
 @case("AttentionGraph.same_offsets")
@@ -757,100 +728,6 @@ def _same_offsets(d: Draw) -> Case:
     return Case(g.same_offsets, {"query_ptr": query_ptr, "key_ptr": key_ptr}, check)
 
 
-@case("AttentionGraph.to", 3)
-def _to(d: Draw) -> Case:
-    g = d.graph()
-    arguments = {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False}
-    return Case(g.to, arguments, lambda result, **_: expect(result.col.is_meta or result == g, "another graph"))
-
-
-@case("AttentionGraph.validate", 3)
-def _validate(d: Draw) -> Case:
-    g = d.graph()
-    return Case(g.validate, {}, lambda result: expect(result is g, "another graph"))
-
-
-@case("AttentionGraph.to_dense")
-def _to_dense(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: Tensor, sequence: Any) -> None:
-        expect(torch.equal(result, part(g, sequence)), "another mask")
-
-    return Case(g.to_dense, {"sequence": d.randrange(g.num_sequences)}, check)
-
-
-@case("AttentionGraph.to_edge_index")
-def _to_edge_index(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: Any, head: Any) -> None:
-        mask = dense(g) if head is None else dense(g)[operator.index(head)][None]
-        _h, query, key = mask.nonzero(as_tuple=True)
-        expect(
-            sorted(zip(*result.as_tensor().tolist(), strict=True))
-            == sorted(zip(key.tolist(), query.tolist(), strict=True)),
-            "other edges",
-        )
-
-    return Case(g.to_edge_index, {"head": d.maybe(d.randrange(g.heads))}, check)
-
-
-@case("AttentionGraph.to_scipy")
-def _to_scipy(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: Any, head: Any, sequence: Any) -> None:
-        mask = dense(g) if sequence is None else part(g, sequence)
-        expect(head is not None or g.heads == 1, "the first of several heads was shown unasked")
-        expect(np.array_equal(result.toarray(), mask[operator.index(head or 0)].numpy()), "other edges")
-
-    return Case(g.to_scipy, {"head": d.randrange(g.heads), "sequence": d.maybe(d.randrange(g.num_sequences))}, check)
-
-
-@case("AttentionGraph.to_sparse_tensor", 3)
-def _to_sparse_tensor(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: Any, head: Any, value: Any) -> None:
-        if value is None:
-            expect(torch.equal(result.to_dense() != 0, dense(g)[operator.index(head or 0)]), "other edges")
-
-    return Case(g.to_sparse_tensor, {"head": d.randrange(g.heads), "value": d.maybe(d.real(g.num_edges))}, check)
-
-
-def edges_of(data: Any, heads: int) -> list[tuple[int, ...]]:
-    head = (
-        data.edge_type if heads > 1 or "edge_type" in data else torch.zeros(data.edge_index.size(1), dtype=torch.int64)
-    )
-    return sorted(zip(head.tolist(), data.edge_index[1].tolist(), data.edge_index[0].tolist(), strict=True))
-
-
-def edges_in(graph: AttentionGraph) -> list[tuple[int, ...]]:
-    return sorted(zip(*ends(graph.rowptr, graph.col, graph.num_queries), strict=True))
-
-
-@case("AttentionGraph.to_data", 3)
-def _to_data(d: Draw) -> Case:
-    lengths = d.lengths()
-    g = d.graph(None, lengths, lengths)
-    return Case(g.to_data, {}, lambda result: expect(edges_of(result, g.heads) == edges_in(g), "other edges"))
-
-
-@case("AttentionGraph.to_hetero_data", 3)
-def _to_hetero_data(d: Draw) -> Case:
-    g = d.graph()
-
-    def check(result: HeteroData) -> None:
-        store = result["key", "to", "query"]
-        found = sorted(
-            zip(store.edge_head.tolist(), store.edge_index[1].tolist(), store.edge_index[0].tolist(), strict=True)
-        )
-        expect(found == edges_in(g), "other edges")
-
-    return Case(g.to_hetero_data, {}, check)
-
-
 DATA: list[tuple[str, str, Callable[[], Any]]] = [
     ("Data()", "value", Data), ("HeteroData()", "value", HeteroData), ("of 50 nodes", "other", lambda: Data(num_nodes=50)),
     ("x of one dimension", "value", lambda: Data(x=torch.ones(3))), ("num_nodes=0", "value", lambda: Data(num_nodes=0)),
@@ -859,19 +736,8 @@ DATA: list[tuple[str, str, Callable[[], Any]]] = [
     ("a list", "value", lambda: [Data(num_nodes=3)]), ("a dict", "value", lambda: {"x": torch.ones(3, 2)}),
 ]  # fmt: skip
 DATA_NAMES = (
-    "data",
-    "query_membership",
-    "key_membership",
-    "block_matrix",
-    "x",
-    "ptr",
-    "batch",
-    "num_nodes",
-    "edge_type",
-    "query",
-    "key",
-    "block",
-)
+    "data", "query_membership", "key_membership", "block_matrix", "x", "ptr", "batch", "num_nodes", "edge_type", "query", "key", "block",
+)  # fmt: skip
 
 
 @case("AttentionGraph.replace_edges", 3)
@@ -881,7 +747,7 @@ def _replace_edges(d: Draw) -> Case:
     data = Data(num_nodes=g.num_queries, edge_attr=torch.ones(3), ptr=g.query_ptr)
 
     def check(result: Data, data: Any, **_: Any) -> None:
-        expect(edges_of(result, g.heads) == edges_in(g) and "edge_attr" not in result, "other edges")
+        expect(edges_of(result) == edges_in(g) and "edge_attr" not in result, "other edges")
         expect(result.num_nodes == g.num_queries, "edges of a graph over other nodes")
 
     return Case(
@@ -944,66 +810,48 @@ def chances(s: SBM) -> Tensor:
     )
 
 
+def chances_of_sequence(s: SBM, sequence: Any) -> Tensor:
+    b = operator.index(sequence) % s.num_sequences
+    queries, keys = s.query_ptr.tolist(), s.key_ptr.tolist()
+    return chances(s)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]]
+
+
 def of_sequence(s: SBM, table: Tensor) -> Tensor:
     """Sums ``[B, H]`` of a table ``[H, N, M]`` over the pairs of each sequence."""
     batch = torch.repeat_interleave(s.query_ptr.diff())
     return torch.zeros(s.num_sequences, s.heads, dtype=torch.float64).index_add(0, batch, table.sum(2).T)
 
 
-@case("SBM.check", 3)
-def _check(d: Draw) -> Case:
-    g = d.graph()
-    return Case(d.model(g).check, {"graph": g})
+def fitting(d: Draw, s: SBM) -> dict[str, AttentionGraph]:
+    return {"graph": d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())}
 
 
-@case("SBM.on")
-def _edge_prob(d: Draw) -> Case:
-    s = d.sbm()
-    g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
-    return Case(s.on, {"graph": g}, lambda result, graph: close(result, chances(s)[dense(graph)], "probabilities"))
+method("SBM.check", 3, Draw.sbm, fitting, lambda s, graph: None)
+method("SBM.on", 6, Draw.sbm, fitting, lambda s, graph: chances(s)[dense(graph)])
+method("SBM.gate", 3, Draw.sbm, fitting, lambda s, graph: [1.0] * graph.num_edges, read=lambda result: result.tolist())
+method("SBM.validate", 2, Draw.sbm, lambda d, s: {}, lambda s: s)
+method("SBM.edge_prob_dense", 6, Draw.sbm, lambda d, s: {"sequence": d.randrange(s.num_sequences)}, chances_of_sequence)
 
 
-@case("SBM.gate", 3)
-def _sbm_edge_gate(d: Draw) -> Case:
-    s = d.sbm()
-    g = d.graph(s.heads, s.query_ptr.diff().tolist(), s.key_ptr.diff().tolist())
-    return Case(s.gate, {"graph": g}, lambda result, graph: expect((result == 1).all(), "a gate is not 1"))
-
-
-@case("SBM.edge_prob_dense")
-def _edge_prob_dense(d: Draw) -> Case:
-    s = d.sbm()
-
-    def check(result: Tensor, sequence: Any) -> None:
-        b = operator.index(sequence) % s.num_sequences
-        queries, keys = s.query_ptr.tolist(), s.key_ptr.tolist()
-        close(result, chances(s)[:, queries[b] : queries[b + 1], keys[b] : keys[b + 1]], "probabilities")
-
-    return Case(s.edge_prob_dense, {"sequence": d.randrange(s.num_sequences)}, check)
+def at_most(result: SBM, keys: Any) -> None:
+    expect(bool((chances(result).sum(2) <= keys * 1.001 + 1e-9).all()), "more expected keys than asked for")
 
 
 @case("SBM.limit")
 def _limit(d: Draw) -> Case:
     s = d.sbm()
-
-    def check(result: SBM, budget: Any) -> None:
-        expect(
-            bool((chances(result).sum(2) <= float(budget) * 1.001 + 1e-9).all()), "more expected keys than the budget"
-        )
-
-    return Case(s.limit, {"budget": d.uniform(0.1, 5)}, check)
+    return Case(s.limit, {"budget": d.uniform(0.1, 5)}, lambda result, budget: at_most(result, float(budget)))
 
 
 @case("SBM.with_density")
 def _share(d: Draw) -> Case:
     s = d.sbm()
-
-    def check(result: SBM, density: Any) -> None:
-        keys = torch.repeat_interleave(s.key_ptr.diff(), s.query_ptr.diff())
-        wanted = (float(density) * keys).clamp(min=1)
-        expect(bool((chances(result).sum(2) <= wanted * 1.001 + 1e-9).all()), "more expected keys than the share")
-
-    return Case(s.with_density, {"density": d.uniform(0.01, 1)}, check)
+    keys = torch.repeat_interleave(s.key_ptr.diff(), s.query_ptr.diff())
+    return Case(
+        s.with_density,
+        {"density": d.uniform(0.01, 1)},
+        lambda result, density: at_most(result, (float(density) * keys).clamp(min=1)),
+    )
 
 
 SUMS: dict[str, Callable[[SBM], Tensor]] = {
@@ -1020,12 +868,6 @@ for _name, _meaning in SUMS.items():
         return Case(getattr(s, name), {}, lambda result: close(result, meaning(s), name))
 
 
-@case("SBM.validate", 2)
-def _sbm_validate(d: Draw) -> Case:
-    s = d.sbm()
-    return Case(s.validate, {}, lambda result: expect(result is s, "another model"))
-
-
 @case("sample_edges", 24)
 def _sample_edges(d: Draw) -> Case:
     sbm = d.sbm()
@@ -1035,12 +877,8 @@ def _sample_edges(d: Draw) -> Case:
         "exploration": d.choice((0.0, 0.1)),
         "budget": d.maybe(1.5),
     }
-    arguments |= {
-        "clamp": d.random() < 0.5,
-        "seed": d.getrandbits(60),
-        "generator": None,
-        "sequence_ids": d.maybe(d.whole(9, sbm.num_sequences)),
-    }
+    arguments |= {"clamp": d.random() < 0.5, "seed": d.getrandbits(60), "generator": None}
+    arguments |= {"sequence_ids": d.maybe(d.whole(9, sbm.num_sequences))}
 
     def check(result: AttentionGraph, sbm: SBM, exploration: Any, **_: Any) -> None:
         expect(
@@ -1052,27 +890,20 @@ def _sample_edges(d: Draw) -> Case:
     return Case(sample_edges, arguments, check)
 
 
-@case("SBMGraph", 10)
-def _sbm_graph(d: Draw) -> Case:
+def sbm_graph(d: Draw) -> Case:
     n, heads, blocks = d.randint(1, 6), d.randint(1, 3), d.randint(1, 3)
     y = torch.rand(n, heads, blocks) / blocks
     data = Data(query_membership=y, key_membership=y, block_matrix=torch.rand(heads, blocks, blocks), num_nodes=n)
     broken = d.choice((None, None, "query_membership", "key_membership", "block_matrix", "num_nodes"))
     more = [(f"without {broken}", "value", lambda: Data(**{k: v for k, v in data.to_dict().items() if k != broken}))]
     more += [("num_nodes of others", "value", lambda: Data(**(data.to_dict() | {"num_nodes": n + 3})))]
-    longer = {"query_membership": y.repeat(2, 1, 1)}
-    more += [("memberships of more rows", "value", lambda: Data(**(data.to_dict() | longer)))]
-    hostile = DATA + (more if broken else more[1:])
-
-    def call(data: Any, **options: Any) -> Any:
-        return SBMGraph(**options)(data)
-
-    def check(result: Data, **_: Any) -> None:
-        nodes = result.num_nodes
-        expect(
-            result.edge_index.numel() == 0 or int(result.edge_index.max()) < nodes, "edges to nodes that there are not"
+    more += [
+        (
+            "memberships of more rows",
+            "value",
+            lambda: Data(**(data.to_dict() | {"query_membership": y.repeat(2, 1, 1)})),
         )
-
+    ]
     arguments = {
         "data": data,
         "edge_type": ("key", "to", "query"),
@@ -1081,10 +912,18 @@ def _sbm_graph(d: Draw) -> Case:
         "budget": d.maybe(1.0),
     }
     arguments |= {"clamp": True, "seed": d.getrandbits(60)}
-    return Case(call, arguments, check, more={"data": hostile}, names={"data": DATA_NAMES}, free=("edge_type",))
+
+    def check(result: Data, **_: Any) -> None:
+        nodes = result.num_nodes
+        expect(
+            result.edge_index.numel() == 0 or int(result.edge_index.max()) < nodes, "edges to nodes that there are not"
+        )
+
+    return Case(lambda data, **options: SBMGraph(**options)(data), arguments, check, more={"data": DATA + (more if broken else more[1:])},
+                names={"data": DATA_NAMES}, free=("edge_type",))  # fmt: skip
 
 
-TABLE["SBMGraph.forward"] = (4, _sbm_graph)
+TABLE |= {"SBMGraph": (10, sbm_graph), "SBMGraph.forward": (4, sbm_graph)}
 
 
 # ------------------------------------------------------------------ patterns
@@ -1151,11 +990,8 @@ def _pattern(d: Draw, name: str) -> Case:
     lengths = d.lengths()
     which = d.choice(("n", "ptr", "both"))
     lengths = lengths[:1] if which == "n" else lengths
-    arguments = {
-        "n": None if which == "ptr" else sum(lengths),
-        "ptr": None if which == "n" else pointer(lengths),
-        **pattern_options(d, name),
-    }
+    arguments = {"n": None if which == "ptr" else sum(lengths), "ptr": None if which == "n" else pointer(lengths)}
+    arguments |= pattern_options(d, name) | {"device": d.maybe("cpu")}
     arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths)))} if name in ("random", "bigbird") else {}
 
     def check(result: AttentionGraph, n: Any, ptr: Any, heads: Any, **options: Any) -> None:
@@ -1163,7 +999,7 @@ def _pattern(d: Draw, name: str) -> Case:
         expect(result.heads == heads and result.query_ptr.diff().tolist() == sizes, "other heads or sequences")
         check_pattern(name, dense(result), sizes, options)
 
-    return Case(getattr(patterns, name), {**arguments, "device": d.maybe("cpu")}, check)
+    return Case(getattr(patterns, name), arguments, check)
 
 
 for _name in PATTERNS:

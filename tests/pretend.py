@@ -156,12 +156,10 @@ def refuses(device: torch.device) -> list[str]:
     far, near = torch.arange(6.0, device=device).view(2, 3), torch.ones(2, 3)
     graph = patterns.window(3, 1)
     mistakes = {
-        "two devices": lambda: far + near,
-        "indices elsewhere": lambda: near[far.long()],
-        "writing elsewhere": lambda: near.add_(far),
+        "two devices": lambda: far + near, "indices elsewhere": lambda: near[far.long()], "writing elsewhere": lambda: near.add_(far),
         "an op of ours": lambda: torch.ops.sbm_pyg.edge_dot(far[None], near[None], graph.rowptr, graph.col),
         "numpy": lambda: np.asarray(far),
-    }
+    }  # fmt: skip
     refused = []
     for name, mistake in mistakes.items():
         try:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import SBM, AttentionGraph
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def draw32(seed: int, *shape: int) -> Tensor:
+    """In float32 from the first: other numbers than those of ``draw``."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pointer(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
 
 
 def random_graph(
@@ -25,17 +43,22 @@ def _rows(degrees: list[int], keys: int) -> AttentionGraph:
 
 
 GRAPHS: dict[str, AttentionGraph] = {
-    "one edge": AttentionGraph.from_dense(torch.ones(1, 1)),
-    "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
-    "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)),
-    "bipartite": random_graph(3, 7, 11, 0.4),
-    "ragged": AttentionGraph.concatenate(
-        [random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]
-    ),
-    "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000),
-    "one row has all edges": _rows([0, 0, 40, 0], 40),
+    "one edge": AttentionGraph.from_dense(torch.ones(1, 1)), "no edges": AttentionGraph.from_dense(torch.zeros(2, 3, 4)),
+    "full": AttentionGraph.from_dense(torch.ones(2, 5, 5)), "bipartite": random_graph(3, 7, 11, 0.4),
+    "ragged": AttentionGraph.concatenate([random_graph(2, 4, 4, 0.5, 1), random_graph(2, 9, 9, 0.3, 2), random_graph(2, 1, 1, 1.0)]),
+    "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000), "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
-}
+}  # fmt: skip
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dense_mask(graph: AttentionGraph) -> Tensor:
@@ -83,6 +106,35 @@ def reference_attention(
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / torch.where(total > 0, total, 1), 0)
     return weights.view(heads, queries, keys) @ value
+
+
+def held_karp(arcs: np.ndarray) -> bool:
+    """Whether there is a Hamiltonian path: for each set of nodes, the nodes at which a path through that set can end."""
+    n = len(arcs)
+    into = [sum(1 << i for i in range(n) if arcs[i, j] and i != j) for j in range(n)]
+    ends = [0] * (1 << n)
+    for node in range(n):
+        ends[1 << node] = 1 << node
+    for visited in range(1, 1 << n):
+        if ends[visited]:
+            for node in range(n):
+                if not visited >> node & 1 and ends[visited] & into[node]:
+                    ends[visited | 1 << node] |= 1 << node
+    return ends[-1] != 0
+
+
+def brute_force(masks: Sequence[Tensor]) -> float:
+    """s by boolean matrix products, until the state at the end of a cycle comes again."""
+    reach, step, seen = masks[0].clone(), 1, set()
+    while not reach.all():
+        if step % len(masks) == 0:
+            state = reach.numpy().tobytes()
+            if state in seen:
+                return math.inf
+            seen.add(state)
+        reach = masks[step % len(masks)].float() @ reach.float() > 0
+        step += 1
+    return step
 
 
 def small_sbms() -> dict[str, SBM]:

@@ -26,7 +26,7 @@ import scipy.sparse.csgraph
 import scipy.sparse.linalg
 import scipy.stats
 import torch
-from problems import GRAPHS, random_graph
+from problems import GRAPHS, brute_force, held_karp, on_threads, random_graph
 
 from sbm_pyg import SBM, AttentionGraph, analysis, sample_edges
 from sbm_pyg.analysis import (
@@ -60,21 +60,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def digraph(arcs: np.ndarray) -> AttentionGraph:
     """The graph with an edge from i to j where ``arcs[i, j]``."""
     return AttentionGraph.from_dense(torch.from_numpy(np.ascontiguousarray(arcs.T)))
-
-
-def held_karp(arcs: np.ndarray) -> bool:
-    """Whether there is a Hamiltonian path: for each set of nodes, the nodes at which a path through that set can end."""
-    n = len(arcs)
-    into = [sum(1 << i for i in range(n) if arcs[i, j] and i != j) for j in range(n)]
-    ends = [0] * (1 << n)
-    for node in range(n):
-        ends[1 << node] = 1 << node
-    for visited in range(1, 1 << n):
-        if ends[visited]:
-            for node in range(n):
-                if not visited >> node & 1 and ends[visited] & into[node]:
-                    ends[visited | 1 << node] |= 1 << node
-    return ends[-1] != 0
 
 
 def assert_certified(certificate: Certificate, graph: AttentionGraph) -> None:
@@ -462,53 +447,7 @@ def test_is_hamiltonian_path() -> None:
         is_hamiltonian_path(graph, [0.4, 2.5, 1.0, 3.9])  # type: ignore[list-item]
 
 
-def test_hamiltonian_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"Expected 'graph' to be an AttentionGraph \(got Graph\). Build one with `AttentionGraph.from_edge_index`.",
-    ):
-        hamiltonian_path(nx.Graph())
-    for function in (graph_statistics, to_networkx):
-        with pytest.raises(TypeError, match=r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."):
-            function(torch.eye(3))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."
-    ):
-        hamiltonian_path(GRAPHS["ragged"])
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'graph' to have the same tokens as queries and keys \(got N = 7, M = 11\). Paths need one set of tokens.",
-    ):
-        hamiltonian_path(GRAPHS["bipartite"])
-    with pytest.raises(
-        ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."
-    ):
-        hamiltonian_path(patterns.full(3), time_limit=0)
-    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
-    with pytest.raises(
-        ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')
-    ):
-        hamiltonian_path(star(2, 3))
-    with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):
-        graph_statistics(patterns.full(3))
-
-
 # ------------------------------------------------------------------------------------------------------ universality
-
-
-def brute_force(masks: list[torch.Tensor]) -> float:
-    """s by boolean matrix products, until the state at the end of a cycle comes again."""
-    reach, step, seen = masks[0].clone(), 1, set()
-    while not reach.all():
-        if step % len(masks) == 0:
-            state = reach.numpy().tobytes()
-            if state in seen:
-                return math.inf
-            seen.add(state)
-        reach = masks[step % len(masks)].float() @ reach.float() > 0
-        step += 1
-    return step
 
 
 @pytest.mark.parametrize(("n", "num_blocks"), [(16, 4), (64, 8), (1000, 7)])
@@ -577,9 +516,7 @@ def test_s_without_self_loops_equals_brute_force() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_long_ways_take_many_steps(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         assert spread_steps([patterns.window(1000, 1)]) == 999
         assert spread_steps([patterns.self_loops(300), patterns.window(300, 2)]) == 2 * 150
         clique_and_path = AttentionGraph.from_edge_index(
@@ -587,8 +524,6 @@ def test_long_ways_take_many_steps(threads: int) -> None:
         )
         assert spread_steps([clique_and_path]) == 101
         assert spread_steps([patterns.window(1500, 40)]) == 38  # large enough for threads to share a step
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_spread_gives_up_in_time() -> None:
@@ -676,57 +611,6 @@ def test_expected_graph_of_ragged_heads() -> None:
     for sequence in range(2):
         assert torch.equal(graph.to_dense(sequence), sbm.edge_prob_dense(sequence) > 0.4)
     assert 0 < graph.num_edges < 60
-
-
-def test_universality_errors() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence.",
-    ):
-        analysis.universality([])
-    with pytest.raises(ValueError, match=r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."):
-        spread_steps([patterns.full(3), patterns.full(4)])
-    with pytest.raises(ValueError, match=r"Expected 'patterns' to be one sequence \(got 3\)."):
-        analysis.universality(GRAPHS["ragged"])
-    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."):
-        analysis.universality(patterns.full(3), time_limit=-1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."
-    ):
-        analysis.universality(lemma2(4, 2).sbms, threshold=1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."
-    ):
-        lemma2(4, 5)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs",
-    ):
-        lemma2(10**7, 2)
-    with pytest.raises(TypeError, match=r"Expected 'n' to be an int \(got float\). It is the number of tokens."):
-        lemma2(4.5, 2)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."
-    ):
-        analysis.universality(5)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."
-    ):
-        spread_steps(patterns.full(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."):
-        spread_steps([patterns.full(3)], time_limit="5")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"):
-        expected_graph(patterns.full(3))  # type: ignore[arg-type]
-    ring = torch.arange(3 * 10**6)
-    with pytest.raises(
-        ValueError, match=r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"
-    ):
-        spread_steps([AttentionGraph.from_edge_index(torch.stack([ring, ring.roll(1)]))])
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\).",
-    ):
-        lemma2(4, 2).s((0, 1, 2))
 
 
 # ----------------------------------------------------------------------------------------------------------- Lemma 1
@@ -820,20 +704,15 @@ def test_lemma1_errors() -> None:
 
 
 STATISTICS = {
-    "one head": (random_graph(1, 40, 40, 0.08, 1), None),
-    "heads and sequences": (random_graph(2, 25, 25, 0.1, 2, sequences=3), None),
-    "ragged": (GRAPHS["ragged"], None),
-    "sparse": (random_graph(2, 30, 30, 0.03, 3), None),
-    "dense": (random_graph(1, 60, 60, 0.5, 4), None),
-    "no edges": (AttentionGraph.from_dense(torch.zeros(2, 3, 3)), None),
-    "one token": (GRAPHS["one edge"], None),
-    "bipartite": (GRAPHS["bipartite"], None),
+    "one head": (random_graph(1, 40, 40, 0.08, 1), None), "heads and sequences": (random_graph(2, 25, 25, 0.1, 2, sequences=3), None),
+    "ragged": (GRAPHS["ragged"], None), "sparse": (random_graph(2, 30, 30, 0.03, 3), None),
+    "dense": (random_graph(1, 60, 60, 0.5, 4), None), "no edges": (AttentionGraph.from_dense(torch.zeros(2, 3, 3)), None),
+    "one token": (GRAPHS["one edge"], None), "bipartite": (GRAPHS["bipartite"], None),
     "bipartite in full": (GRAPHS["rows around a vector"], None),
     "square, taken as bipartite": (random_graph(2, 20, 20, 0.15, 5, sequences=2), True),
-    "larger": (random_graph(1, 400, 400, 0.02, 6), None),
-    "long": (patterns.window(600, 1), None),
+    "larger": (random_graph(1, 400, 400, 0.02, 6), None), "long": (patterns.window(600, 1), None),
     "path of blocks": (patterns.block_diagonal(90, 6) | patterns.window(90, 1), None),
-}
+}  # fmt: skip
 
 
 def networkx_statistics(graph: nx.DiGraph, communities: list[set]) -> dict[str, float]:
@@ -842,14 +721,11 @@ def networkx_statistics(graph: nx.DiGraph, communities: list[set]) -> dict[str, 
     spectrum = np.sort(nx.normalized_laplacian_spectrum(graph.to_undirected()).real)
     strong = [*nx.strongly_connected_components(graph)]
     return {
-        "self_loops": nx.number_of_selfloops(graph) / nodes,
-        "reciprocity": nx.overall_reciprocity(graph) if edges else math.nan,
-        "weak_components": nx.number_weakly_connected_components(graph),
-        "strong_components": len(strong),
-        "largest_strong": max(map(len, strong)) / nodes,
-        "spectral_gap": float(spectrum[1]) if nodes > 1 else math.nan,
+        "self_loops": nx.number_of_selfloops(graph) / nodes, "reciprocity": nx.overall_reciprocity(graph) if edges else math.nan,
+        "weak_components": nx.number_weakly_connected_components(graph), "strong_components": len(strong),
+        "largest_strong": max(map(len, strong)) / nodes, "spectral_gap": float(spectrum[1]) if nodes > 1 else math.nan,
         "modularity": nx.community.modularity(graph, communities) if edges else math.nan,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -970,27 +846,6 @@ def test_statistics_as_rows_and_table() -> None:
     assert "... and 4 more" in table
 
 
-def test_statistics_errors() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\).",
-    ):
-        graph_statistics(GRAPHS["bipartite"], bipartite=False)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'communities' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the community of each token",
-    ):
-        graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long))
-    for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),)):
-        with pytest.raises(
-            TypeError, match=r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got "
-        ):
-            graph_statistics(GRAPHS["bipartite"], communities=wrong)  # type: ignore[arg-type]
-    for function in (communities_of, lambda sbm: to_networkx(patterns.full(3), sbm=sbm)):
-        with pytest.raises(TypeError, match=r"Expected 'sbm' to be an SBM \(got Tensor\)."):
-            function(torch.eye(3))  # type: ignore[arg-type]
-
-
 def test_communities_may_have_any_numbers() -> None:
     graph = random_graph(2, 30, 30, 0.2, 3)
     communities = torch.randint(3, (2, 30), generator=torch.Generator().manual_seed(0))
@@ -1036,25 +891,84 @@ def test_networkx_views_carry_probabilities_and_communities() -> None:
             assert p == pytest.approx(float(chance[head, b, a]), abs=1e-6)
 
 
-def test_networkx_errors() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once.",
-    ):
-        to_networkx(patterns.full(3), view="multigraph")
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\).",
-    ):
-        to_networkx(GRAPHS["bipartite"], 0, 0)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."
-    ):
-        to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0])
-
-
 def test_what_analysis_lists_from_other_modules_is_theirs() -> None:
     for module in (hamiltonian, conditions):
         for name in module.__all__:
             assert getattr(analysis, name) is getattr(module, name)
             assert name in analysis.__all__
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def ring(n: int) -> AttentionGraph:
+    return AttentionGraph.from_edge_index(torch.stack([torch.arange(n), torch.arange(n).roll(1)]))
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: hamiltonian_path(nx.Graph()), TypeError,
+     r"Expected 'graph' to be an AttentionGraph \(got Graph\). Build one with `AttentionGraph.from_edge_index`."),
+    (lambda: hamiltonian_path(GRAPHS["ragged"]), ValueError,
+     r"Expected 'graph' to be one sequence \(got 3\). Take one with `graph.sequence\(b\)`."),
+    (lambda: hamiltonian_path(GRAPHS["bipartite"]), ValueError,
+     r"Expected 'graph' to have the same tokens as queries and keys \(got N = 7, M = 11\). Paths need one set of tokens."),
+    (lambda: hamiltonian_path(patterns.full(3), time_limit=0), ValueError,
+     r"Expected 'time_limit' to be a positive number of seconds \(got 0\). The default is 10."),
+    (lambda: analysis.universality([]), ValueError,
+     r"Expected 'patterns' over the same tokens \(got \[\] tokens\). Pass one or more patterns of one sequence."),
+    (lambda: spread_steps([patterns.full(3), patterns.full(4)]), ValueError,
+     r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."),
+    (lambda: analysis.universality(GRAPHS["ragged"]), ValueError, r"Expected 'patterns' to be one sequence \(got 3\)."),
+    (lambda: analysis.universality(patterns.full(3), time_limit=-1), ValueError,
+     r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."),
+    (lambda: analysis.universality(lemma2(4, 2).sbms, threshold=1), ValueError,
+     r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."),
+    (lambda: lemma2(4, 5), ValueError, r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."),
+    (lambda: lemma2(10**7, 2), ValueError,
+     r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"),
+    (lambda: lemma2(4.5, 2), TypeError, r"Expected 'n' to be an int \(got float\). It is the number of tokens."),  # type: ignore[arg-type]
+    (lambda: analysis.universality(5), TypeError, r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."),  # type: ignore[arg-type]
+    (lambda: spread_steps(patterns.full(3)), TypeError,  # type: ignore[arg-type]
+     r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."),
+    (lambda: spread_steps([patterns.full(3)], time_limit="5"), ValueError,  # type: ignore[arg-type]
+     r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."),
+    (lambda: expected_graph(patterns.full(3)), TypeError, r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"),  # type: ignore[arg-type]
+    (lambda: spread_steps([ring(3 * 10**6)]), ValueError,
+     r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"),
+    (lambda: lemma2(4, 2).s((0, 1, 2)), ValueError,
+     r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."),
+    (lambda: graph_statistics(GRAPHS["bipartite"], bipartite=False), ValueError,
+     r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\)."),
+    (lambda: graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long)), ValueError,
+     r"Expected 'communities' of the keys to be \[3, 11\] \(got \[3, 7\]\). They number the community of each token"),
+    (lambda: to_networkx(patterns.full(3), view="multigraph"), ValueError,
+     r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once."),
+    (lambda: to_networkx(GRAPHS["bipartite"], 0, 0), ValueError,
+     r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\)."),
+    (lambda: to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0]), ValueError,
+     r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."),
+    (lambda: graph_statistics(torch.eye(3)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."),  # type: ignore[arg-type]
+    (lambda: to_networkx(torch.eye(3)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."),  # type: ignore[arg-type]
+    (lambda: communities_of(torch.eye(3)), TypeError, r"Expected 'sbm' to be an SBM \(got Tensor\)."),  # type: ignore[arg-type]
+    (lambda: to_networkx(patterns.full(3), sbm=torch.eye(3)), TypeError, r"Expected 'sbm' to be an SBM \(got Tensor\)."),  # type: ignore[arg-type]
+    *((lambda wrong=wrong: graph_statistics(GRAPHS["bipartite"], communities=wrong), TypeError,
+       r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got ")
+      for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_errors_name_the_argument(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_missing_scipy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
+    with pytest.raises(
+        ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')
+    ):
+        hamiltonian_path(star(2, 3))
+    with pytest.raises(ImportError, match="Expected 'scipy' to be installed"):
+        graph_statistics(patterns.full(3))

@@ -19,14 +19,16 @@ from torch.nn import functional as F
 from sbm_pyg import (
     AttentionConv,
     AttentionGraph,
+    DCMMBias,
     Entmax,
+    GraphSource,
     SBMAttentionConv,
     Tokens,
     auxiliary_loss,
     estimators,
     sample_edges,
 )
-from sbm_pyg.sources import patterns
+from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -103,11 +105,9 @@ def test_ragged_batch_equals_its_sequences_exactly(estimator: str) -> None:
 )
 def test_fused_equals_message_passing(estimator: str, dropout: float, window: int | None, biased: bool) -> None:
     conv = layer(
-        estimator=estimator,
-        dropout=dropout,
-        window=window,
+        estimator=estimator, dropout=dropout, window=window,
         score_bias=(lambda q, k, graph: graph.edge_index.sum(0).double().sin()) if biased else None,
-    )
+    )  # fmt: skip
     results = []
     for fuse in (True, False):
         conv.fuse = fuse
@@ -166,8 +166,7 @@ def test_estimators_equal_their_closed_forms(estimator: str, exploration: float)
     g = alpha * (gain - (alpha * gain).sum(-1, keepdim=True))
     g = g * score if estimator == "paper" else g
     y, z, s = memberships
-    for grad, want in zip(grads, (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z), strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(grads, (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z), rtol=1e-9, atol=1e-12)
 
 
 def test_the_gate_does_not_change_the_output() -> None:
@@ -256,8 +255,7 @@ def test_an_activation_in_place_may_follow(estimator: str, heads: int) -> None:
     conv, x = layer(heads=heads, estimator=estimator), tokens()
     expected = torch.autograd.grad(torch.relu(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
     found = torch.autograd.grad(torch.relu_(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("x", [None, [1.0], (None, torch.ones(3, 16))])
@@ -555,23 +553,24 @@ def _writes_by_numpy(x: Tensor, values: list[int]) -> None:
     x.numpy()[:] = values  # which counts no version
 
 
-def over_indexer(estimator: str, **options: Any) -> AttentionConv:
+def over(source: Callable[[], GraphSource], estimator: str = "none", biased: bool = False) -> AttentionConv:
     torch.manual_seed(0)
-    return AttentionConv(
-        16, 8, 2, IndexerSource(Indexer(8, 2), target_density=0.3, **options), estimator=estimator
-    ).double()
+    bias = DCMMBias(8, 2, 2, entropy_weight=0.3) if biased else None
+    return AttentionConv(16, 8, 2, source(), estimator=estimator, score_bias=bias).double()
+
+
+def coins(**options: Any) -> IndexerSource:
+    return IndexerSource(Indexer(8, 2), target_density=0.3, **options)
 
 
 SAMPLING: dict[str, Callable[[], AttentionConv]] = {
-    "tokens": layer,
-    "share": lambda: layer(target_density=0.3),
-    "causal": lambda: layer(is_causal=True, estimator="distill"),
-    "blocks": lambda: layer(block_size=4),
-    "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
-    "coins": lambda: over_indexer("local"),
-    "coins, distilled": lambda: over_indexer("distill"),
-    "ranks": lambda: over_indexer("imitate", select="top_k"),
-}
+    "tokens": layer, "share": lambda: layer(target_density=0.3), "causal": lambda: layer(is_causal=True, estimator="distill"),
+    "blocks": lambda: layer(block_size=4), "blocks, causal": lambda: layer(block_size=4, is_causal=True, pool="learned"),
+    "coins": lambda: over(coins, "local"), "coins, distilled": lambda: over(coins, "distill"),
+    "ranks": lambda: over(lambda: coins(select="top_k"), "imitate"), "routing": lambda: over(lambda: selectors.RoutingSource(8, 2, 3)),
+    "lsh": lambda: over(lambda: selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2)),
+    "bias": lambda: over(coins, "local", biased=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
@@ -595,10 +594,12 @@ def test_writing_into_offsets_after_a_call_changes_no_gradient(kind: str, write:
 @pytest.mark.parametrize("write", [_writes_by_torch, _writes_by_numpy])
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_offsets_that_were_written_into_are_looked_at_again(kind: str, write: Callable[..., None]) -> None:
-    conv, x, ptr = SAMPLING[kind]().eval(), tokens(), PTR.clone()
-    conv(x, ptr=ptr, seed=1)
+    conv, x, ptr, ids = SAMPLING[kind]().eval(), tokens(), PTR.clone(), torch.tensor([4, 5, 6])
+    conv(x, ptr=ptr, seed=1, sequence_ids=ids)
     write(ptr, [0, 2, 28, 30])
-    assert torch.equal(conv(x, ptr=ptr, seed=1), conv(x, ptr=torch.tensor([0, 2, 28, 30]), seed=1))
+    write(ids, [7, 8, 9])
+    fresh = conv(x, ptr=torch.tensor([0, 2, 28, 30]), seed=1, sequence_ids=torch.tensor([7, 8, 9]))
+    assert torch.equal(conv(x, ptr=ptr, seed=1, sequence_ids=ids), fresh)
     write(ptr, [0, -1, 17, 30])
     with pytest.raises(ValueError, match="Expected 'ptr' to be strictly increasing"):
         conv(x, ptr=ptr, seed=1)

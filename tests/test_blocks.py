@@ -8,6 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+from problems import same
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -85,19 +86,16 @@ def brute(graph: BlockGraph) -> Tensor:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {"lengths": [8, 12], "block_size": 4},
-    "ragged": {"lengths": [7, 1, 13], "block_size": 4},
-    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3},
-    "one token": {"lengths": [5, 6], "block_size": 1},
-    "short": {"lengths": [3, 2], "block_size": 8},
-    "long": {"lengths": [87, 41], "block_size": 40},
+    "whole": {"lengths": [8, 12], "block_size": 4}, "ragged": {"lengths": [7, 1, 13], "block_size": 4},
+    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3}, "one token": {"lengths": [5, 6], "block_size": 1},
+    "short": {"lengths": [3, 2], "block_size": 8}, "long": {"lengths": [87, 41], "block_size": 40},
     "causal, long": {"lengths": [87, 41], "block_size": 40, "is_causal": True, "density": 0.9},
     "causal": {"lengths": [8, 12], "block_size": 4, "is_causal": True},
     "causal, ragged": {"lengths": [7, 1, 13], "block_size": 4, "is_causal": True},
     "causal, cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3, "is_causal": True},
     "empty rows": {"lengths": [9, 10], "block_size": 2, "density": 0.15},
     "no edges": {"lengths": [9, 10], "block_size": 2, "density": 0.0},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=CASES, ids=[*CASES])
@@ -281,8 +279,7 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
         detached = [x if x is None else x.detach() for x in (*parts, rowptr, col, *ptrs, tiles, out, total)]
         *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, 0.0, 0, biased)
         found += [] if tiles is None else [*grad_of(tiles, [bias], tile.view_as(tiles))]
-    for one, other in zip(found, grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found, grads, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("path", [*PATHS])
@@ -318,8 +315,7 @@ def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, bias
     out, _ = block_attention(*parts, edges, *layout, scale=0.7, dropout=0.4, seed=5)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
-    for one, other in zip(grad_of(out, given, weight), grad_of(wanted, given, weight), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(grad_of(out, given, weight), grad_of(wanted, given, weight), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("path", [*PATHS])
@@ -711,8 +707,7 @@ def test_autocast_leaves_precisions_as_they_are(dropout: float) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = attend()
         assert torch.equal(found, wanted)
-        for mine, theirs in zip(grad_of(found.square().sum(), (*parts, bias)), grads, strict=True):
-            assert torch.equal(mine, theirs)
+        assert same(grad_of(found.square().sum(), (*parts, bias)), grads)
 
 
 # ------------------------------------------------------------------ looked at with the model they were drawn from
@@ -733,8 +728,10 @@ def test_a_model_over_blocks_says_what_tokens_may_expect(is_causal: bool) -> Non
         found, wanted = (draw(*each, sequence=1, head=1) for each in ((graph, over), (expanded, tokens)))
         for mine, theirs in zip(found.axes, wanted.axes, strict=True):
             assert mine.get_title() == theirs.get_title()
-            for image, peer in zip(mine.images, theirs.images, strict=True):
-                assert_close(torch.tensor(image.get_array()), torch.tensor(peer.get_array()))
+            assert_close(
+                [torch.tensor(image.get_array()) for image in mine.images],
+                [torch.tensor(peer.get_array()) for peer in theirs.images],
+            )
     modularity = graph_statistics(graph, communities=over, spectral_gap=False).modularity
     assert torch.equal(modularity, graph_statistics(expanded, communities=tokens, spectral_gap=False).modularity)
     for head in (0, "all"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import LargestStorage, dense_mask, random_graph
+from problems import LargestStorage, dense_mask, draw, random_graph
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss
@@ -17,16 +17,9 @@ from sbm_pyg.sources import patterns
 
 CHANNELS, HEADS, BLOCKS = 4, 3, 5
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"degree": "sigmoid", "squash": False},
-    {"degree": "softplus", "symmetric": True},
-    {"tied": False},
+    {}, {"degree": "sigmoid", "squash": False}, {"degree": "softplus", "symmetric": True}, {"tied": False},
     {"tied": False, "degree": "sigmoid", "symmetric": True, "squash": False, "scale": -3.0},
-]
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+]  # fmt: skip
 
 
 def published(bias: DCMMBias, query: Tensor, key: Tensor) -> Tensor:
@@ -66,11 +59,9 @@ def attention(conv: Any, x: Any, mask: Tensor) -> Tensor:
 def graphs() -> dict[str, AttentionGraph]:
     ptr = torch.tensor([0, 5, 6, 14])
     return {
-        "random": random_graph(HEADS, 14, 14, 0.3),
-        "full": patterns.full(14).expand(HEADS),
-        "ragged": patterns.full(None, ptr=ptr).expand(HEADS),
-        "causal": patterns.window(None, 4, ptr=ptr, is_causal=True).expand(HEADS),
-    }
+        "random": random_graph(HEADS, 14, 14, 0.3), "full": patterns.full(14).expand(HEADS),
+        "ragged": patterns.full(None, ptr=ptr).expand(HEADS), "causal": patterns.window(None, 4, ptr=ptr, is_causal=True).expand(HEADS),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["full", "ragged", "causal", "random"])

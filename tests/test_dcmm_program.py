@@ -177,13 +177,10 @@ def make_state(
 ) -> dict[str, Tensor]:
     """Names and shapes as those of ``timm.create_model("vit_small_patch16_224").state_dict()``, in small."""
     shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, channels),
-        "pos_embed": (1, 1 + side**2, channels),
-        "patch_embed.proj.weight": (channels, colours, patch, patch),
-        "patch_embed.proj.bias": (channels,),
-        "head.weight": (5, channels),
+        "cls_token": (1, 1, channels), "pos_embed": (1, 1 + side**2, channels),
+        "patch_embed.proj.weight": (channels, colours, patch, patch), "patch_embed.proj.bias": (channels,), "head.weight": (5, channels),
         "head.bias": (5,),
-    }
+    }  # fmt: skip
     lines = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (2, 1), "mlp.fc2": (1, 2)}
     for name, (wide, deep) in ((f"blocks.{at}.{name}", size) for at in range(layers) for name, size in lines.items()):
         shapes |= {f"{name}.weight": (wide * channels, deep * channels), f"{name}.bias": (wide * channels,)}

@@ -32,12 +32,9 @@ def pretended(request: pytest.FixtureRequest) -> dict[str, str]:
         pytest.skip(f"torch {torch.__version__} takes no devices that are written in Python")
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, HERE / "pretend.py", *request.param],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
+        [sys.executable, HERE / "pretend.py", *request.param], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
         timeout=600,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcome: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return outcome

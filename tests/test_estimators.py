@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import GRAPHS, random_graph, reference_attention
+from problems import GRAPHS, draw, on_threads, random_graph, reference_attention, same
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
@@ -28,10 +28,6 @@ from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.sources import patterns
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def effect_arguments(
@@ -65,8 +61,7 @@ def effect(op: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
 def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
     arguments = effect_arguments(GRAPHS[name], *channels, biased)
-    for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(effect(ops, *arguments), effect(reference_effects, *arguments), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
@@ -140,14 +135,10 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
 def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
     graph = random_graph(3, 200, 300, 0.3)
     arguments = effect_arguments(graph, 32, 32, False, torch.float32)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2):
+        with on_threads(threads):
             results.append(effect(ops, *arguments))
-    finally:
-        torch.set_num_threads(before)
     narrow = list(arguments)
     narrow[5], narrow[8] = graph.col.int(), arguments[8].int()
     results.append(effect(ops, *narrow))
@@ -348,11 +339,9 @@ def test_concrete_coins_harden_to_bernoulli() -> None:
 def test_logarithms_of_probabilities_have_slopes_in_every_type(p: float, dtype: torch.dtype) -> None:
     everything, query = patterns.full(4), torch.arange(-4.0, 4).view(1, 4, 2) / 4
     rules: list[Callable[[SBM, Tensor], Tensor]] = [
-        lambda sbm, x: relaxed_bias(sbm, everything),
-        lambda sbm, x: concrete_bias(sbm, everything, 0.5, seed=0),
-        lambda sbm, x: distillation(x, x, sbm, everything),
-        lambda sbm, x: score_function(sbm, everything, torch.ones(1, dtype=x.dtype)),
-    ]
+        lambda sbm, x: relaxed_bias(sbm, everything), lambda sbm, x: concrete_bias(sbm, everything, 0.5, seed=0),
+        lambda sbm, x: distillation(x, x, sbm, everything), lambda sbm, x: score_function(sbm, everything, torch.ones(1, dtype=x.dtype)),
+    ]  # fmt: skip
 
     def values(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         for rule in rules:
@@ -405,12 +394,9 @@ def test_every_key_is_a_probe_as_often(per_query: float) -> None:
 def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: torch.dtype) -> None:
     query_ptr, key_ptr = torch.tensor([0, 3, 40, 240]), torch.tensor([0, 1, 5, 96])
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
-    arguments = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
-    for ours, meant in zip(
-        ops.sample_systematic(*arguments), reference_systematic.sample_systematic(*arguments), strict=True
-    ):
-        assert ours.dtype == meant.dtype
-        assert torch.equal(ours, meant)
+    arguments: Any = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
+    for each in ((*arguments[:-1], True), arguments):
+        assert same(ops.sample_systematic(*each), reference_systematic.sample_systematic(*each))
     graph = AttentionGraph(
         *ops.sample_systematic(*arguments), 240, 96, 3, query_ptr, key_ptr
     ).validate()  # sorted, without repeats
@@ -444,12 +430,9 @@ def test_refused_arguments_of_estimators() -> None:
         return attach_local_expectation(x, x, x, x, model, edges, tried, eta, **options)
 
     (
-        expect(),
-        straight_through(sbm, graph),
-        relaxed_bias(sbm, graph),
-        concrete_bias(sbm, graph, 0.5, seed=0),
+        expect(), straight_through(sbm, graph), relaxed_bias(sbm, graph), concrete_bias(sbm, graph, 0.5, seed=0),
         score_function(sbm, graph, loss),
-    )
+    )  # fmt: skip
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: expect(model=None), TypeError, r"Expected 'probability' to be an EdgeProbability \(got NoneType\)"),
         (
@@ -624,8 +607,7 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     g[graph.edge_row, graph.col.long()] += effects[0]
     p = torch.stack([sbm.rate[h] @ sbm.key_membership[h].T for h in range(2)])
     want = torch.autograd.grad((p * g.view(2, 7, 7).detach()).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight])
-    for one, two in zip(got, want, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def test_forced_edges_send_no_gradient() -> None:

@@ -18,12 +18,10 @@ from sbm_pyg.sources import patterns
 PTR = torch.tensor([0, 4, 9])
 BLOCKS = AttentionGraph.from_dense(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]))
 GRAPHS = {
-    "heads": patterns.random(9, 2, heads=2, seed=1),
-    "causal sequences": patterns.window(None, 1, ptr=PTR, is_causal=True),
-    "cross": AttentionGraph.from_dense(torch.ones(3, 4)),
-    "blocks": BlockGraph(BLOCKS, 4, query_ptr=torch.tensor([0, 10])),
+    "heads": patterns.random(9, 2, heads=2, seed=1), "causal sequences": patterns.window(None, 1, ptr=PTR, is_causal=True),
+    "cross": AttentionGraph.from_dense(torch.ones(3, 4)), "blocks": BlockGraph(BLOCKS, 4, query_ptr=torch.tensor([0, 10])),
     "causal blocks": BlockGraph(BLOCKS.causal(), 4),
-}
+}  # fmt: skip
 
 
 def saved(thing: Any) -> io.BytesIO:

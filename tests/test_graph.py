@@ -12,9 +12,9 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-import torch_geometric.typing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import pointer as offsets
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
@@ -26,20 +26,12 @@ from sbm_pyg.ragged import resolve_ptr
 from sbm_pyg.rows import check_sizes
 from sbm_pyg.sources import patterns
 
-needs_torch_sparse = pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
-)
-
 
 def says(message: str) -> str:
     return re.escape(message)
 
 
 # ------------------------------------------------------------------------------------------------ graphs to test with
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(lengths).tolist()])
 
 
 def build(masks: list[Tensor], dtype: torch.dtype = torch.int64) -> AttentionGraph:
@@ -277,75 +269,35 @@ def test_constructor_fills_in_the_offsets() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "rowptr": torch.tensor([0, 2, 3, 4]),
-    "col": torch.tensor([0, 1, 0, 2]),
-    "num_queries": 3,
-    "num_keys": 3,
-    "heads": 1,
-    "query_ptr": torch.tensor([0, 2, 3]),
-    "key_ptr": torch.tensor([0, 2, 3]),
-}
+    "rowptr": torch.tensor([0, 2, 3, 4]), "col": torch.tensor([0, 1, 0, 2]), "num_queries": 3, "num_keys": 3, "heads": 1,
+    "query_ptr": torch.tensor([0, 2, 3]), "key_ptr": torch.tensor([0, 2, 3]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)},
-            TypeError,
-            "Expected 'rowptr' to be int64 (got torch.int32)",
-        ),
+        ({"rowptr": torch.tensor([0, 2, 3, 4], dtype=torch.int32)}, TypeError, "Expected 'rowptr' to be int64 (got torch.int32)"),
         ({"col": torch.tensor([0.0, 1, 0, 2])}, TypeError, "Expected 'col' to be int32 or int64 (got torch.float32)"),
         ({"heads": 0}, ValueError, "Expected 'heads' to be at least 1 (got 0)"),
         ({"heads": 2}, ValueError, "Expected 'rowptr' to be [H*N+1] = [7] (got [4])"),
         ({"num_queries": 4}, ValueError, "Expected 'rowptr' to be [H*N+1] = [5] (got [4])"),
         ({"rowptr": torch.tensor([[0, 2, 3, 4]])}, ValueError, "Expected 'rowptr' to be [H*N+1] = [4] (got [1, 4])"),
         ({"col": torch.tensor([[0, 1, 0, 2]])}, ValueError, "Expected 'col' to be [E] (got [1, 4])"),
-        (
-            {"num_keys": 5, "key_ptr": None},
-            ValueError,
-            "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)",
-        ),
-        (
-            {"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)},
-            TypeError,
-            "Expected 'query_ptr' to be int64 (got torch.int32)",
-        ),
+        ({"num_keys": 5, "key_ptr": None}, ValueError,
+         "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)"),
+        ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
-        (
-            {"key_ptr": torch.tensor([0, 3])},
-            ValueError,
-            "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])",
-        ),
+        ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
         ({"query_ptr": [0, 2, 3]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
         ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
-        (
-            {"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])},
-            ValueError,
-            "to be [B+1] both (got [1, 2] and [1, 2])",
-        ),
-        (
-            {"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])},
-            ValueError,
-            "to be [B+1] both (got [1] and [1])",
-        ),
-        (
-            {"rowptr": GOOD["rowptr"].to("meta")},
-            ValueError,
-            "Expected 'rowptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"query_ptr": GOOD["query_ptr"].to("meta")},
-            ValueError,
-            "Expected 'query_ptr' on the device of 'col' (got meta and cpu)",
-        ),
-        (
-            {"key_ptr": GOOD["key_ptr"].to("meta")},
-            ValueError,
-            "Expected 'key_ptr' on the device of 'col' (got meta and cpu)",
-        ),
+        ({"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])}, ValueError, "to be [B+1] both (got [1, 2] and [1, 2])"),
+        ({"query_ptr": torch.tensor([0]), "key_ptr": torch.tensor([0])}, ValueError, "to be [B+1] both (got [1] and [1])"),
+        ({"rowptr": GOOD["rowptr"].to("meta")}, ValueError, "Expected 'rowptr' on the device of 'col' (got meta and cpu)"),
+        ({"query_ptr": GOOD["query_ptr"].to("meta")}, ValueError, "Expected 'query_ptr' on the device of 'col' (got meta and cpu)"),
+        ({"key_ptr": GOOD["key_ptr"].to("meta")}, ValueError, "Expected 'key_ptr' on the device of 'col' (got meta and cpu)"),
     ],
-)
+)  # fmt: skip
 def test_constructor_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     AttentionGraph(**GOOD)
     with pytest.raises(error, match=says(message)):
@@ -453,18 +405,13 @@ def test_makers_of_valid_rows_do_not_look_at_them(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"num_keys": 2**62},
-            "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)",
-        ),
+        ({"num_keys": 2**62},
+         "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 (got 1 * 3 * 4611686018427387904)"),
         ({"num_keys": 2**63}, "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63"),
-        (
-            {"num_queries": 2**40, "num_keys": 3},
-            "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows",
-        ),
+        ({"num_queries": 2**40, "num_keys": 3}, "Expected 'num_queries' to ask for no more than memory holds (got 1,099,511,627,776 rows"),
         ({"heads": 2**40}, "Expected 'heads' to ask for no more than memory holds"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_cannot_be_are_refused_by_arithmetic(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=says(message)):
         AttentionGraph.from_edge_index(torch.tensor([[0], [1]]), **({"num_queries": 3} | sizes))
@@ -502,6 +449,9 @@ def test_properties(masks: list[Tensor], dtype: torch.dtype) -> None:
     assert torch.equal(graph.degree, mask.sum(2))
     assert torch.equal(graph.edges_per_sequence, torch.stack([one.sum((1, 2)) for one in masks]))
     assert torch.equal(graph.density, torch.stack([one.double().mean((1, 2)) for one in masks]))
+    for sequence, one in enumerate(masks):
+        assert graph.to_dense(sequence).dtype == torch.bool
+        assert torch.equal(graph.to_dense(sequence), one)
 
 
 def test_repr() -> None:
@@ -526,12 +476,10 @@ def test_equality() -> None:
     assert graph == same
     assert hash(graph) == hash(same)
     others: list[dict[str, Any]] = [
-        {"col": torch.tensor([0, 1, 1, 2])},
-        {"rowptr": torch.tensor([0, 1, 3, 4]), "col": torch.tensor([0, 0, 1, 2])},
-        {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])},
-        {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
+        {"col": torch.tensor([0, 1, 1, 2])}, {"rowptr": torch.tensor([0, 1, 3, 4]), "col": torch.tensor([0, 0, 1, 2])},
+        {"query_ptr": torch.tensor([0, 3]), "key_ptr": torch.tensor([0, 3])}, {"num_keys": 4, "key_ptr": torch.tensor([0, 2, 4])},
         {"col": GOOD["col"][:3], "rowptr": torch.tensor([0, 2, 3, 3])},
-    ]
+    ]  # fmt: skip
     for change in others:
         assert graph != AttentionGraph(**(GOOD | change)), change
     assert graph != graph.expand(2)
@@ -723,68 +671,25 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.zeros(3, 2, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [3, 2])"),
         (torch.zeros(4, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [4])"),
         (torch.zeros(2, 2), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.float32)"),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.zeros(2)},
-            TypeError,
-            "Expected 'edge_head' to be int64 (got torch.float32)",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0])},
-            ValueError,
-            "Expected 'edge_head' to be [2] (got [1])",
-        ),
-        (
-            torch.tensor([[0, 1], [0, 1]]),
-            {"edge_head": torch.tensor([0, 1])},
-            ValueError,
-            "Expected 'edge_head' in 0..0 (got 0 to 1)",
-        ),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.zeros(2)}, TypeError, "Expected 'edge_head' to be int64 (got torch.float32)"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0])}, ValueError, "Expected 'edge_head' to be [2] (got [1])"),
+        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0, 1])}, ValueError, "Expected 'edge_head' in 0..0 (got 0 to 1)"),
         (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
-        (
-            torch.tensor([[0, 1], [0, 4]]),
-            {"num_queries": 4},
-            ValueError,
-            "Expected 'edge_index[1]' in 0..3 (got 0 to 4)",
-        ),
-        (
-            torch.tensor([[0, 1], [1, 0]]),
-            {"query_ptr": torch.tensor([0, 1, 2])},
-            ValueError,
-            "(got 1 to 1 in row 0; its sequence has keys 0 to 0)",
-        ),
-        (
-            torch.tensor([[0], [0]]),
-            {"num_queries": 2, "query_ptr": torch.tensor([0, 3])},
-            ValueError,
-            "Expected 'query_ptr' to run from 0 to 2",
-        ),
+        (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
+        (torch.tensor([[0, 1], [1, 0]]), {"query_ptr": torch.tensor([0, 1, 2])}, ValueError,
+         "(got 1 to 1 in row 0; its sequence has keys 0 to 0)"),
+        (torch.tensor([[0], [0]]), {"num_queries": 2, "query_ptr": torch.tensor([0, 3])}, ValueError,
+         "Expected 'query_ptr' to run from 0 to 2"),
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
         (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
-        (
-            torch.tensor([[0], [0]]),
-            {"size": (1, 1), "num_keys": 1},
-            ValueError,
-            "Expected 'size' or 'num_queries' and 'num_keys'",
-        ),
-        (
-            torch.tensor([[0], [0]]),
-            {"size": 3},
-            TypeError,
-            "Expected 'size' to be the pair (M, N) of keys and queries (got 3)",
-        ),
+        (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
+        (torch.tensor([[0], [0]]), {"size": 3}, TypeError, "Expected 'size' to be the pair (M, N) of keys and queries (got 3)"),
         (torch.tensor([[0], [0]]), {"num_queries": 2.0}, TypeError, "Expected 'num_queries' to be an int (got float)"),
-        (
-            torch.tensor([[0], [0]]),
-            {"query_ptr": torch.tensor([])},
-            ValueError,
-            "Expected 'query_ptr' to be [B+1] int64 (got [0]",
-        ),
+        (torch.tensor([[0], [0]]), {"query_ptr": torch.tensor([])}, ValueError, "Expected 'query_ptr' to be [B+1] int64 (got [0]"),
         (torch.tensor([[0], [0]]), {"query_ptr": [0, 1]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
     ],
-)
+)  # fmt: skip
 def test_from_edge_index_errors(
     edge_index: Tensor, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -838,24 +743,6 @@ def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     assert not repeated.is_coalesced()
 
 
-@needs_torch_sparse
-def test_sparse_tensor_round_trip() -> None:
-    for masks in (RAGGED, NO_EDGES):
-        graph = build(masks, torch.int32)
-        for head in range(graph.heads):
-            adjacency = graph.to_sparse_tensor(head)
-            assert torch.equal(adjacency.to_dense().bool(), whole(masks)[head])
-            assert AttentionGraph.from_edge_index(
-                adjacency, query_ptr=graph.query_ptr, key_ptr=graph.key_ptr
-            ) == graph.head(head)
-
-
-def test_to_sparse_tensor_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SPARSE", False)
-    with pytest.raises(ImportError, match=says("Expected 'torch-sparse' to be installed")):
-        build(RAGGED).to_sparse_tensor()
-
-
 @many
 @given(
     SEEDS,
@@ -874,16 +761,6 @@ def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dty
     assert torch.equal(torch.stack([graph.to_dense(sequence) for sequence in range(batch)]), torch.stack(masks))
     assert AttentionGraph.from_dense(masks[0]) == build(masks[:1])
     assert AttentionGraph.from_dense(masks[0][0]) == build([masks[0][:1]])
-
-
-@many
-@given(MASKS, DTYPES)
-def test_to_dense_of_ragged_graphs(masks: list[Tensor], dtype: torch.dtype) -> None:
-    graph = build(masks, dtype)
-    for sequence, mask in enumerate(masks):
-        dense = graph.to_dense(sequence)
-        assert dense.dtype == torch.bool
-        assert torch.equal(dense, mask)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])
@@ -1176,19 +1053,12 @@ def test_from_networkx_of_other_graphs() -> None:
     [
         ([(0, 1)], TypeError, "Expected 'graph' to be a networkx graph (got list)"),
         (nx.DiGraph(), ValueError, "Expected 'graph' to have keys and queries (got 0 and 0)"),
-        (
-            nx.complete_bipartite_graph(2, 2).to_directed(),
-            ValueError,
-            "Expected each edge of 'graph' to run from a key to a query (got (2, 0)",
-        ),
-        (
-            nx.DiGraph([(0, 1, {"head": "a"})]),
-            ValueError,
-            "Expected the attribute 'head' of each edge of 'graph' to be an int",
-        ),
+        (nx.complete_bipartite_graph(2, 2).to_directed(), ValueError,
+         "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
+        (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
-)
+)  # fmt: skip
 def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=says(message)):
         AttentionGraph.from_networkx(graph, heads=1)

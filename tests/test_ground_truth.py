@@ -9,6 +9,7 @@ from typing import Any, cast
 import entmax
 import pytest
 import torch
+from problems import draw32 as draw
 from torch import Tensor, nn
 
 from sbm_pyg import AttentionConv, AttentionGraph, SBMMultiheadAttention, SequenceEncoder, TokenClassifier, Tokens
@@ -17,10 +18,6 @@ from sbm_pyg.sparsefinder import Projection, fit_projection, predictors
 from sbm_pyg.sparsefinder.ground_truth import compare, ground_truth_graph, group_entropy, record
 
 PTR = torch.tensor([0, 6, 17])
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_layer(channels: int, head_channels: int, heads: int, **options: Any) -> AttentionConv:

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import LargestStorage, draw, pointer
+from problems import dense_mask as dense
 from scipy.stats import chisquare
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
@@ -30,14 +31,6 @@ SCORERS: dict[str, Callable[[], nn.Module]] = {
 each_scorer = pytest.mark.parametrize("scorer", SCORERS)
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=["one sequence", "ragged", "cross"])
 each_causal = pytest.mark.parametrize("is_causal", [False, True])
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def pointer(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 def make(scorer: str) -> nn.Module:
@@ -62,13 +55,6 @@ def allowed(ptr: Tensor, key_ptr: Tensor, is_causal: bool) -> Tensor:
     for (start, end), (first, last) in zip(itertools.pairwise(ptr), itertools.pairwise(key_ptr), strict=True):
         block = torch.ones(int(end - start), int(last - first), dtype=torch.bool)
         mask[start:end, first:last] = block.tril() if is_causal else block
-    return mask
-
-
-def dense(graph: AttentionGraph) -> Tensor:
-    """Which pairs are edges, ``[H, N, M]`` bool."""
-    mask = torch.zeros(graph.heads, graph.num_queries, graph.num_keys, dtype=torch.bool)
-    mask[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
     return mask
 
 
@@ -192,7 +178,7 @@ def test_each_pair_is_a_coin_of_its_own(apart: bool, exploration: float) -> None
 
 @each_scorer
 @pytest.mark.parametrize("select", ["bernoulli", "top_k"])
-def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, select: str) -> None:
+def test_a_row_depends_on_no_other_sequence(scorer: str, select: str) -> None:
     torch.manual_seed(0)
     source = IndexerSource(SCORERS[scorer](), select=select, target_density=0.3)
     x, ptr = draw(1, HEADS, 30, CHANNELS).float(), torch.tensor([0, 12, 30])
@@ -200,14 +186,6 @@ def test_a_row_depends_on_no_other_sequence_and_no_later_token(scorer: str, sele
     one = source(Tokens(x[:, 12:], is_causal=True, seed=3, sequence_ids=torch.tensor([1]))).graph
     found = dense(whole)
     assert torch.equal(found[:, 12:, 12:], dense(one))
-    later = x.clone()
-    later[:, 20:] = 5 * draw(2, HEADS, 10, CHANNELS).float()
-    other = dense(source(Tokens(later, query_ptr=ptr, is_causal=True, seed=3)).graph)
-    assert torch.equal(found[:, :20], other[:, :20])
-    assert not torch.equal(found, other)
-    short = torch.tensor([0, 12, 20])
-    cut = dense(source(Tokens(x[:, :20], query_ptr=short, is_causal=True, seed=3)).graph)
-    assert torch.equal(found[:, :20, :20], cut)
     again = dense(source(Tokens(x, query_ptr=ptr, is_causal=True, seed=4)).graph)
     assert torch.equal(found, again) is (select == "top_k")
 
@@ -299,8 +277,7 @@ def test_imitation_is_the_divergence_from_attention_and_detached_scores_keep_it(
     teacher = (query @ key.mT / 2).masked_fill(~kept, -torch.inf).softmax(2).detach()
     each = (teacher * share.masked_fill(~mask, 0)).sum((0, 2))  # [N]
     expected = torch.autograd.grad(-(each[:5].mean() + each[5:].mean()) / 4, [*source.parameters()])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     frozen = copy.deepcopy(layer)
     frozen.estimator = Imitate(weight=0.0)
     layer.zero_grad()
@@ -369,22 +346,14 @@ def test_encoders_take_them_by_name() -> None:
 
 
 def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(x, Tensor):
-                    Largest.size = max(Largest.size, x.numel())
-            return out
-
     monkeypatch.setattr(pairs, "CHUNK", 2**16)
     n = 2**11
     layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=2**-8), estimator="distill", is_causal=True)
-    with Largest():
+    with LargestStorage() as largest:
         (layer(draw(0, n, 8).float(), seed=0).sum() + auxiliary_loss(layer)).backward()
-    assert Largest.size <= 2**18 < n * n / 8  # 2**16 scores at a time; queries of all small heads have 68 channels
+    assert (
+        largest.size <= 2**20 < n * n / 2
+    )  # bytes: 2**16 scores at a time; queries of all small heads have 68 channels
 
 
 def test_a_step_leaves_nothing_behind() -> None:
@@ -494,30 +463,6 @@ def test_distillation_sees_the_sums_of_all_keys() -> None:
     weight, share = (query @ key.mT).softmax(2), scores.log_softmax(2)
     expected = -(weight * share).sum() / (9 * HEADS)
     torch.testing.assert_close(distillation(query, key, given, graph), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("by_numpy", [False, True])
-def test_writing_into_offsets_changes_no_gradient(apart: bool, by_numpy: bool) -> None:
-    def gradients(written: bool) -> list[Tensor]:
-        scorer, ptr, x = make("indexer"), pointer([2, 7]), draw(1, HEADS, 9, CHANNELS)
-        degree = None if apart else torch.full((9,), 2.0, dtype=torch.float64)
-        probability = IndexProbability(Tokens(x, query_ptr=ptr), *scorer(x, x), degree=degree)
-        loss = (
-            (probability.on(patterns.full(None, ptr=ptr).expand(HEADS)) + probability.expected_degree().mean())
-            .square()
-            .sum()
-        )
-        if written and by_numpy:
-            ptr.numpy()[1] = 6
-        elif written:
-            ptr[1] = 6
-        loss.backward()
-        return [parameter.grad for parameter in scorer.parameters() if parameter.grad is not None]
-
-    kept, changed = gradients(False), gradients(True)
-    assert len(kept) == 4
-    assert all(map(torch.equal, kept, changed))
 
 
 def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:

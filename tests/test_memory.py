@@ -102,35 +102,27 @@ def soft(estimator: str) -> None:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
-    "full": lambda: patterns.full(N),
-    "full, causal": lambda: patterns.full(N, is_causal=True),
-    "full, heads": lambda: patterns.full(N // 4, heads=16),
-    "window": lambda: patterns.window(N, N // 4),
-    "random": lambda: patterns.random(N, N // 8, seed=0),
-    "multihead": lambda: dense(need_weights=False),
-    "multihead, causal": lambda: dense(need_weights=False, is_causal=True),
-    "multihead, weights": lambda: dense(need_weights=True),
+    "full": lambda: patterns.full(N), "full, causal": lambda: patterns.full(N, is_causal=True),
+    "full, heads": lambda: patterns.full(N // 4, heads=16), "window": lambda: patterns.window(N, N // 4),
+    "random": lambda: patterns.random(N, N // 8, seed=0), "multihead": lambda: dense(need_weights=False),
+    "multihead, causal": lambda: dense(need_weights=False, is_causal=True), "multihead, weights": lambda: dense(need_weights=True),
     "from_dense": lambda: AttentionGraph.from_dense(torch.ones(N, N, dtype=torch.bool)),
     "union": lambda: patterns.window(N, N // 4) | patterns.relay_keys(N, N // 4),
     "clustering": lambda: predictors.clustering(Tokens(TOKENS), ONE),
     "clustering, eight": lambda: predictors.clustering(Tokens(TOKENS), EIGHT),
     "bucketing": lambda: predictors.bucketing(Tokens(TOKENS), 4),
     "block_bigbird": lambda: predictors.block_bigbird(Tokens(TOKENS), EIGHT, 4, 64),
-    "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0),
-    "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
-    "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64),
-    "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
+    "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0), "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
+    "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64), "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
     "routing": lambda: selectors.routing(Tokens(TOKENS), EIGHT),
     "routing, causal": lambda: selectors.routing(Tokens(TOKENS, is_causal=True), EIGHT),
     "ground_truth": lambda: ground_truth.ground_truth_graph(Tokens(TOKENS), scale=1e-3),
     "indexer": lambda: indexer.IndexProbability(Tokens(TOKENS), *indexer.Indexer(4, 1)(TOKENS, TOKENS)).sample(seed=0),
     "expected_graph": lambda: conditions.expected_graph(LIKELY),
-    "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()),
-    "lemma2": lambda: conditions.lemma2(N, 1),
-    "relaxed": lambda: soft("relaxed"),
-    "concrete": lambda: soft("concrete"),
+    "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()), "lemma2": lambda: conditions.lemma2(N, 1),
+    "relaxed": lambda: soft("relaxed"), "concrete": lambda: soft("concrete"),
     "score_function": lambda: estimators.score_function(LIKELY, patterns.window(N, 1), torch.ones(1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUILDERS)

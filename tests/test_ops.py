@@ -18,7 +18,7 @@ import torch
 from entmax import entmax15, entmax_bisect, sparsemax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import GRAPHS, random_graph, reference_attention
+from problems import GRAPHS, on_threads, random_graph, reference_attention, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -104,8 +104,9 @@ def test_attention_equals_the_reference(
             grad_out, *arguments[:7], out, lse, *arguments[7:], gated, biased
         )
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out)
-    for grad, want in zip(grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        grads, [w for w, leaf in zip(wanted, leaves, strict=True) if leaf is not None], rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -116,8 +117,7 @@ def test_attention_is_masked_softmax(name: str, gate_form: str, gated: bool, bia
     out, _ = attend(leaves, graph, gate_form, 0.0)
     expected = reference_attention(*leaves[:3], graph, *leaves[3:], 0.3, gate_form)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients(out, leaves), gradients(expected, leaves), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("gate_form", "gated", "biased", "dropout"), OPTIONS)
@@ -296,18 +296,18 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
     torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(out)
     for needed in ([query], [key], [query, key]):
-        for got, want in zip(
-            torch.autograd.grad(out, needed, grad, retain_graph=True),
-            torch.autograd.grad(dense, needed, grad, retain_graph=True),
-            strict=True,
-        ):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.autograd.grad(out, needed, grad, retain_graph=True), torch.autograd.grad(dense, needed, grad, retain_graph=True),
+            rtol=1e-12, atol=1e-12,
+        )  # fmt: skip
     gate = ops.edge_gate(query, key, graph.rows)
     assert torch.equal(gate, torch.ones_like(gate))
-    for got, want in zip(
-        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(gate, [query, key], grad),
+        torch.autograd.grad(dense, [query, key], grad),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 # ------------------------------------------------------------------ entmax
@@ -420,22 +420,20 @@ def test_entmax_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     out, wanted = torch.ops.sbm_pyg.segment_entmax(src, ptr, alpha), reference_entmax.segment_entmax(src, ptr, alpha)
     torch.testing.assert_close(out, wanted, rtol=0, atol=narrow)
     found = torch.ops.sbm_pyg.segment_entmax_backward(grad, out, ptr, alpha, True)
-    for mine, theirs in zip(found, reference_entmax.segment_entmax_backward(grad, out, ptr, alpha, True), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=20 * narrow, atol=20 * narrow)
+    torch.testing.assert_close(
+        found, reference_entmax.segment_entmax_backward(grad, out, ptr, alpha, True), rtol=20 * narrow, atol=20 * narrow
+    )
 
 
 def test_no_row_of_entmax_depends_on_other_rows_or_on_threads() -> None:
     src, ptr = ragged(*range(200), spread=1.0)
     src, alpha = src.float(), torch.linspace(1.05, 2, 200)
-    grad, before, found = torch.randn(src.shape), torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    grad, found = torch.randn(src.shape), []
+    for threads in (1, 3):
+        with on_threads(threads):
             leaves = src.clone().requires_grad_(), alpha.clone().requires_grad_()
             out = ops.segment_entmax(leaves[0], ptr=ptr, alpha=leaves[1])
             found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     for row, (start, end) in [*enumerate(pairwise(ptr))][::20]:
         alone = ops.segment_entmax(src[start:end], ptr=torch.tensor([0, end - start]), alpha=float(alpha[row]))
@@ -524,10 +522,9 @@ def test_entmax_attention_is_its_definition(
         torch.zeros_like(out).flatten(0, 1).index_add(0, graph.edge_row, weight[:, None] * value.flatten(0, 1)[end])
     )
     torch.testing.assert_close(out, wanted.view_as(out), rtol=1e-10, atol=1e-10)
-    for got, want in zip(
-        gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        gradients(out, [*leaves, alpha]), gradients(wanted.view_as(out), [*leaves, alpha]), rtol=1e-8, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("gate_form", ["score", "weight"])
@@ -547,8 +544,7 @@ def test_the_support_is_where_shares_are() -> None:
     src[50], src[70:72] = math.nan, -math.inf
     alpha = torch.tensor([1.05, 1.2, 1.5, 1.8, 2.0, 2.5, 4.0]).double()
     rows, place = torch.ops.sbm_pyg.entmax_support(src, ptr, alpha)
-    for found, wanted in zip((rows, place), reference_entmax.entmax_support(src, ptr, alpha), strict=True):
-        assert torch.equal(found, wanted)
+    assert same((rows, place), reference_entmax.entmax_support(src, ptr, alpha))
     assert torch.equal(place, ops.segment_entmax(src, ptr=ptr, alpha=alpha).nonzero()[:, 0])
 
 
@@ -588,11 +584,8 @@ def arguments() -> dict[str, Any]:
         ("seed", lambda x: 1.5, r"Expected 'seed' to be an integer \(got 1.5\)"),
         ("query", lambda x: x.bool(), r"Expected 'query' to be a floating tensor \(got torch.bool\)"),
         ("key", lambda x: x.long(), r"Expected 'key' to be a floating tensor \(got torch.int64\)"),
-        (
-            "value",
-            lambda x: x.double(),
-            r"'query', 'key' and 'value' to be of one dtype \(got torch.float32, torch.float32 and torch.float64\)",
-        ),
+        ("value", lambda x: x.double(),
+         r"'query', 'key' and 'value' to be of one dtype \(got torch.float32, torch.float32 and torch.float64\)"),
         ("gate", lambda x: x.long(), r"Expected 'gate' to be a floating tensor \(got torch.int64\)"),
         ("bias", lambda x: x > 0, r"Expected 'bias' to be a floating tensor \(got torch.bool\)"),
         ("query", lambda x: None, r"Expected 'query' to be a tensor \(got NoneType\)"),
@@ -600,7 +593,7 @@ def arguments() -> dict[str, Any]:
         ("rowptr", lambda x: None, r"Expected 'rowptr' to be a tensor \(got NoneType\)"),
         ("col", lambda x: [0], r"Expected 'col' to be a tensor \(got list\)"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], message: str) -> None:
     def attend(rowptr: Any, col: Any, bias: Any, **others: Any) -> Any:
         return ops.edge_attention(rows=ops.Rows(rowptr, col, bias), **others)
@@ -640,30 +633,15 @@ def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tens
         (lambda col: ops.edge_entmax(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL)), "rowptr", COL),
         (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col)), "probe_rowptr", COL),
-        (
-            lambda col: ops.local_expectation(
-                X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)
-            ),
-            "rowptr",
-            COL,
-        ),
-        (
-            lambda col: ops.local_expectation(
-                X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)
-            ),
-            "probe_rowptr",
-            COL,
-        ),
+        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)), "rowptr", COL),
+        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)), "probe_rowptr",
+         COL),
         (lambda col: ops.block_attention(X, X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
         (lambda col: ops.block_weight(X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
-        (
-            lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2),
-            "probe_rowptr",
-            BLOCK,
-        ),
+        (lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2), "probe_rowptr", BLOCK),
         (block_expectation, "probe_rowptr", BLOCK),
     ],
-)
+)  # fmt: skip
 def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], name: str, full: Tensor) -> None:
     """Else kernels read beyond the last one."""
     op(full)
@@ -733,11 +711,9 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
 
     (
-        effect(),
-        expectation(),
-        ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0),
+        effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0),
         ops.sample_systematic(chance, ptr, ptr, sequence_ids, 2, 0),
-    )
+    )  # fmt: skip
     for action, message in (
         (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
         (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
@@ -865,12 +841,7 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
         torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]),
     )
     for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
-        for got, want in zip(
-            sample(wild, ptr, ptr, sequence_ids, 2, 3, False),
-            sample(cut, ptr, ptr, sequence_ids, 2, 3, False),
-            strict=True,
-        ):
-            assert torch.equal(got, want)
+        assert same(sample(wild, ptr, ptr, sequence_ids, 2, 3, False), sample(cut, ptr, ptr, sequence_ids, 2, 3, False))
 
 
 # ------------------------------------------------------------------ memory
@@ -1130,9 +1101,7 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
     """On rows enough for several pieces; the reference and the kernel agree on each."""
     graph = AttentionGraph.concatenate([random_graph(2, 900, 1200, 0.1, seed) for seed in range(2)])
     generator = torch.Generator().manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for _ in range(20):
             col = graph.col.to(dtype, copy=True)
             rows = torch.randint(2 * graph.num_queries, (3,), generator=generator)
@@ -1148,8 +1117,6 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
             assert ops.invalid_row(*arguments) == reference_validate.invalid_row(*arguments) == rows.min()
         good = (graph.rowptr, graph.col.to(dtype), graph.query_ptr, graph.key_ptr, 2)
         assert ops.invalid_row(*good) == reference_validate.invalid_row(*good) == -1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -1157,15 +1124,10 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     leaves = tensors(graph, 32, 32, True, False, torch.float32)
     results = []
     for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             out, _ = attend(leaves, graph, "weight", 0.1)
             results.append([out, *gradients(out, leaves)])
-        finally:
-            torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert torch.equal(results[0][0], results[1][0])
 
 
@@ -1191,15 +1153,12 @@ def test_small_work_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("edges_per_key", "same"), [(16, True), (100, False)])
 def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: int, same: bool) -> None:
-    graph, before = random_graph(1, 400, 400, edges_per_key / 400), torch.get_num_threads()
+    graph = random_graph(1, 400, 400, edges_per_key / 400)
     leaves = tensors(graph, 16, 16, False, False, torch.float32)
     grads = []
-    try:
-        for threads in (1, 3, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 3, 3):
+        with on_threads(threads):
             grads.append(gradients(attend(leaves, graph, "score", 0.0)[0], leaves))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*grads[1:], strict=True))
     assert all(torch.equal(one, two) for one, two in zip(*grads[:2], strict=True)) == same
 
@@ -1278,8 +1237,7 @@ def test_reach_dots_are_sums_over_allowed_pairs(
         torch.autograd.grad(out, (query, key), grad),
         reference_reach.reach_dot_backward(grad, *plain, True, True),
     ):
-        for mine, want in zip(both, grads, strict=True):
-            torch.testing.assert_close(mine, want)
+        torch.testing.assert_close(both, grads)
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")
@@ -1338,16 +1296,13 @@ def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("threads", [1, 2])
 def test_each_thread_that_computes_is_reached(threads: int) -> None:
     """Flushing subnormal numbers is a setting of each thread; a product on all of them shows who missed it."""
-    tiny, before = torch.full((2**20,), 1e-39), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    tiny = torch.full((2**20,), 1e-39)
+    with on_threads(threads):
         assert (tiny * 0.5).view(torch.int32).all()
         workers.on_each(lambda: torch.set_flush_denormal(True))
         assert not (tiny * 0.5).view(torch.int32).any()
         workers.on_each(lambda: torch.set_flush_denormal(False))
         assert (tiny * 0.5).view(torch.int32).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -1360,19 +1315,15 @@ def test_each_thread_that_computes_is_reached(threads: int) -> None:
     ],
 )
 def test_an_error_on_any_thread_is_raised(threads: int) -> None:
-    before, caller, calls = torch.get_num_threads(), threading.get_ident(), []
+    caller, calls = threading.get_ident(), []
 
     def refuse() -> None:
         calls.append(threading.get_ident())
         if threads == 1 or calls[-1] != caller:
             raise ValueError("of one thread")
 
-    torch.set_num_threads(threads)
-    try:
-        with pytest.raises(ValueError, match="of one thread"):
-            workers.on_each(refuse)
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(threads), pytest.raises(ValueError, match="of one thread"):
+        workers.on_each(refuse)
     assert len(calls) == len(set(calls)) == threads
 
 

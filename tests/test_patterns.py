@@ -17,6 +17,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import pointer as offsets
 from torch import Tensor
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch_geometric.data import Batch, Data, HeteroData
@@ -83,10 +84,6 @@ every_case_and_random = pytest.mark.parametrize("case", CASES + RANDOM_CASES, id
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(lengths).tolist()])
-
-
 # ------------------------------------------------------------------------------------------------ definitions
 
 
@@ -96,6 +93,9 @@ def test_definition(case: Case) -> None:
         graph = case(n).validate()
         assert (graph.num_queries, graph.num_keys, graph.heads, graph.num_sequences) == (n, n, 1, 1)
         assert torch.equal(graph.to_dense()[0], case.dense(n)), n
+        causal = case.function(n, **case.arguments | {"is_causal": True}).validate()
+        assert causal == graph.causal()
+        assert causal.is_causal
 
 
 def test_larger_blocks() -> None:
@@ -146,30 +146,6 @@ def test_the_options_reach_every_function() -> None:
 
 def test_numbers_of_numpy_are_taken() -> None:
     assert patterns.window(np.int64(5), np.int32(1)) == patterns.window(5, 1)  # type: ignore[arg-type]
-
-
-def spread(order: list[Tensor]) -> int:
-    """Condition 3 of Lemma 2: after how many patterns, applied in turn, every token has seen every token."""
-    seen = order[0].double()
-    for step in range(1, 100):
-        if bool(seen.all()):
-            return step
-        seen = ((order[step % len(order)].double() @ seen) > 0).double()
-    raise AssertionError("the patterns do not connect the tokens")
-
-
-@pytest.mark.parametrize(("n", "k", "steps"), [(6, 3, 4), (12, 3, 5), (16, 4, 5), (17, 4, 5), (32, 4, 5)])
-def test_lemma_2(n: int, k: int, steps: int) -> None:
-    loops = patterns.self_loops(n)
-    first, second, third = (
-        (pattern(n, k) | loops).to_dense()[0]
-        for pattern in (patterns.block_diagonal, patterns.relay_keys, patterns.relay_queries)
-    )
-    assert spread([first, second, third]) == steps
-    assert spread([first, third, second]) == 3
-    assert torch.equal(patterns.relay_queries(n, k).to_dense()[0], patterns.relay_keys(n, k).to_dense()[0].T)
-    assert not patterns.relay_keys(n, k).to_dense()[0].diagonal().all()  # self-loops are the caller's
-    assert not patterns.relay_queries(n, k).to_dense()[0].diagonal().all()
 
 
 # ------------------------------------------------------------------------------------------------ random keys
@@ -334,12 +310,8 @@ def test_bigbird_is_the_union(
 @pytest.mark.parametrize("size", [2**63, 2**64 + 1, 10**100, np.uint64(2**63)])
 def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
     calls: list[Callable[..., AttentionGraph]] = [
-        patterns.window,
-        patterns.global_tokens,
-        partial(patterns.random, seed=0),
-        patterns.block_diagonal,
-        patterns.relay_keys,
-    ]
+        patterns.window, patterns.global_tokens, partial(patterns.random, seed=0), patterns.block_diagonal, patterns.relay_keys,
+    ]  # fmt: skip
     for call in (*calls, patterns.relay_queries):
         assert call(4, size) == call(4, 4)
     assert patterns.bigbird(4, size, size, size, seed=0) == patterns.full(4)
@@ -348,77 +320,29 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: patterns.full(200_000),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 149.0 GiB of 1.0 GiB).",
-        ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,100",
-        ),
-        (
-            lambda: patterns.window(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.window(10**6, 10**6, is_causal=True),
-            "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges",
-        ),
-        (
-            lambda: patterns.global_tokens(10**6, 1000),
-            "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges",
-        ),
-        (
-            lambda: patterns.random(10**6, 1000, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.random(10**5, 10**5 - 1, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0),
-            "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges",
-        ),
+        (lambda: patterns.full(200_000),
+         "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges, 149.0 GiB of 1.0 GiB)."),
+        (lambda: patterns.full(None, ptr=torch.tensor([0, 10, 200_010])),
+         "Expected 'n' to ask for no more than memory holds (got 40,000,000,100"),
+        (lambda: patterns.window(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.window(10**6, 10**6, is_causal=True),
+         "Expected 'n' to ask for no more than memory holds (got 500,000,500,000 edges"),
+        (lambda: patterns.global_tokens(10**6, 1000), "Expected 'n' to ask for no more than memory holds (got 1,999,000,000 edges"),
+        (lambda: patterns.random(10**6, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges"),
+        (lambda: patterns.random(10**5, 10**5 - 1, seed=0), "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges"),
+        (lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges"),
         (lambda: patterns.bigbird(10**5, 2, 2, 0, heads=100), "Expected 'heads' to ask for no more than memory holds"),
-        (
-            lambda: patterns.block_diagonal(200_000, 1),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.relay_keys(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.relay_queries(10**6, 10**6),
-            "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges",
-        ),
-        (
-            lambda: patterns.self_loops(2**62),
-            "Expected 'n' to ask for no more than memory holds (got 4,611,686,018,427,387,904 tokens",
-        ),
-        (
-            lambda: patterns.self_loops(2**64),
-            "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens",
-        ),
-        (
-            lambda: patterns.self_loops(2, heads=2**31),
-            "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows",
-        ),
-        (
-            lambda: patterns.random(2, 1, heads=2**31),
-            "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows",
-        ),
-        (
-            lambda: patterns.full(2000, heads=1000),
-            "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges",
-        ),
-        (
-            lambda: FULL_GRAPH(Data(num_nodes=200_000)),
-            "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges",
-        ),
+        (lambda: patterns.block_diagonal(200_000, 1), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
+        (lambda: patterns.relay_keys(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.relay_queries(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),
+        (lambda: patterns.self_loops(2**62), "Expected 'n' to ask for no more than memory holds (got 4,611,686,018,427,387,904 tokens"),
+        (lambda: patterns.self_loops(2**64), "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
+        (lambda: patterns.self_loops(2, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.random(2, 1, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
+        (lambda: patterns.full(2000, heads=1000), "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges"),
+        (lambda: FULL_GRAPH(Data(num_nodes=200_000)), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
     ],
-)
+)  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
     call: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,39 +366,17 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.full(None), ValueError, "Expected 'n' or 'ptr' (got neither)."),
         (lambda: patterns.full(0), ValueError, "Expected 'n' to be at least 1 (got 0)."),
         (lambda: patterns.full(cast(int, 2.0)), TypeError, "Expected 'n' to be an int (got float)."),
-        (
-            lambda: patterns.full(3, ptr=torch.tensor([0, 4])),
-            ValueError,
-            "Expected 'n' to be the last entry of 'ptr', 4 (got 3)",
-        ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])),
-            ValueError,
-            "Expected 'ptr' to be strictly increasing (got an empty sequence",
-        ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])),
-            TypeError,
-            "Expected 'ptr' to be int64 (got torch.float32)",
-        ),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)),
-            ValueError,
-            "Expected 'ptr' to be [B+1] with B >= 1 (got [0])",
-        ),
+        (lambda: patterns.full(3, ptr=torch.tensor([0, 4])), ValueError, "Expected 'n' to be the last entry of 'ptr', 4 (got 3)"),
+        (lambda: patterns.full(None, ptr=torch.tensor([0, 2, 2])), ValueError,
+         "Expected 'ptr' to be strictly increasing (got an empty sequence"),
+        (lambda: patterns.full(None, ptr=torch.tensor([0.0, 2.0])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
+        (lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)), ValueError,
+         "Expected 'ptr' to be [B+1] with B >= 1 (got [0])"),
         (lambda: patterns.full(None, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
-        (
-            lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])),
-            TypeError,
-            "Expected 'ptr' to be a tensor (got list).",
-        ),
+        (lambda: patterns.window(2, 1, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
         (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.random(3, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
-        (
-            lambda: patterns.full(None, ptr=torch.tensor([0.0, np.inf])),
-            TypeError,
-            "Expected 'ptr' to be int64 (got torch.float32)",
-        ),
+        (lambda: patterns.full(None, ptr=torch.tensor([0.0, np.inf])), TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (lambda: patterns.bigbird(3, 1, 1, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
         (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
         (lambda: patterns.window(3, -1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
@@ -488,7 +390,7 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.relay_keys(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
         (lambda: patterns.relay_queries(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
     ],
-)
+)  # fmt: skip
 def test_errors(call: Callable[[], AttentionGraph], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
@@ -555,14 +457,9 @@ def test_transform_of_a_batch_without_edges_separates() -> None:
 
 def test_transform_replaces_the_former_edges() -> None:
     data = Data(
-        x=torch.ones(3, 1),
-        edge_index=torch.tensor([[0], [1]]),
-        edge_attr=torch.ones(1, 2),
-        edge_weight=torch.ones(1),
-        edge_type=torch.zeros(1, dtype=torch.int64),
-        edge_label=torch.ones(1),
-        adj_t=torch.eye(3),
-    )
+        x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]]), edge_attr=torch.ones(1, 2), edge_weight=torch.ones(1),
+        edge_type=torch.zeros(1, dtype=torch.int64), edge_label=torch.ones(1), adj_t=torch.eye(3),
+    )  # fmt: skip
     result = SourceGraph(patterns.PatternSource(patterns.self_loops))(data)
     assert set(result.keys()) == {"x", "edge_index", "edge_label"}
     assert set(data.keys()) == {"x", "edge_index", "edge_attr", "edge_weight", "edge_type", "edge_label", "adj_t"}

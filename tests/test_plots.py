@@ -56,21 +56,15 @@ def figures(trace: EncoderTrace) -> dict[str, Figure]:
     graph = sample_edges(sbm, seed=0)
     images = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(0))
     return {
-        "mask": plots.plot_mask(graph, sbm, head=1),
-        "mask alone": plots.plot_mask(GRAPHS["bipartite"], head=2, title="Layer 3"),
-        "mask of many tokens": plots.plot_mask(random_graph(1, 900, 500, 0.01)),
-        "empty mask": plots.plot_mask(GRAPHS["no edges"]),
+        "mask": plots.plot_mask(graph, sbm, head=1), "mask alone": plots.plot_mask(GRAPHS["bipartite"], head=2, title="Layer 3"),
+        "mask of many tokens": plots.plot_mask(random_graph(1, 900, 500, 0.01)), "empty mask": plots.plot_mask(GRAPHS["no edges"]),
         "density": plots.plot_density(trace),
         "densities of tasks": plots.plot_density({"ListOps": trace.density, "Text": trace.density[:1, :1]}),
-        "pixels": plots.plot_pixel_attention(trace, images),
-        "inputs": plots.plot_inputs(trace, sequences=[2, 0], titles=["two", "zero"]),
-        "extremes": plots.plot_extremes(trace),
-        "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
-        "blocks": plots.plot_communities(graph, sbm),
-        "training": plots.plot_training_density(ROWS),
-        "losses": plots.plot_losses(losses()),
-        "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
-    }
+        "pixels": plots.plot_pixel_attention(trace, images), "inputs": plots.plot_inputs(trace, sequences=[2, 0], titles=["two", "zero"]),
+        "extremes": plots.plot_extremes(trace), "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
+        "blocks": plots.plot_communities(graph, sbm), "training": plots.plot_training_density(ROWS),
+        "losses": plots.plot_losses(losses()), "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -40,11 +40,9 @@ from sbm_pyg.dense import FullAttention
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1, "sbm_options": {"cluster_init": "orthogonal"}},
-    "full": {"dropout": 0.1},
-    "window": {"size": 2},
-    "bigbird": {"num_random": 1},
-}
+    "sbm": {"num_blocks": 4, "dropout": 0.1, "sbm_options": {"cluster_init": "orthogonal"}}, "full": {"dropout": 0.1},
+    "window": {"size": 2}, "bigbird": {"num_random": 1},
+}  # fmt: skip
 FILES = ["README.md", "config.json", "model.safetensors"]
 
 
@@ -60,11 +58,9 @@ def encoder(attention: Any = "sbm", **options: Any) -> SequenceEncoder:
 
 MODELS: dict[str, Callable[[], Pretrained]] = {
     **{f"encoder, {name}": partial(encoder, name, head_channels=4, ffn_channels=24, dropout=0.3) for name in OPTIONS},
-    "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3),
-    "pairs": lambda: PairClassifier(encoder("full"), 4),
-    "tokens": lambda: TokenClassifier(encoder("bigbird"), 5),
-    "subclass": lambda: Doubled(encoder(), 2),
-}
+    "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3), "pairs": lambda: PairClassifier(encoder("full"), 4),
+    "tokens": lambda: TokenClassifier(encoder("bigbird"), 5), "subclass": lambda: Doubled(encoder(), 2),
+}  # fmt: skip
 
 
 def run(model: nn.Module) -> Tensor:
@@ -109,25 +105,11 @@ def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "num_tokens": 9,
-        "channels": 12,
-        "num_layers": 3,
-        "heads": 3,
-        "head_channels": 5,
-        "ffn_channels": 7,
-        "max_length": 11,
-        "dropout": 0.25,
-        "attention": "sbm",
-        "attention_options": {
-            "num_blocks": 2,
-            "exploration": 0.5,
-            "estimator": "paper",
-            "budget": 3.5,
-            "window": 1,
-            "normalizer": "entmax15",
-        },
+        "num_tokens": 9, "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
+        "dropout": 0.25, "attention": "sbm",
+        "attention_options": {"num_blocks": 2, "exploration": 0.5, "estimator": "paper", "budget": 3.5, "window": 1, "normalizer": "entmax15"},
         "is_causal": True,
-    }
+    }  # fmt: skip
     model = SequenceEncoder(**options)
     assert model.constructor_options() == options | {"in_channels": None}
     model.save_pretrained(tmp_path / "model")
@@ -338,11 +320,8 @@ def test_infinite_options_come_back(tmp_path: Path) -> None:
 
 def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
     metric: dict[str, Any] = {
-        "plain": 3,
-        "torch": torch.tensor(0.25, requires_grad=True),
-        "numpy": np.float32(0.5),
-        "array": np.array(0.75),
-    }
+        "plain": 3, "torch": torch.tensor(0.25, requires_grad=True), "numpy": np.float32(0.5), "array": np.array(0.75),
+    }  # fmt: skip
     encoder().save_pretrained(tmp_path / "model", metric=metric)
     saved = json.loads((tmp_path / "model" / "config.json").read_text())["trained"]["metric"]
     assert saved == {"plain": 3, "torch": 0.25, "numpy": 0.5, "array": 0.75}
@@ -524,31 +503,27 @@ def test_changed_weights_are_named(saved: Path) -> None:
         ({"version": "999.0.0"}, f"to be at most {pretrained.__version__} (got 999.0.0). Update your clone."),
         ({"version": f"{pretrained.__version__}.1"}, "Update your clone"),
         ({"class": "PairedClassifier"}, "(got 'PairedClassifier'). Import the module that defines it first."),
-        (
-            {"class": "TokenClassifier"},
-            "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`.",
-        ),
+        ({"class": "TokenClassifier"},
+         "to be one of ['SequenceClassifier'] (got 'TokenClassifier'). Load it with `TokenClassifier.from_pretrained`."),
         ({"class": "_PoolingHead"}, "(got '_PoolingHead')"),
         ({"class": None}, "(got None)"),
         ({"options": None}, "Expected 'options' in "),
         ({"options": {"num_classes": 10}}, "to fit SequenceClassifier (got "),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"colour": 1}}, "num_classes": 10}},
-            "to fit SequenceEncoder (got ",
-        ),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 0}}, "num_classes": 10}},
-            "Expected 'num_tokens' to be at least 1",
-        ),
-        (
-            {"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
-            "to fit SequenceEncoder (got ValueError: it makes ",
-        ),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"colour": 1}}, "num_classes": 10}},
+         "to fit SequenceEncoder (got "),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 0}}, "num_classes": 10}},
+         "Expected 'num_tokens' to be at least 1"),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15}}, "num_classes": 10}},
+         "to fit SequenceEncoder (got ValueError: it makes "),
+        ({"options": {"encoder": {"class": "SequenceClassifier", "options": {}}, "num_classes": 10}}, "to fit SequenceClassifier (got "),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "options": {"num_tokens": 15, "dropout": 2.0}}, "num_classes": 10}},
+         "Expected 'dropout' in [0, 1"),
+        ({"options": {"encoder": {"class": "SequenceEncoder", "clazz": 1, "options": {}}, "num_classes": 10}}, "to have the keys 'class' and 'options'"),
         ({"library": "transformers"}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": None}, "to be the config of a model of sbm_pyg (got another one)"),
         ({"sha256": {}}, "to have the SHA-256 None"),
     ],
-)
+)  # fmt: skip
 def test_misfits_are_told(saved: Path, changes: dict[str, Any], message: str) -> None:
     SequenceClassifier.from_pretrained(saved)
     edit(saved, **changes)
@@ -556,9 +531,9 @@ def test_misfits_are_told(saved: Path, changes: dict[str, Any], message: str) ->
         SequenceClassifier.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
-def test_a_config_that_is_none_is_told(saved: Path, text: str) -> None:
-    (saved / "config.json").write_text(text)
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\x00", b"null", b"\xff\xfe", b"[" * 5000])
+def test_a_config_that_is_none_is_told(saved: Path, text: bytes) -> None:
+    (saved / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=re.escape(f"Expected '{saved / 'config.json'}' to be ")):
         Pretrained.from_pretrained(saved)
 
@@ -570,20 +545,17 @@ def test_older_versions_are_read(saved: Path) -> None:
 
 SHARE = "encoder.layers.0.attention.source.share"
 FOREIGN: dict[str, Callable[[dict[str, Tensor]], bytes]] = {
-    "no safetensors": lambda state: b"no header, and no tensors",
-    "nothing": lambda state: b"",
+    "no safetensors": lambda state: b"no header, and no tensors", "nothing": lambda state: b"", "zeros": lambda state: b"\0" * 99,
     "cut off": lambda state: safetensors.torch.save(state)[:-8],
     "of another model": lambda state: safetensors.torch.save({"weight": torch.ones(3)}),
     "one missing": lambda state: safetensors.torch.save(dict([*state.items()][1:])),
     "another shape": lambda state: safetensors.torch.save({name: value[:1].clone() for name, value in state.items()}),
     "integers": lambda state: safetensors.torch.save({name: value.long() for name, value in state.items()}),
-    "fp8": lambda state: safetensors.torch.save(
-        {**state, "encoder.norm.bias": torch.ones(16, dtype=torch.float8_e5m2)}
-    ),
+    "fp8": lambda state: safetensors.torch.save({**state, "encoder.norm.bias": torch.ones(16, dtype=torch.float8_e5m2)}),
     "a share of three": lambda state: safetensors.torch.save({**state, SHARE: torch.full((3,), 0.5)}),
     "a share of two": lambda state: safetensors.torch.save({**state, SHARE: torch.tensor(2.0)}),
     "complex": lambda state: safetensors.torch.save({name: value.to(torch.complex64) for name, value in state.items()}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

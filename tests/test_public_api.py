@@ -16,58 +16,18 @@ from sbm_pyg.ops import schemas
 
 ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
-    "ops",
-    "auxiliary",
-    "ragged",
-    "rows",
-    "graph",
-    "blocks",
-    "sources.following",
-    "sources.interface",
-    "sources.patterns",
-    "sources.pairs",
-    "sources.selectors",
-    "sources.sbm",
-    "sources.learned",
-    "sources.sampling",
-    "sources.indexer",
-    "estimators",
-    "dcmm",
-    "normalizers",
-    "propagation",
-    "attention",
-    "sparsifier",
-    "dense",
-    "multihead",
-    "pretrained",
-    "models",
-    "info",
-    "sparsefinder.projection",
-    "sparsefinder.predictors",
-    "sparsefinder.ground_truth",
-    "analysis.walks",
-    "analysis.hamiltonian",
-    "analysis.conditions",
-    "analysis.heads",
-    "analysis.statistics",
-    "analysis.plots",
-    "integrations.lightning",
+    "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "sources.following", "sources.interface", "sources.patterns",
+    "sources.pairs", "sources.selectors", "sources.sbm", "sources.learned", "sources.sampling", "sources.indexer", "estimators", "dcmm",
+    "normalizers", "propagation", "attention", "sparsifier", "dense", "multihead", "pretrained", "models", "info",
+    "sparsefinder.projection", "sparsefinder.predictors", "sparsefinder.ground_truth", "analysis.walks", "analysis.hamiltonian",
+    "analysis.conditions", "analysis.heads", "analysis.statistics", "analysis.plots", "integrations.lightning",
     "integrations.hugging_face_attention",
     "integrations.hugging_face",
-]
+]  # fmt: skip
 WINGS = "analysis", "integrations", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [
-    "lightning",
-    "matplotlib",
-    "scipy",
-    "sklearn",
-    "ortools",
-    "entmax",
-    "torch_sparse",
-    "torch_scatter",
-    "torchmetrics",
-    "tensorboard",
-]
+    "lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torch_scatter", "torchmetrics", "tensorboard",
+]  # fmt: skip
 OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "accelerate", "triton"]
 
 

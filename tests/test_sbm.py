@@ -132,8 +132,7 @@ def test_edge_prob_and_its_gradients() -> None:
     g[graph.to_dense()] = weight
     closed = (g @ z @ s.mT, g.mT @ y @ s, y.mT @ g @ z)
     for result in (prob, gate):
-        for grad, want in zip(torch.autograd.grad(result, (y, z, s), weight, retain_graph=True), closed, strict=True):
-            torch.testing.assert_close(grad, want)
+        torch.testing.assert_close(torch.autograd.grad(result, (y, z, s), weight, retain_graph=True), closed)
 
 
 @pytest.mark.parametrize(("cluster_init", "ratio"), [("kaiming", 1.016), ("orthogonal", math.e)])
@@ -312,40 +311,27 @@ def test_repr_and_sizes() -> None:
     ("arguments", "error", "message"),
     [
         ((Y.int(), Z, S), TypeError, r"Expected 'query_membership' to be a floating tensor \(got torch.int32\)"),
-        (
-            (Y, Z.double(), S),
-            TypeError,
-            r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)",
-        ),
+        ((Y, Z.double(), S), TypeError, r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)"),
         ((Y, Z, S.to("meta")), ValueError, r"Expected 'block_matrix' on cpu, as 'query_membership' is \(got meta\)"),
         ((Y[0], Z, S), ValueError, r"Expected 'query_membership' to have three dimensions \(got \[6, 3\]\)"),
         ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
         ((Y, Z[:1], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
         ((Y, Z[..., :2], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\]"),
         ((Y, Z, S[:, :2]), ValueError, r"Expected 'block_matrix' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
-        (
-            (Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])),
-            ValueError,
-            r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)",
-        ),
-        (
-            (Y, Z, S, torch.tensor([0, 3, 3, 6]), torch.tensor([0, 1, 2, 8])),
-            ValueError,
-            r"strictly increasing \(got an empty sequence at sequence 1\)",
-        ),
+        ((Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])), ValueError,
+         r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)"),
+        ((Y, Z, S, torch.tensor([0, 3, 3, 6]), torch.tensor([0, 1, 2, 8])), ValueError,
+         r"strictly increasing \(got an empty sequence at sequence 1\)"),
         ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
-        (
-            (Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])),
-            ValueError,
-            r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)",
-        ),
+        ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError,
+         r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((Y[:, :0], Z, S), ValueError, r"at least one token \(got 0 tokens\)"),
         ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
         ((Y, Z.tolist(), S), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
         ((Y, Z, S > 0), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.bool\)"),
     ],
-)
+)  # fmt: skip
 def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SBM(*arguments)
@@ -516,13 +502,11 @@ def test_a_half_model_whose_product_fits_is_sampled() -> None:
 def test_head_calls_a_perceptron_of_another_kind(change: str) -> None:
     head, linear = SBMHead(4, 2, 3), torch.nn.Linear(4, 4)
     changes: dict[str, Any] = {
-        "deeper": torch.nn.Sequential(*head.mlp, torch.nn.ReLU(), linear),
-        "shallower": torch.nn.Sequential(linear),
-        "no bias": torch.nn.Sequential(head.mlp[0], torch.nn.ReLU(), torch.nn.Linear(4, 4, bias=False)),
-        "one layer": linear,
+        "deeper": torch.nn.Sequential(*head.mlp, torch.nn.ReLU(), linear), "shallower": torch.nn.Sequential(linear),
+        "no bias": torch.nn.Sequential(head.mlp[0], torch.nn.ReLU(), torch.nn.Linear(4, 4, bias=False)), "one layer": linear,
         "compiled": torch.compile(head.mlp, backend="eager"),
         "another activation": torch.nn.Sequential(head.mlp[0], torch.nn.GELU(), head.mlp[2]),
-    }
+    }  # fmt: skip
     head.mlp = changes[change]
     q = torch.randn(2, 5, 4)
     expected = (head.mlp(q) @ head.clusters.mT + head.shift).sigmoid()

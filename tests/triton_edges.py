@@ -28,12 +28,10 @@ ALL = ("score", True, True, 0.4)
 WIDTHS = (5, 7), (64, 16), (16, 128), (100, 256)
 
 test_attention = contract(
-    test_ops.test_attention_equals_the_reference,
-    *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS),
-    *(("one row has all edges", *option, (1, 3)) for option in test_ops.OPTIONS[1::3]),
-    *((name, *ALL, (32, 32)) for name in SMALL),
+    test_ops.test_attention_equals_the_reference, *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS),
+    *(("one row has all edges", *option, (1, 3)) for option in test_ops.OPTIONS[1::3]), *((name, *ALL, (32, 32)) for name in SMALL),
     *(("rows around a vector", *ALL, widths) for widths in WIDTHS),
-)
+)  # fmt: skip
 test_precision = contract(
     test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
 )
@@ -62,11 +60,9 @@ def test_tiles_may_have_any_size(words: int, edges: int, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------ rows that several programs share
 
 test_long_rows = contract(
-    test_ops.test_attention_equals_the_reference,
-    *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS[::2]),
-    *((name, *ALL, (3, 5)) for name in SMALL),
-    long=2,
-)
+    test_ops.test_attention_equals_the_reference, *(("bipartite", *option, (16, 48)) for option in test_ops.OPTIONS[::2]),
+    *((name, *ALL, (3, 5)) for name in SMALL), long=2,
+)  # fmt: skip
 test_long_rows_in_half_precision = contract(
     test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), long=3
 )

@@ -17,13 +17,10 @@ from examples.common.tables import read
 
 CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
-    "kernels": ["ours", "sdpa-masked", "wrong"],
-    "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
-    "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"],
-    "samplers": ["bernoulli", "dense", "wrong"],
-    "layers": ["sbm", "dense", "wrong"],
-    "growth": ["sampling", "layer"],
-}
+    "kernels": ["ours", "sdpa-masked", "wrong"], "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
+    "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"], "samplers": ["bernoulli", "dense", "wrong"],
+    "layers": ["sbm", "dense", "wrong"], "growth": ["sampling", "layer"],
+}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,13 +137,9 @@ def made(**changes: Any) -> dict[str, Any]:
 
 def test_ratios_are_against_the_same_table_and_run() -> None:
     rows = [
-        made(),
-        made(peer="pyg", median_ms=50.0),
-        made(group="1 %", median_ms=1.0),
-        made(peer="csr", group="1 %", median_ms=3.0),
-        made(peer="pyg", run="b"),
-        made(peer="pyg", group="1 %", median_ms=math.nan),
-    ]
+        made(), made(peer="pyg", median_ms=50.0), made(group="1 %", median_ms=1.0), made(peer="csr", group="1 %", median_ms=3.0),
+        made(peer="pyg", run="b"), made(peer="pyg", group="1 %", median_ms=math.nan),
+    ]  # fmt: skip
     assert [report.ratio(row, rows) for row in rows[:4]] == [1, 25, 1, 3]
     assert all(math.isnan(report.ratio(row, rows)) for row in rows[4:])
     grown = [

@@ -107,15 +107,9 @@ def test_a_study_runs_what_is_missing_once(tmp_path: Path, monkeypatch: pytest.M
     table = (tmp_path / "tables" / "repeated_tokens.csv").read_text()
     rows = read(tmp_path / "tables" / "repeated_tokens.csv")
     found = [
-        ("full", 0, 3),
-        ("full", 0, 6),
-        ("local", 0, 3),
-        ("local", 0, 6),
-        ("full", 1, 3),
-        ("full", 1, 6),
-        ("local", 1, 3),
+        ("full", 0, 3), ("full", 0, 6), ("local", 0, 3), ("local", 0, 6), ("full", 1, 3), ("full", 1, 6), ("local", 1, 3),
         ("local", 1, 6),
-    ]
+    ]  # fmt: skip
     assert [(row["run"], row["seed"], row["step"]) for row in rows] == found
     assert table.partition("\n")[0] == (DOCS / "learning" / "repeated_tokens.csv").read_text().partition("\n")[0]
     study.run(given(tmp_path, "--seeds", "2"))

@@ -63,11 +63,9 @@ def make_pathfinder(folder: Path) -> None:
 
 
 MAKE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "text": (make_text, "aclImdb"),
-    "retrieval": (make_retrieval, "tsv_data"),
-    "image": (make_image, "cifar-10-batches-py"),
+    "text": (make_text, "aclImdb"), "retrieval": (make_retrieval, "tsv_data"), "image": (make_image, "cifar-10-batches-py"),
     "pathfinder": (make_pathfinder, "pathfinder32"),
-}
+}  # fmt: skip
 SIZES = {"text": [36, 4, 8], "retrieval": [6, 3, 2], "image": [36, 4, 8], "pathfinder": [32, 4, 4]}
 
 

@@ -34,11 +34,8 @@ SMALL = Parameters(train=60, val=10, test=20, max_depth=4, max_args=5, min_lengt
 
 
 OPERATIONS: dict[str, Callable[[list[int]], int]] = {
-    "[MIN": min,
-    "[MAX": max,
-    "[MED": lambda values: int(statistics.median(values)),
-    "[SM": lambda values: sum(values) % 10,
-}
+    "[MIN": min, "[MAX": max, "[MED": lambda values: int(statistics.median(values)), "[SM": lambda values: sum(values) % 10,
+}  # fmt: skip
 
 
 def evaluate(source: str) -> int:

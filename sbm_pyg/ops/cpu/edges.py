@@ -354,7 +354,7 @@ def dropout_tables(query: Tensor, key: Tensor, dropout: float, seed: int, dtype:
 
     Mixed words above the threshold keep an edge. Without dropout the tables of words are empty.
     """
-    threshold, tables = round(dropout * 2**32), []
+    threshold, tables = round(float(dropout) * 2**32), []
     for side, tokens in enumerate((query, key)):
         heads, count = tokens.shape[:2]
         padded = -(-count // 64) * 64

@@ -153,7 +153,7 @@ def dropout_arguments(query: Tensor, key: Tensor, dropout: float, seed: int) -> 
             grid = (triton.cdiv(numbers, 256), heads)
             launch(_dropout_words_kernel, grid, table, numbers, side, seed, TILE=256, num_warps=4)
             tables[side] = table
-    return *tables, round(dropout * 2**32), float_bits(1 / (1 - dropout))
+    return *tables, round(float(dropout) * 2**32), float_bits(1 / (1 - dropout))
 
 
 # ------------------------------------------------------------------ in a kernel

@@ -85,4 +85,4 @@ def dropout_keeps(query_word: Tensor, key_word: Tensor, dropout: float) -> Tenso
 
     Each pair is dropped with the same probability, and any three pairs independently. No pair depends on another one.
     """
-    return _mixed(query_word ^ key_word) >= round(dropout * 2**32)
+    return _mixed(query_word ^ key_word) >= round(float(dropout) * 2**32)
