@@ -95,7 +95,8 @@ class Classifier(LightningModule):
         self.sources = [part for part in self.modules() if isinstance(part, SBMSource) and settings.target_density]
         self.sparsifier = None
         if settings.target_density:
-            self.sparsifier = Sparsifier(self.model, settings.target_density, total_steps=settings.steps)
+            # the learning rate falls in a straight line, and sparse attention needs some of it
+            self.sparsifier = Sparsifier(self.model, settings.target_density, settings.steps, dense_part=0.4)
         self.losses: list[Tensor] = []  # of the parts of a step
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
         self.began = time.perf_counter()
