@@ -305,6 +305,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
         ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got no rows\)."
     ):
         plots.plot_training_density([])
+    for row in ({"step": 0.0, "density_layer0_head0": "x"}, {"step": 1.0}):
+        with pytest.raises(ValueError, match="Expected 'log' to have a number in each cell"):
+            plots.plot_training_density([{"step": 0.0, "density_layer0_head0": 1.0}, row])  # type: ignore[list-item]
     with pytest.raises(
         ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 24, 24\) \(got \(1, 3, 3\)\)."
     ):

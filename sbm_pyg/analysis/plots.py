@@ -395,10 +395,14 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
             "Expected 'log' with columns 'step' and 'density_layer0_head0', ... "
             f"(got {list(rows[0]) if rows else 'no rows'}). `examples/lra.py` writes train.csv and val.csv."
         )
+    try:
+        columns = {name: [float(row[name]) for row in rows] for name in ("step", *(name for *_, name in names))}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Expected 'log' to have a number in each cell (got {error}). Delete damaged rows.") from None
     figure, axes = _axes(ax, 7.2, 4.4)
-    steps = [float(row["step"]) for row in rows]
+    steps = columns["step"]
     for layer, head, name in names:
-        values, colour = [100 * float(row[name]) for row in rows], COLOURS[layer % len(COLOURS)]
+        values, colour = [100 * value for value in columns[name]], COLOURS[layer % len(COLOURS)]
         style = ("-", "--", ":", "-.")[head % 4]
         axes.plot(steps, values, color=colour, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
     axes.set_ylim(bottom=0)
