@@ -358,7 +358,8 @@ def _edge_effect(d: Draw) -> Case:
         sides = grad_out, query, key, value
         if o["rate"] is None and tame(*sides, o["rows"][2], o["probes"][2], o["scale"]):
             meant: Any = effects.edge_effect
-            wanted = meant(*(x.double() for x in sides), *in_double(o["rows"]), *in_double(o["probes"]), o["scale"])
+            rows = (*in_double(o["rows"]), *in_double(o["probes"]))
+            wanted = meant(*(x.double() for x in sides), *rows, o["scale"], None, None, None, 0.0)
             for mine, theirs, name in zip(result, wanted, ("edges", "probes"), strict=True):
                 close(mine, theirs, f"effects of {name}")
 
