@@ -164,21 +164,15 @@ class Estimator:
         """The part of this call in :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
         return None
 
-    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
-        """The same while attention is dense; by default :func:`row_distillation`, since there are no edges to train.
-
-        ``few`` is a part of the usual rows.
-        """
-        if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
-            return None
-        assert call.tokens is not None
-        return row_distillation(call.source, call.tokens, scale=call.scale, rows=few, part=few / 4)
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """The same while attention is dense; by default :func:`row_distillation`, since there are no edges to train."""
+        return _distill_rows(call)
 
 
 class NoEstimator(Estimator):
     """``"none"``: no loss sends a gradient to the probabilities."""
 
-    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
         """None."""
         return None
 
@@ -286,14 +280,13 @@ class Distill(Local):
         super().__init__(probes)
         self.weight = Imitate(weight).weight
 
-    def dense_loss(self, call: AttentionCall, few: float = 1.0) -> Tensor | None:
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
         """As :meth:`Estimator.dense_loss`."""
-        loss = super().dense_loss(call, few)
-        return loss if loss is None else self.weight * loss
+        return _distill_rows(call, self.weight)
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
         """As :meth:`Estimator.auxiliary_loss`; None in evaluation mode, or if gradients are disabled."""
-        return self.dense_loss(call, few=0.25)
+        return _distill_rows(call, self.weight, rows=0.25, part=1 / 16)
 
 
 class Relaxed(Estimator):
@@ -590,6 +583,14 @@ def distillation(
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
     log_p, log_degree = (upcast(x).clamp(min=min_probability(p)).log() for x in (p, degree))
     return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
+
+
+def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> Tensor | None:
+    """The weighted :func:`row_distillation` of a call; None where nothing learns."""
+    if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
+        return None
+    assert call.tokens is not None
+    return weight * row_distillation(call.source, call.tokens, scale=call.scale, **sample)
 
 
 @torch.compiler.disable  # which rows it samples decides sizes
