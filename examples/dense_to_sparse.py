@@ -41,7 +41,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     given = command.read(arguments)
     command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
-    given.train, given.test = stdlib_files()
     return given
 
 
@@ -113,9 +112,8 @@ class Model(nn.Module):
         return self.head(self.encoder(x))
 
 
-Batch = Callable[
-    [int], tuple[Tensor, Tensor, Tensor]
-]  # of a number: tokens [B, L], a mask of questions [B, L], answers [B, L]
+Batch = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""From a number to tokens, a mask of questions, and answers, ``[B, L]`` each."""
 
 
 def language(run: Run, texts: tuple[Tensor, Tensor, Tensor]) -> tuple[int, Batch, Batch, int]:
@@ -228,15 +226,16 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
     own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
     own |= {"task": given.model}
-    texts = read_texts(given) if given.model == "language" else None
-    few = {**own, "steps": max(1, given.steps // PART)}
+    texts, known = None, {}
+    if given.model == "language":
+        given.train, given.test = stdlib_files()
+        texts, known = read_texts(given), checksums(train=given.train, test=given.test)
+    own |= {"steps": max(1, given.steps // PART)}
     runs = []
     for seed in given.seeds:
-        others = [Run(**few | {"method": arm, "seed": seed}) for arm in given.arms]
-        runs += [dataclasses.replace(trained_run(others[0]), method="trained"), *others]
-    settings = settings_of(runs[0], given.model) | checksums(train=given.train, test=given.test)
-    del settings[f"steps of {given.model}"]
-    settings |= {f"steps of {given.model}": PART * runs[1].steps}
+        others = [Run(**own | {"method": arm, "seed": seed}) for arm in given.arms]
+        runs += [trained_run(others[0]), *others]
+    settings = settings_of(runs[0], given.model) | known
     train_missing(given.output, "dense_to_sparse", settings, runs, lambda run: train(run, texts, given.output))
     print(report(finished(given.output)))
     yield from given.output.glob("*.txt")

@@ -24,8 +24,10 @@ def _take(paths: list[Path], size: int) -> list[Path]:
     """The first files that have so many bytes together."""
     taken: list[Path] = []
     for path in paths:
+        if size <= 0:
+            break
         content = path.read_bytes()
-        if size > 0 and content and content.isascii():
+        if content and content.isascii():
             taken.append(path)
             size -= len(content)
     return taken
