@@ -15,6 +15,7 @@ from .graph import AttentionGraph
 from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
 from .multihead import SBMMultiheadAttention, replace_attention
 from .normalizers import Entmax
+from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DCMM",
     "SBM",
+    "ALiBi",
     "AttentionConv",
     "AttentionGraph",
     "BlockGraph",
@@ -45,6 +47,7 @@ __all__ = [
     "LearnedSource",
     "PairClassifier",
     "Pretrained",
+    "Rotary",
     "SBMAttentionConv",
     "SBMGraph",
     "SBMHead",

@@ -22,8 +22,9 @@ from .estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
+from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
-from .ragged import Tokens, draw_seed, resolve_sides
+from .ragged import Tokens, count_positions, draw_seed, resolve_sides
 from .sources.interface import Choice, GraphSource, drop_forbidden_edges
 from .sources.sampling import SBMSource
 from .sources.sbm import SBMHead
@@ -40,6 +41,7 @@ class CallOptions(TypedDict, total=False):
     edge_head: Tensor | None
     ptr: OneOrTwo | None
     batch: OneOrTwo | None
+    positions: OneOrTwo | None
     seed: int | None
     sequence_ids: Tensor | None
 
@@ -79,6 +81,8 @@ class AttentionConv(EdgeAttention):
         normalizer: Maps scores to weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"`` (alpha-entmax
             with a learned alpha per head), or an :class:`Entmax` with its own initial alpha. Most entmax weights are 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
+            :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias` are such biases.
+        rotary: A :class:`~sbm_pyg.Rotary` that rotates queries and keys by their positions, or None.
         dropout: Probability that an attention weight is dropped in training.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
             sources; tokens are ``[N, C]``, so ``node_dim`` is 0 or -2, which is the same.
@@ -118,6 +122,7 @@ class AttentionConv(EdgeAttention):
         is_causal: bool = False,
         normalizer: str | Entmax = "softmax",
         score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None = None,
+        rotary: Rotary | None = None,
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> None:
@@ -139,6 +144,7 @@ class AttentionConv(EdgeAttention):
         checks.kind("source", source, GraphSource | None, "a GraphSource", "A graph goes into the call.")
         what = "a callable (query, key, graph) -> [E]"
         checks.kind("score_bias", score_bias, Callable | None, what, "Wrap a tensor in a function.")
+        checks.kind("rotary", rotary, Rotary | None, "a Rotary", "Pass `sbm_pyg.Rotary()`.")
         check_normalizer(normalizer, heads)
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
@@ -148,7 +154,7 @@ class AttentionConv(EdgeAttention):
         self.out_channels, self.heads, self.concat = out_channels, heads, concat
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
         self.normalizer = Entmax(heads) if normalizer == "entmax" else normalizer
-        self.source, self.score_bias = source, score_bias
+        self.source, self.score_bias, self.rotary = source, score_bias, rotary
         self.auxiliary_losses = AuxiliaryLosses()
         self.lin_key = Linear(pair[0], wide, bias=bias)
         self.lin_query = Linear(pair[1], wide, bias=bias)
@@ -186,6 +192,7 @@ class AttentionConv(EdgeAttention):
         edge_head: Tensor | None = None,
         ptr: OneOrTwo | None = None,
         batch: OneOrTwo | None = None,
+        positions: OneOrTwo | None = None,
         seed: int | None = None,
         sequence_ids: Tensor | None = None,
         return_graph: bool = False,
@@ -202,6 +209,8 @@ class AttentionConv(EdgeAttention):
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or
                 one sequence.
             batch: The same as a sequence number per token, ``[N]``.
+            positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
+                in each sequence.
             seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
                 gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
@@ -230,7 +239,7 @@ class AttentionConv(EdgeAttention):
         )  # [H, N, C]
         return self.attend(
             query, key, value, edge_index, bipartite=x_key is not x_query, edge_head=edge_head, ptr=ptr, batch=batch,
-            seed=seed, sequence_ids=sequence_ids,
+            positions=positions, seed=seed, sequence_ids=sequence_ids,
             returns=Returns(return_graph, return_choice, return_attention_weights),
         )  # fmt: skip
 
@@ -238,8 +247,8 @@ class AttentionConv(EdgeAttention):
         self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None = None, *,
         bipartite: bool = False, is_causal: bool = False,
         edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_head: Tensor | None = None,
-        ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None, seed: int | None = None,
-        sequence_ids: Tensor | None = None, returns: Returns = OUTPUT_ONLY,
+        ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None, positions: OneOrTwo | None = None,
+        seed: int | None = None, sequence_ids: Tensor | None = None, returns: Returns = OUTPUT_ONLY,
     ) -> Any:  # fmt: skip
         """Attend with given queries, keys and values, for models with their own projections.
 
@@ -258,23 +267,27 @@ class AttentionConv(EdgeAttention):
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         is_causal = self.is_causal or is_causal
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
-        score_bias = partial(self._score_bias, query, key)
         tokens = None
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
             tokens = Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
+            query, key = self._rotate(query, key, *ptrs, positions)
+            if self.rotary is not None and self.rotary.for_source:
+                tokens = tokens.with_vectors(query, key)
             choice = self._choose(tokens)
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
-        of_call = (self.scale, limit, score_bias, seed, sequence_ids, self.training, tokens, self.source)
+            query, key = self._rotate(query, key, choice.graph.query_ptr, choice.graph.key_ptr, positions)
+        of_call = (self.scale, limit, self._score_bias, seed, sequence_ids, self.training, tokens, self.source)
         dense_loss = None
         if not choice.is_stored:
             call = AttentionCall(query, key, value, choice, None, *of_call)
             dense_loss = self.estimator.dense_loss(call)
             if edge_filter is not None or returns.attention_weights or self._needs_edges:
                 choice = choice.stored()
-        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop)
+        dense_bias = None if self.score_bias is None else getattr(self.score_bias, "dense", None)
+        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=dense_bias)
         if unstored is not None:
             out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, type(self.estimator).__name__)
             return self._pack_outputs(out, choice, None, returns)
@@ -282,7 +295,7 @@ class AttentionConv(EdgeAttention):
         choice = limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)
         gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
-        bias = score_bias(choice.graph)
+        bias = self._score_bias(query, key, choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
         inputs = (query, key, value, gate, bias)
         asked = (inputs, drop, seed, returns.attention_weights)
@@ -306,7 +319,25 @@ class AttentionConv(EdgeAttention):
     @property
     def _needs_edges(self) -> bool:
         """Whether attention over all pairs needs stored edges, since torch's dense kernel lacks an option."""
-        return self._edgewise or self.normalizer != "softmax" or self.score_bias is not None
+        has_dense_bias = self.score_bias is None or hasattr(self.score_bias, "dense")
+        return self._edgewise or self.normalizer != "softmax" or not has_dense_bias
+
+    def _rotate(
+        self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, positions: OneOrTwo | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, rotated by their positions if the layer does so."""
+        if self.rotary is None:
+            if positions is not None:
+                raise ValueError(
+                    "Expected no 'positions' (got some, and the layer has no 'rotary'). Leave them out, or give the "
+                    "layer a Rotary."
+                )
+            return query, key
+        if positions is None:
+            of_key, of_query = count_positions(key_ptr, key.size(1)), count_positions(query_ptr, query.size(1))
+        else:
+            of_key, of_query = positions if isinstance(positions, tuple | list) else (positions, positions)
+        return self.rotary(query, of_query), self.rotary(key, of_key)
 
     def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source, expanded to the heads of the layer."""

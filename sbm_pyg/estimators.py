@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from .ops.reference.segments import allowed_keys, segment_log_softmax, segments,
 from .ops.values import can_read, require_values
 from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, min_probability
-from .sources.learned import LearnedSource, far_edges, sample_rows, sample_sequences
+from .sources.learned import LearnedSource, sample_rows, sample_sequences
 
 __all__ = [
     "ESTIMATORS",
@@ -77,12 +78,13 @@ class AttentionCall:
     """One call of the attention layer: the arguments of an estimator.
 
     Args:
-        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``.
+        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, after a rotation by positions if the layer has
+            one.
         choice: The graph of the call, and its probabilities.
         bias: Score bias of its edges, ``[E]``, or None.
         scale: Factor of the scores.
         limit: Drops from another graph the edges that the layer does not allow, such as later keys.
-        score_bias: Computes the score bias of the edges of another graph, ``[E]`` or None.
+        score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, ``[B]`` int64, or None.
         training: True if the layer is in training mode.
@@ -97,7 +99,7 @@ class AttentionCall:
     bias: Tensor | None
     scale: float
     limit: Callable[[AttentionGraph], AttentionGraph]
-    score_bias: Callable[[AttentionGraph], Tensor | None]
+    score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None]
     seed: int
     sequence_ids: Tensor | None
     training: bool
@@ -224,7 +226,7 @@ class Local(Estimator):
         probes, chance = draw_probes(choice.graph, self.probes, seed=call.seed, sequence_ids=call.sequence_ids)
         probes = call.limit(probes)
         with torch.no_grad():  # the effects treat it as a constant
-            probe_bias = call.score_bias(probes)
+            probe_bias = call.score_bias(call.query, call.key, probes)
         return attach_local_expectation(
             out, call.query, call.key, call.value, choice.probability, choice.graph, probes, chance,
             bias=call.bias, probe_bias=probe_bias, forced=choice.forced, scale=call.scale,
@@ -590,13 +592,16 @@ def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> 
     if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
         return None
     assert call.tokens is not None
-    return weight * row_distillation(call.source, call.tokens, scale=call.scale, **sample)
+    scored = call.tokens.with_vectors(call.query, call.key)
+    how: dict[str, Any] = {"scale": call.scale, "scored": scored, "score_bias": call.score_bias}
+    return weight * row_distillation(call.source, call.tokens, **how, **sample)
 
 
 @torch.compiler.disable  # which rows it samples decides sizes
 def row_distillation(
-    source: LearnedSource, tokens: Tokens, *, scale: float = 1.0, rows: float = 1.0, part: float = 0.25
-) -> Tensor:
+    source: LearnedSource, tokens: Tokens, *, scale: float = 1.0, rows: float = 1.0, part: float = 0.25,
+    scored: Tokens | None = None, score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None] | None = None,
+) -> Tensor:  # fmt: skip
     r"""Distillation from dense attention on a sample of query rows, a scalar.
 
     For a sampled query the weights :math:`P_{ij}` of its attention over all keys are constants, and the loss is the
@@ -618,6 +623,8 @@ def row_distillation(
         scale: Factor of the scores.
         rows: Rows per sequence of length N, in units of :math:`\sqrt{N}`, as a mean over all sequences.
         part: Part of the sequences that rows are taken from, in (0, 1]; at least one sequence.
+        scored: The same tokens with the queries and keys of the scores, if the source sees others.
+        score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -627,16 +634,18 @@ def row_distillation(
     check_record(tokens)
     ops.checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
     ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
-    sequences = tokens.query_ptr.numel()
-    tokens = sample_sequences(tokens.detached(), part)
+    sequences, scored = tokens.query_ptr.numel(), tokens if scored is None else scored
+    check_record(scored)
+    tokens, scored = (sample_sequences(each.detached(), part) for each in (tokens, scored))
     graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
     probability, blocks = source.predict(tokens), graph.blocks
     with torch.no_grad():
-        weight = graph._attention_weight(tokens.query, tokens.key, None, scale)
+        bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
+        weight = graph._attention_weight(scored.query, scored.key, bias, scale)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     if source.forced_distance is not None or getattr(probability, "is_strict", False):
         distance = -(-(source.forced_distance or 0) // source.block_size)
-        far = far_edges(blocks, distance)
+        far = blocks.lag.abs() > distance
         blocks, weight = blocks.select(far), weight[far]
     log_p = segment_log_softmax(probability.log_on(blocks), blocks.rowptr)
     return -(weight * log_p).sum() / sampled

@@ -23,8 +23,9 @@ from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.values import can_read, require_values
+from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
-from .ragged import check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
+from .ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
 from .sources import indexer, patterns, selectors
 from .sources.interface import Choice, GraphSource
 
@@ -40,6 +41,7 @@ SOURCES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # wit
 }
 SCORERS: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
 ATTENTION = ("sbm", "full", "dcmm", *SOURCES, *SCORERS)
+POSITIONS = ("learned", "rotary", "alibi", "none")
 LAYER_BYTES = 2**15  # of the Python objects of a layer, without its parameters
 SEE_DOCSTRING = "See the docstring of SequenceEncoder."
 
@@ -191,7 +193,7 @@ class SequenceEncoder(Pretrained):
         heads: Attention heads per layer H.
         head_channels: Channels per head C; ``channels // heads`` if None.
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
-        max_length: Length of the longest sequence, the number of position embeddings.
+        max_length: Length of the longest sequence, the number of learned position embeddings.
         dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
             ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.sources.patterns`),
@@ -205,6 +207,9 @@ class SequenceEncoder(Pretrained):
             concatenated.
         in_channels: Channels of the features that replace token numbers; None for token numbers.
         is_causal: No token attends to a later one. A factory makes causal layers itself.
+        position_encoding: ``"learned"`` adds an embedding of the position to each token; ``"rotary"`` rotates queries
+            and keys (:class:`Rotary`), and ``"alibi"`` subtracts the distance from scores (:class:`ALiBi`), in named
+            attention only; ``"none"``. Without learned embeddings, sequences may have any length.
 
     Raises:
         TypeError: A size is not an int, or another argument has the wrong type.
@@ -239,6 +244,7 @@ class SequenceEncoder(Pretrained):
         attention_options: Mapping[str, Any] | None = None,
         in_channels: int | None = None,
         is_causal: bool = False,
+        position_encoding: str = "learned",
     ) -> None:
         super().__init__()
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -262,6 +268,7 @@ class SequenceEncoder(Pretrained):
         )
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that a number is dropped in training.")
         checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
+        checks.one_of("position_encoding", position_encoding, POSITIONS)
         attended, network = 4 * channels * heads * head_channels, 2 * channels * ffn_channels
         counts = {source: width * channels, "max_length": max_length * channels, "heads": attended}
         counts |= {"ffn_channels": network, "num_layers": num_layers * (attended + network)}
@@ -275,20 +282,34 @@ class SequenceEncoder(Pretrained):
                     f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
                     "A factory is called with (channels, head_channels, heads)."
                 )
-            options = attention_options or {}
+            options = dict(attention_options or {})
+            if position_encoding == "alibi" and (attention == "dcmm" or "score_bias" in options):
+                raise ValueError(
+                    "Expected 'position_encoding' other than 'alibi' with another score bias (got it with "
+                    f"{'dcmm' if attention == 'dcmm' else 'one in attention_options'}). Layers have one bias."
+                )
+            options |= {"score_bias": ALiBi(heads)} if position_encoding == "alibi" else {}
+            options |= {"rotary": options.get("rotary", Rotary())} if position_encoding == "rotary" else {}
             make: AttentionFactory = partial(_make_attention, attention, is_causal=is_causal, options=options)
         else:
             if is_causal:
                 raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
             if attention_options is not None:
                 raise ValueError("Expected no 'attention_options' with a factory (got some). Pass them to the factory.")
+            if position_encoding in ("rotary", "alibi"):
+                raise ValueError(
+                    "Expected 'position_encoding' to be 'learned' or 'none' with a factory "
+                    f"(got {position_encoding!r}). Give its layers a Rotary or an ALiBi."
+                )
             make = attention
         attentions = [make(channels, head_channels, heads) for _ in range(num_layers)]
         self.num_tokens: int | None = width if in_channels is None else None
         self.in_channels: int | None = None if in_channels is None else width
         self.channels, self.heads, self.max_length, self.ffn_channels = channels, heads, max_length, ffn_channels
         self.token = nn.Embedding(width, channels) if in_channels is None else nn.Linear(width, channels)
-        self.position = nn.Embedding(max_length, channels)
+        self.position_encoding = position_encoding
+        learned = position_encoding == "learned"
+        self.position: nn.Embedding = nn.Embedding(max_length, channels) if learned else None  # type: ignore[assignment]
         self.dropout = nn.Dropout(dropout)
         widths = (channels, heads * head_channels, ffn_channels)
         self.layers = nn.ModuleList(_Layer(*widths, dropout, each) for each in attentions)
@@ -319,28 +340,36 @@ class SequenceEncoder(Pretrained):
             batch: The same as a sequence number per token, ``[N]``.
             edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; if None, the source of
                 each layer chooses one.
-            positions: Position of each token in its sequence, ``[N]`` int64 in ``0 .. max_length-1``; counted from 0 if
-                None. Pass them if tokens were removed from a sequence.
+            positions: Position of each token in its sequence, ``[N]`` int64, at least 0 and, if embeddings are learned,
+                below ``max_length``; counted from 0 if None. Pass them if tokens were removed from a sequence.
             seed: Fixes the graphs that layers sample; from torch's default generator if None.
             sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence gets the same graphs in any batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
             TypeError: Token numbers, positions or the seed are not integers.
-            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position outside it,
-                or a graph does not fit the tokens or the layers.
+            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position outside it
+                or not needed, or a graph does not fit the tokens or the layers.
         """
         tokens = self.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
         sequence_ids = None if sequence_ids is None else resolve_sequence_ids(sequence_ids, ptr.numel() - 1, ptr.device)
         seed = None if seed is None else draw_seed(seed)
         given = () if edge_index is None else (edge_index,)
-        x = self.dropout(self._embed(tokens) + self.position(self._positions(tokens, ptr, positions)))
+        x = self._embed(tokens)
+        named: dict[str, Any] = {}
+        if positions is not None:
+            self._check_positions(tokens, positions)
+            named = {"positions": positions} if self.position_encoding == "rotary" else {}
+        if self.position is not None:
+            x = x + self.position(self._positions(tokens, ptr) if positions is None else positions)
+        x = self.dropout(x)
         choices = []
         for number, layer in enumerate(self.layers):
             # Layers draw independently.
             layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
-            x, choice = layer(x, given, ptr, layer_seed, sequence_ids, return_trace)
+            named |= {"ptr": ptr, "seed": layer_seed, "sequence_ids": sequence_ids}
+            x, choice = layer(x, given, named, return_trace)
             choices.append(choice)
         x = self.norm(x)
         return (x, EncoderTrace(tuple(choices), (ptr.numel() - 1, self.heads), tokens.device)) if return_trace else x
@@ -380,18 +409,23 @@ class SequenceEncoder(Pretrained):
                 )
         return self.token(tokens)
 
-    def _positions(self, tokens: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
+    def _positions(self, tokens: Tensor, ptr: Tensor) -> Tensor:
         """Position of each token in its sequence, ``[N]``."""
-        count = tokens.size(0)
         if can_read(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
                 f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). "
                 "Raise max_length or cut them."
             )
-        check_tensor(positions, "positions")
-        if positions is None:
-            start = torch.repeat_interleave(ptr[:-1], ptr.diff(), output_size=count)
-            return torch.arange(count, device=tokens.device) - start
+        return count_positions(ptr, tokens.size(0))
+
+    def _check_positions(self, tokens: Tensor, positions: Tensor) -> None:
+        """Check positions that were passed."""
+        count = tokens.size(0)
+        if self.position_encoding in ("alibi", "none"):
+            raise ValueError(
+                f"Expected no 'positions' with position_encoding={self.position_encoding!r} (got some). Leave them out."
+            )
+        check_tensor(positions, "positions", optional=False)
         if not tokens.is_meta:
             require_values(positions, "positions")
         if positions.shape != (count,) or positions.dtype not in (torch.int64, torch.int32):
@@ -401,12 +435,11 @@ class SequenceEncoder(Pretrained):
             )
         if count and can_read(positions):
             low, high = (int(bound) for bound in torch.aminmax(positions))
-            if low < 0 or high >= self.max_length:
+            if low < 0 or (high >= self.max_length and self.position is not None):
                 raise ValueError(
                     f"Expected 'positions' in 0..{self.max_length - 1} (got {low} to {high}). Raise max_length or "
                     "leave it out."
                 )
-        return positions
 
 
 class _Layer(nn.Module):
@@ -422,16 +455,9 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        edge_index: tuple[Any, ...],
-        ptr: Tensor,
-        seed: int | None,
-        sequence_ids: Tensor | None,
-        return_choice: bool,
+        self, x: Tensor, edge_index: tuple[Any, ...], named: dict[str, Any], return_choice: bool
     ) -> tuple[Tensor, Choice | None]:
-        seeds = {"seed": seed, "sequence_ids": sequence_ids}
-        attended, choice = self.attention(self.norm1(x), *edge_index, ptr=ptr, **seeds, return_choice=True)
+        attended, choice = self.attention(self.norm1(x), *edge_index, **named, return_choice=True)
         x = x + self.dropout(self.lin_out(attended))
         # FSDP inspects all outputs of a layer, and warns about the views in a choice.
         return x + self.ffn(self.norm2(x)), choice if return_choice else None

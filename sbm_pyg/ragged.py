@@ -147,12 +147,12 @@ class Tokens:
     @cached_property
     def query_position(self) -> Tensor:
         """The position of each query in its sequence, from 0, ``[N]`` int64."""
-        return torch.arange(self.num_queries, device=self.query.device) - self.query_ptr[self.query_sequence]
+        return count_positions(self.query_ptr, self.num_queries)
 
     @cached_property
     def key_position(self) -> Tensor:
         """The position of each key in its sequence, from 0, ``[M]`` int64."""
-        return torch.arange(self.num_keys, device=self.key.device) - self.key_ptr[self.key_sequence]
+        return count_positions(self.key_ptr, self.num_keys)
 
     @cached_property
     def allowed_keys(self) -> Tensor:
@@ -196,6 +196,12 @@ def offsets(counts: Tensor) -> Tensor:
         what = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise TypeError(f"Expected 'counts' to be [n] integers (got {what}). It holds the size of each group.")
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
+
+
+def count_positions(ptr: Tensor, count: int) -> Tensor:
+    """Position of each token in its sequence, from 0, ``[count]`` int64."""
+    start = torch.repeat_interleave(ptr[:-1], ptr.diff(), output_size=count)
+    return torch.arange(count, device=ptr.device) - start
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:

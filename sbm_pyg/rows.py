@@ -272,13 +272,18 @@ class CompressedRows:
         )
 
     @property
-    def later(self) -> Tensor:
-        """True for edges from a later key, ``[E]`` bool; positions are those within the sequence."""
+    def lag(self) -> Tensor:
+        """Position of the query minus that of the key, for each edge, ``[E]`` int64; each within its sequence."""
         key, query = self.edge_index
         if self.key_ptr is self.query_ptr:
-            return key > query
+            return query - key
         sequence = torch.searchsorted(self.query_ptr, query, right=True) - 1
-        return key - self.key_ptr[sequence] > query - self.query_ptr[sequence]
+        return (query - self.query_ptr[sequence]) - (key - self.key_ptr[sequence])
+
+    @property
+    def later(self) -> Tensor:
+        """True for edges from a later key, ``[E]`` bool."""
+        return self.lag < 0
 
     # ---------------------------------------------------------------- graphs from graphs
 

@@ -46,6 +46,7 @@ from torch_geometric.data import Data
 import sbm_pyg
 from sbm_pyg import (
     SBM,
+    ALiBi,
     AttentionConv,
     AttentionGraph,
     BlockGraph,
@@ -56,6 +57,7 @@ from sbm_pyg import (
     Entmax,
     FullAttention,
     PairClassifier,
+    Rotary,
     SBMAttentionConv,
     SBMHead,
     SBMMultiheadAttention,
@@ -427,6 +429,52 @@ TABLE["DCMMBias.predict"] = (
     4,
     lambda d: Case(DCMMBias(3, 2, 4, tied=False).predict, two_sides(d, 2, 5, 4), _dcmm_predict),
 )
+
+
+@case("ALiBi", 1)
+def _alibi(d: Draw) -> Case:
+    def check(result: ALiBi, heads: Any) -> None:
+        expect(result.slope.shape == (heads,) and bool(((result.slope > 0) & (result.slope < 1)).all()), "other slopes")
+
+    return Case(ALiBi, {"heads": d.randint(1, 20)}, check)
+
+
+@case("ALiBi.forward", 3)
+def _alibi_forward(d: Draw) -> Case:
+    graph = d.graph()
+
+    def check(result: Tensor, query: Tensor, key: Tensor, graph: AttentionGraph) -> None:
+        expect(result.shape == graph.col.shape and result.dtype == query.dtype, "other edges")
+        expect(bool((result <= 0).all()) and bool((result[graph.lag == 0] == 0).all()), "a wrong bias")
+
+    arguments = two_sides(d, graph.heads, graph.num_queries, graph.num_keys) | {"graph": graph}
+    return Case(ALiBi(graph.heads).forward, arguments, check)
+
+
+@case("ALiBi.dense", 1)
+def _alibi_dense(d: Draw) -> Case:
+    def check(result: Tensor, num_queries: Any, num_keys: Any) -> None:
+        expect(result.shape == (2, num_queries, num_keys), "another shape")
+
+    return Case(ALiBi(2).dense, {"num_queries": d.randint(1, 5), "num_keys": d.randint(1, 5)}, check)
+
+
+@case("Rotary", 1)
+def _rotary(d: Draw) -> Case:
+    options = {"base": d.choice((10000.0, 2.5)), "channels": d.choice((None, 2, 8)), "for_source": d.random() < 0.5}
+    return Case(Rotary, options, lambda result, base, **given: expect(result.base == base, "another base"))
+
+
+@case("Rotary.forward", 3)
+def _rotary_forward(d: Draw) -> Case:
+    count = d.randint(1, 6)
+    x, position = torch.randn(2, count, 4, generator=d.torch), torch.randperm(count, generator=d.torch)
+
+    def check(result: Tensor, x: Tensor, position: Tensor) -> None:
+        if tame(x):
+            close(result.norm(dim=-1), x.norm(dim=-1), "another length")
+
+    return Case(Rotary().forward, {"x": x, "position": position}, check)
 
 
 def block_graph(d: Draw) -> BlockGraph:
@@ -1607,7 +1655,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "edge_index": lambda g: dense(g).nonzero()[:, [2, 1]].T, "edge_head": lambda g: dense(g).nonzero()[:, 0], "degree": lambda g: dense(g).sum(2),
         "edges_per_sequence": lambda g: torch.stack([part(g, b).sum((1, 2)) for b in range(g.num_sequences)]),
         "density": lambda g: torch.stack([part(g, b).double().mean((1, 2)) for b in range(g.num_sequences)]),
-        "later": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
+        "later": lambda g: None, "lag": lambda g: None, "pairs_per_sequence": lambda g: g.query_ptr.diff() * g.key_ptr.diff(),
         "block_size": lambda g: 1, "blocks": lambda g: g, "expand_tokens()": lambda g: g,
     }),
     "BlockGraph": (lambda d: block_graph(d), {
@@ -1651,6 +1699,8 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
         "log_total": lambda r: None, "expected_degree()": lambda r: None, "expected_density()": lambda r: None,
     }),
     "DCMMBias": (lambda d: DCMMBias(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
+    "ALiBi": (lambda d: ALiBi(3), {"extra_repr()": lambda a: "heads=3"}),
+    "Rotary": (lambda d: Rotary(), {"extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {

@@ -147,7 +147,9 @@ def _attend(
     if not returns.choice:
         del more[1 if returns.graph else 0]
     if choice.is_stored:
-        inputs = (query.detach(), key.detach(), value.detach())
+        ptrs = choice.graph.query_ptr, choice.graph.key_ptr
+        rotated = layer._rotate(query.detach(), key.detach(), *ptrs, options.get("positions"))
+        inputs = (*rotated, value.detach())
         table._add(name, _measure(layer, choice.graph, *inputs, rows, options.get("edge_filter")))
     else:  # dense attention loses nothing
         table._add(name, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]).expand(layer.heads, -1))

@@ -151,13 +151,17 @@ class Choice:
         """Density of the graph of each sequence and head, ``[B, H]``."""
         return self.graph.density
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor | None:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float,
+        bias: Callable[[int, int], Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """Attend without stored edges, ``[H, N, C']``. None: the edges are stored, so the layer attends over them.
 
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
             scale: Factor of the scores.
             dropout: Probability that a weight is dropped.
+            bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``, or None.
         """
         return None
 

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional as F
 
 from ..blocks import BlockGraph
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.blocks import cut_blocks
-from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
+from ..ops.reference.segments import allowed_keys, group_by_length, runs
 from ..ops.values import can_read_without_sync
 from ..ragged import Tokens, count_pairs, offsets
 from ..rows import index_type
 from .interface import Choice, EdgeProbability, GraphSource
 
-__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "far_edges", "sample_rows", "sample_sequences"]
+__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "attend_padded", "sample_rows", "sample_sequences"]
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences
 def attend_densely(
     query: Tensor, key: Tensor, value: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, scale: float | None = None,
-    is_causal: bool = False, dropout: float = 0.0,
+    is_causal: bool = False, dropout: float = 0.0, bias: Callable[[int, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over all pairs of each sequence, by torch's scaled dot-product attention, ``[H, N, C']``.
 
@@ -44,8 +45,9 @@ def attend_densely(
         scale: Factor of the scores; None: :math:`C^{-1/2}`.
         is_causal: No query attends to a later key; positions count from the start of both sequences.
         dropout: Probability that a weight is dropped, by torch's default generator.
+        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``, or None.
     """
-    attend: Any = partial(scaled_dot_product_attention, scale=scale, dropout_p=dropout)
+    attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
     batch = query_ptr.numel() - 1
     if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
         parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
@@ -57,13 +59,33 @@ def attend_densely(
         parts = (x[:, at.clamp(min=0)].transpose(0, 1) for x, at in tokens)
         # padding comes after the tokens, so causal queries do not attend to it where they are the keys
         mask = None if is_causal and key_ptr is query_ptr else (keys >= 0)[:, None, None]
-        if mask is not None and is_causal:
-            mask = mask & mask.new_ones(queries.size(1), keys.size(1)).tril()
-        causal = is_causal and mask is None
-        out = attend(*parts, attn_mask=mask, is_causal=causal)
+        out = attend(*parts, mask=mask, is_causal=is_causal)
         found.append(out.transpose(0, 1)[:, queries >= 0])
         order.append(queries[queries >= 0])
     return torch.cat(found, 1)[:, torch.cat(order).argsort()]
+
+
+def attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None,
+    bias: Callable[[int, int], Tensor] | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Attention over padded sequences by torch's scaled dot-product attention, ``[B, H, L, C']``.
+
+    Args:
+        query, key, value: ``[B, H, L, C]``, ``[B, H, S, C]`` and ``[B, H, S, C']``.
+        is_causal: No query attends to a later key.
+        mask: True at real keys, ``[B, 1, 1, S]``. None: all are real.
+        bias: As in :func:`attend_densely`.
+        **options: Of torch's function.
+    """
+    sizes = query.size(2), key.size(2)
+    if is_causal and not (mask is None and bias is None):  # torch does not take both
+        tril = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+        mask, is_causal = tril if mask is None else mask & tril, False
+    if bias is not None:
+        added = bias(*sizes).to(query.dtype)
+        mask = added if mask is None else torch.where(mask, added, -math.inf)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
 
 
 def _equal_lengths(ptr: Tensor, count: int) -> bool:
@@ -181,10 +203,10 @@ class DenseChoice(Choice):
     def stored(self) -> Choice:
         return Choice(self.graph)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         tokens = self.tokens
         ptrs = (tokens.query_ptr, tokens.key_ptr)
-        return attend_densely(query, key, value, *ptrs, scale=scale, is_causal=tokens.is_causal, dropout=dropout)
+        return attend_densely(query, key, value, *ptrs, is_causal=tokens.is_causal, **options)
 
     def expand(self, heads: int) -> Choice:
         """As :meth:`Choice.expand`."""
@@ -295,12 +317,3 @@ class LearnedSource(GraphSource):
         elif density is not None:
             rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def far_edges(graph: AttentionGraph, distance: int) -> Tensor:
-    """Mask of the edges ``[E]`` of a graph of tokens, or of blocks, that are at a larger distance."""
-    row = edge_row(graph.rowptr, graph.num_edges) % graph.num_queries
-    col = graph.col.long()
-    sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries)[row]
-    lag = (row - graph.query_ptr[sequence]) - (col - graph.key_ptr[sequence])
-    return lag.abs() > distance

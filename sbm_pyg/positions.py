@@ -1,0 +1,152 @@
+r"""Relative positions in attention: rotary embeddings of queries and keys, and linear score biases.
+
+In: queries and keys of each head, and their positions. Out: rotated queries and keys, or a number for each pair. Not
+here: position embeddings that are added to tokens (``models``), and attention.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .graph import AttentionGraph, check_graph
+from .ops import checks
+
+__all__ = ["ALiBi", "Rotary"]
+
+
+class Rotary(nn.Module):
+    r"""Rotary position embedding: rotates queries and keys, so that scores depend on relative positions.
+
+    Channels c and :math:`c + D / 2` of a vector at position t are a point in the plane, which is rotated by the angle
+    :math:`t \, b^{-2 c / D}` for :math:`c < D / 2`. Values are not rotated. There are no parameters. Cost O(H N D).
+
+    Args:
+        base: The b of the angles, above 1.
+        channels: Number of rotated channels D, even; the other channels of a head stay as they are. None: all.
+        for_source: Graph sources see the rotated queries and keys. If False, they see them without positions, and only
+            attention rotates them.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+
+    Shapes:
+        - x ``[*, N, C]``, position ``[N]`` or broadcastable to ``[*, N]``; output ``[*, N, C]``.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, rotary=Rotary())
+        >>> conv(torch.randn(30, 16), ptr=torch.tensor([0, 10, 30])).shape  # positions are counted in each sequence
+        torch.Size([30, 16])
+
+    Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Pairs of channels are
+    those of GPT-NeoX and Llama: the first half of the channels with the second half, in place of neighbours.
+    """
+
+    def __init__(self, base: float = 10000.0, channels: int | None = None, *, for_source: bool = True) -> None:
+        super().__init__()
+        checks.number("base", base, "(1, inf)", "RoFormer has 10000.")
+        checks.flag("for_source", for_source, "It says whether graph sources see rotated queries and keys.")
+        if channels is not None and checks.integer("channels", channels, 2, "Leave it out for all.") % 2:
+            raise ValueError(f"Expected 'channels' to be even (got {channels}). Pairs of channels are rotated.")
+        self.base, self.channels, self.for_source = float(base), channels, for_source
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        """Rotate vectors.
+
+        Args:
+            x: Queries or keys, ``[*, N, C]``.
+            position: Position of each, ``[N]`` or broadcastable to ``[*, N]``.
+
+        Raises:
+            TypeError, ValueError: A shape or type does not fit, or the number of channels is odd.
+        """
+        checks.tensors(x=x, position=position)
+        checks.floating(x=x)
+        if x.dim() < 2 or position.dim() < 1 or position.size(-1) != x.size(-2):
+            raise ValueError(
+                f"Expected 'position' of one number per token of 'x' [*, N, C] (got {list(position.shape)} for "
+                f"{list(x.shape)}). Leave positions out to count them."
+            )
+        width = x.size(-1) if self.channels is None else self.channels
+        if width % 2 or width > x.size(-1):
+            wanted = "an even number of channels" if self.channels is None else f"at least {width} channels"
+            raise ValueError(f"Expected 'x' of {wanted} (got {x.size(-1)}). Set 'channels' of Rotary to rotate fewer.")
+        wide = torch.promote_types(x.dtype, torch.float32)
+        exponent = torch.arange(0, width, 2, device=x.device, dtype=wide) / width
+        angle = position.to(wide)[..., None] * self.base**-exponent  # [*, N, D/2]
+        cos, sin = angle.cos(), angle.sin()
+        first, second, rest = x.to(wide).split([width // 2, width // 2, x.size(-1) - width], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Options."""
+        return f"base={self.base:g}, channels={self.channels}, for_source={self.for_source}"
+
+
+class ALiBi(nn.Module):
+    r"""Attention with linear biases: subtracts from each score the distance of its tokens times a slope of the head.
+
+    .. math:: b_{hij} = - 2^{-8 h / H} \, |i - j|, \quad h = 1, \dots, H
+
+    for H a power of 2. Otherwise the first heads have the slopes of the next lower power of 2, and the others have
+    slopes between them, as in the authors' code. There are no parameters. Pass it as ``score_bias`` of
+    :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost O(E).
+
+    Args:
+        heads: Number of heads H.
+
+    Raises:
+        TypeError, ValueError: ``heads`` is not a positive integer.
+
+    Shapes:
+        - graph with E edges; output ``[E]``, in the dtype of the queries.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, score_bias=ALiBi(2))
+        >>> conv(torch.randn(10, 16)).shape
+        torch.Size([10, 16])
+
+    Reference: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
+    ICLR 2022, for causal attention. Without causality, both directions have the same bias.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = checks.integer("heads", heads, 1, "Each head has a slope.")
+        slopes = torch.tensor(_slopes(self.heads), dtype=torch.float32, device=torch.get_default_device())
+        self.register_buffer("slope", slopes, persistent=False)
+
+    slope: Tensor
+    """Slope of each head, ``[H]``."""
+
+    def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+        """The bias of each edge, ``[E]``.
+
+        Raises:
+            TypeError, ValueError: ``graph`` is not a graph of these heads.
+        """
+        check_graph(graph)
+        if graph.heads != self.heads:
+            raise ValueError(f"Expected 'graph' of {self.heads} heads (got {graph.heads}). Each head has a slope.")
+        return (-self.slope[graph.edge_head] * graph.lag.abs()).to(query.dtype)
+
+    def dense(self, num_queries: int, num_keys: int) -> Tensor:
+        """The bias of each pair of a sequence, ``[H, num_queries, num_keys]``."""
+        of_query, of_key = (torch.arange(size, device=self.slope.device) for size in (num_queries, num_keys))
+        return -self.slope[:, None, None] * (of_query[:, None] - of_key).abs()
+
+    def extra_repr(self) -> str:
+        """Number of heads."""
+        return f"heads={self.heads}"
+
+
+def _slopes(heads: int) -> list[float]:
+    """Slope of each head."""
+    power = 2 ** int(math.log2(heads))
+    return [2 ** (-8 * (head + 1) / power) for head in range(power)] + [
+        2 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)
+    ]
