@@ -12,7 +12,15 @@ from .blocks import BlockGraph, BlockPool
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
-from .models import EncoderTrace, PairClassifier, SequenceClassifier, SequenceEncoder, TokenClassifier
+from .models import (
+    EncoderTrace,
+    MaskedLM,
+    PairClassifier,
+    SequenceClassifier,
+    SequenceEncoder,
+    TokenClassifier,
+    mask_tokens,
+)
 from .multihead import SBMMultiheadAttention, replace_attention
 from .normalizers import Entmax
 from .positions import ALiBi, Rotary
@@ -45,6 +53,7 @@ __all__ = [
     "FullAttention",
     "GraphSource",
     "LearnedSource",
+    "MaskedLM",
     "PairClassifier",
     "Pretrained",
     "Rotary",
@@ -63,6 +72,7 @@ __all__ = [
     "auxiliary_loss",
     "estimators",
     "indexer",
+    "mask_tokens",
     "ops",
     "pad",
     "patterns",

@@ -1,4 +1,5 @@
-"""Sequence models: an encoder of attention layers, and heads that classify sequences, pairs and tokens.
+"""Sequence models: an encoder of attention layers, and heads that classify sequences, pairs and tokens,
+or predict masked tokens.
 
 In: ragged token numbers ``[N]`` or features ``[N, F]``, with offsets ``ptr`` [B+1]. Out: logits and, on request, a
 trace of every layer's graph and density. Not here: training (``examples``), and attention itself.
@@ -29,7 +30,15 @@ from .ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resol
 from .sources import indexer, patterns, selectors
 from .sources.interface import Choice, GraphSource
 
-__all__ = ["EncoderTrace", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier"]
+__all__ = [
+    "EncoderTrace",
+    "MaskedLM",
+    "PairClassifier",
+    "SequenceClassifier",
+    "SequenceEncoder",
+    "TokenClassifier",
+    "mask_tokens",
+]
 
 SOURCES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # with the defaults of their sizes
     "window": (partial(patterns.PatternSource, patterns.window), {"size": 64}),
@@ -624,6 +633,130 @@ class TokenClassifier(_Head):
         x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
         logits = self.classifier(x)
         return (logits, *trace) if return_trace else logits
+
+
+class MaskedLM(_Head):
+    r"""A distribution over the vocabulary for each token, which trains an encoder to predict masked tokens.
+
+    A linear layer with GELU and a layer norm, as in BERT. Logits are the products with the token embeddings of the
+    encoder, divided by :math:`\sqrt{channels}`, plus a bias of each token. Cost O(M channels num_tokens) for M tokens
+    that are asked for, in addition to the encoder.
+
+    Args:
+        encoder: The encoder, with a vocabulary.
+
+    Raises:
+        TypeError, ValueError: ``encoder`` is not a :class:`SequenceEncoder`, or reads features.
+
+    Shapes:
+        - tokens ``[N]`` int64, ptr ``[B+1]``, asked ``[N]`` bool; logits ``[N, num_tokens]``, or ``[M, num_tokens]``
+          for the M tokens that are asked for.
+
+    Example:
+        >>> model = MaskedLM(SequenceEncoder(num_tokens=31, channels=16, attention_options={"num_blocks": 4}))
+        >>> tokens, ptr = torch.randint(30, (50,)), torch.tensor([0, 20, 50])  # number 30 is the mask
+        >>> inputs, asked = mask_tokens(tokens, mask_token=30, num_tokens=30, seed=0)
+        >>> loss = torch.nn.functional.cross_entropy(model(inputs, ptr, asked=asked), tokens[asked])
+
+    Reference: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019.
+    Unlike there, logits are divided, since token embeddings start with standard deviation 1.
+    """
+
+    def __init__(self, encoder: SequenceEncoder) -> None:
+        checks.kind("encoder", encoder, SequenceEncoder, "a SequenceEncoder", "It turns tokens into vectors.")
+        if encoder.num_tokens is None:
+            raise ValueError("Expected 'encoder' with 'num_tokens' (got one of features). There is nothing to predict.")
+        super().__init__(encoder, encoder.num_tokens, "channels")
+        self.dense, self.norm = nn.Linear(encoder.channels, encoder.channels), nn.LayerNorm(encoder.channels)
+        self.bias = nn.Parameter(torch.zeros(encoder.num_tokens))
+
+    def constructor_options(self) -> dict[str, Any]:
+        """As :meth:`Pretrained.constructor_options`."""
+        return {"encoder": self.encoder}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        ptr: Tensor | None = None,
+        *,
+        asked: Tensor | None = None,
+        return_trace: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Logits, or logits and :class:`EncoderTrace`; other arguments as :meth:`SequenceEncoder.forward`.
+
+        Args:
+            asked: Mask of the tokens to predict, ``[N]`` bool; None: all.
+        """
+        x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
+        if asked is not None:
+            checks.tensors(asked=asked)
+            if asked.shape != x.shape[:1] or asked.dtype != torch.bool:
+                got = f"{list(asked.shape)} {asked.dtype}"
+                raise ValueError(
+                    f"Expected 'asked' to be {[*x.shape[:1]]} bool (got {got}). It is a mask of the tokens."
+                )
+            x = x[asked]
+        hidden = self.norm(nn.functional.gelu(self.dense(x))) * self.encoder.channels**-0.5
+        logits = nn.functional.linear(hidden, self.encoder.token.weight, self.bias)
+        return (logits, *trace) if return_trace else logits
+
+
+def mask_tokens(
+    tokens: Tensor, mask_token: int, num_tokens: int, *, probability: float = 0.15, masked: float = 0.8,
+    random: float = 0.1, special: Tensor | None = None, seed: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mask random tokens, for a :class:`MaskedLM` to predict them.
+
+    Each token is asked for with the same probability, independently; if none is, one at random is. Of those asked for,
+    a part is replaced by the mask, a part by random tokens, and the others stay. Call it anew for each batch. Cost
+    O(N).
+
+    Args:
+        tokens: Token numbers, ``[N]`` or any other shape, int64.
+        mask_token: Number of the mask.
+        num_tokens: Random tokens have numbers in ``0 .. num_tokens-1``.
+        probability: Probability in (0, 1] that a token is asked for.
+        masked: Part of these that the mask replaces.
+        random: Part of these that random tokens replace; ``masked + random`` is at most 1.
+        special: Numbers of tokens that are never asked for, such as separators, ``[S]`` int64.
+        seed: Fixes the choice; from torch's default generator if None.
+
+    Returns:
+        The tokens with masks, and a mask of the tokens that are asked for, bool; both shaped as ``tokens``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or all tokens are special.
+
+    Example:
+        >>> inputs, asked = mask_tokens(torch.randint(30, (1000,)), mask_token=30, num_tokens=30, seed=0)
+        >>> int(asked.sum()), int((inputs == 30).sum())
+        (152, 123)
+
+    Reference: Devlin et al., 2019. As in RoBERTa, tokens are chosen anew in each call.
+    """
+    checks.tensors(tokens=tokens)
+    if tokens.dtype != torch.int64 or not tokens.numel():
+        got = f"{list(tokens.shape)} {tokens.dtype}"
+        raise ValueError(f"Expected 'tokens' to be int64, at least one (got {got}). They are token numbers.")
+    checks.integer("mask_token", mask_token, 0, "It is the number of the mask in the vocabulary.")
+    checks.integer("num_tokens", num_tokens, 1, "It is the number of tokens that random ones are drawn from.")
+    checks.number("probability", probability, "(0, 1]", "BERT has 0.15.")
+    checks.number("masked", masked, "[0, 1]", "BERT has 0.8.")
+    checks.number("random", random, "[0, 1]", "BERT has 0.1.")
+    if masked + random > 1:
+        raise ValueError(f"Expected 'masked' + 'random' of at most 1 (got {masked} + {random}). They are parts.")
+    generator = torch.Generator(tokens.device).manual_seed(draw_seed(seed) % 2**63)
+    chance, kind = torch.rand(2, *tokens.shape, generator=generator, device=tokens.device)
+    other = torch.randint(num_tokens, tokens.shape, generator=generator, device=tokens.device)
+    if special is not None:
+        checks.tensors(special=special)
+        chance = chance.masked_fill(torch.isin(tokens, special), 2.0)
+    asked = (chance < probability) | (chance == chance.min())  # one at least
+    if special is not None and bool((asked & (chance > 1)).any()):
+        raise ValueError("Expected 'tokens' that are not all in 'special' (got no other). There is nothing to predict.")
+    shown = torch.where(kind < masked, mask_token, torch.where(kind < masked + random, other, tokens))
+    return torch.where(asked, shown, tokens), asked
 
 
 for _kind in (SequenceClassifier, TokenClassifier):

@@ -130,13 +130,27 @@ class ALiBi(nn.Module):
             TypeError, ValueError: ``graph`` is not a graph of these heads.
         """
         check_graph(graph)
-        if graph.heads != self.heads:
-            raise ValueError(f"Expected 'graph' of {self.heads} heads (got {graph.heads}). Each head has a slope.")
+        checks.tensors(query=query, key=key)
+        checks.floating(query=query)
+        sizes = (graph.num_queries, graph.num_keys)
+        if graph.heads != self.heads or (query.shape[1:2], key.shape[1:2]) != tuple((size,) for size in sizes):
+            raise ValueError(
+                f"Expected 'graph' of {self.heads} heads, over the tokens of 'query' and 'key' (got {graph} for "
+                f"{list(query.shape)} and {list(key.shape)}). Each head has a slope."
+            )
         return (-self.slope[graph.edge_head] * graph.lag.abs()).to(query.dtype)
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
-        """The bias of each pair of a sequence, ``[H, num_queries, num_keys]``."""
-        of_query, of_key = (torch.arange(size, device=self.slope.device) for size in (num_queries, num_keys))
+        """The bias of each pair of a sequence, ``[H, num_queries, num_keys]``.
+
+        Raises:
+            TypeError, ValueError: A number is not an integer of at least 1, or memory does not hold the pairs.
+        """
+        num_queries = checks.integer("num_queries", num_queries, 1, "It is a number of tokens.")
+        num_keys = checks.integer("num_keys", num_keys, 1, "It is a number of tokens.")
+        pairs, device = self.heads * num_queries * num_keys, self.slope.device
+        checks.memory("num_keys", pairs, 12, device, "Take shorter sequences.", "pairs")
+        of_query, of_key = (torch.arange(size, device=device) for size in (num_queries, num_keys))
         return -self.slope[:, None, None] * (of_query[:, None] - of_key).abs()
 
     def extra_repr(self) -> str:

@@ -56,6 +56,7 @@ from sbm_pyg import (
     EncoderTrace,
     Entmax,
     FullAttention,
+    MaskedLM,
     PairClassifier,
     Rotary,
     SBMAttentionConv,
@@ -71,6 +72,7 @@ from sbm_pyg import (
     auxiliary_loss,
     estimators,
     info,
+    mask_tokens,
     models,
     ragged,
     sparsefinder,
@@ -613,6 +615,7 @@ def encoder_options(d: Draw) -> dict[str, Any]:
         "head_channels": d.maybe(2),
     }
     options |= {"ffn_channels": d.maybe(5), "max_length": 8, "dropout": d.choice((0.0, 0.1))}
+    options |= {"position_encoding": d.choice(("learned", "rotary"))}
     return options | {"attention": attention, "attention_options": extra.get(attention)}
 
 
@@ -696,6 +699,40 @@ def _classifier(d: Draw, kind: Any) -> Case:
         finite(result)
 
     return Case(call, {"encoder": encoder(d), "num_classes": 3, **pooled}, check)
+
+
+@case("MaskedLM", 3)
+def _masked_lm(d: Draw) -> Case:
+    def call(**options: Any) -> Any:
+        return MaskedLM(**options)(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3]), seed=0)
+
+    return Case(call, {"encoder": encoder(d)}, lambda result, **_: finite(result))
+
+
+@case("MaskedLM.forward", 5)
+def _masked_lm_forward(d: Draw) -> Case:
+    inner, arguments = encoder(d), tokens(d)
+    asked = torch.rand(len(arguments["tokens"]), generator=d.torch) < 0.5
+    arguments |= {"asked": d.maybe(asked)}
+
+    def check(result: Any, tokens: Tensor, asked: Any, **_: Any) -> None:
+        check_trace(result, len(tokens) if asked is None else int(asked.sum()), 9)
+
+    return Case(MaskedLM(inner), arguments, check, free=ignored(inner))
+
+
+@case("mask_tokens", 3)
+def _mask_tokens(d: Draw) -> Case:
+    arguments: dict[str, Any] = {"tokens": d.whole(9, d.randint(1, 8)), "mask_token": 9, "num_tokens": 9}
+    arguments |= {"probability": d.choice((0.15, 1.0)), "masked": 0.8, "random": d.choice((0.0, 0.1, 0.2))}
+    arguments |= {"special": d.maybe(torch.tensor([99])), "seed": d.getrandbits(60)}
+
+    def check(result: Any, tokens: Tensor, **_: Any) -> None:
+        inputs, asked = result
+        expect(inputs.shape == asked.shape == tokens.shape and bool(asked.any()), "another shape")
+        expect(torch.equal(inputs[~asked], tokens[~asked]), "other tokens changed")
+
+    return Case(mask_tokens, arguments, check)
 
 
 for _kind in (SequenceClassifier, TokenClassifier, PairClassifier):
@@ -1703,6 +1740,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], dict[str, Meaning]]] = {  # clas
     "Rotary": (lambda d: Rotary(), {"extra_repr()": lambda a: None}),
     "SBMHead": (lambda d: SBMHead(4, 2), {"reset_parameters()": lambda a: None, "extra_repr()": lambda a: None}),
     "SequenceEncoder": (encoder, {"constructor_options()": lambda m: None}),
+    "MaskedLM": (lambda d: MaskedLM(encoder(d)), {"constructor_options()": lambda m: {"encoder": m.encoder}}),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), {
         "log10_cycles": lambda r: None, "share": lambda r: None, "interval": lambda r: None, "limit": lambda r: None, "lemma": lambda r: None,
     }),

@@ -20,11 +20,13 @@ from sbm_pyg import (
     Choice,
     EncoderTrace,
     FullAttention,
+    MaskedLM,
     PairClassifier,
     SBMAttentionConv,
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
+    mask_tokens,
     ops,
 )
 from sbm_pyg.models import ATTENTION
@@ -473,3 +475,87 @@ def test_each_head_of_bigbird_draws_keys_of_its_own() -> None:
     assert graph is not None
     assert graph.heads == 2
     assert graph.head(0) != graph.head(1)
+
+
+def test_masked_tokens_are_drawn_by_their_law() -> None:
+    """A part is asked for; of these, parts are masked, drawn at random or left. Others stay, and special ones always."""
+    tokens = torch.arange(100_000) % 50
+    special = torch.tensor([3, 7])
+    inputs, asked = mask_tokens(tokens, 50, 50, probability=0.2, masked=0.7, random=0.2, special=special, seed=5)
+    assert torch.equal(inputs[~asked], tokens[~asked])
+    assert not asked[torch.isin(tokens, special)].any()
+    count = int((~torch.isin(tokens, special)).sum())
+    found = inputs[asked]
+    parts = (found == 50).float(), ((found != 50) & (found != tokens[asked])).float()
+    for share, wanted, total in (
+        (asked.sum() / count, 0.2, count),
+        (parts[0].mean(), 0.7, len(found)),
+        (parts[1].mean(), 0.2 * 49 / 50, len(found)),  # a random token may be the same
+    ):
+        assert abs(float(share) - wanted) < 6 * math.sqrt(wanted * (1 - wanted) / total)
+    assert found.unique().numel() == 51
+    again = mask_tokens(tokens, 50, 50, probability=0.2, masked=0.7, random=0.2, special=special, seed=5)
+    assert torch.equal(inputs, again[0])
+    assert torch.equal(asked, again[1])
+    assert not torch.equal(mask_tokens(tokens, 50, 50, seed=6)[1], mask_tokens(tokens, 50, 50, seed=7)[1])
+    assert mask_tokens(tokens.view(100, 1000), 50, 50)[0].shape == (100, 1000)
+
+
+def test_one_token_at_least_is_masked() -> None:
+    counts = [int(mask_tokens(torch.tensor([4, 5]), 9, 9, probability=1e-6, seed=seed)[1].sum()) for seed in range(20)]
+    assert counts == [1] * 20
+    for arguments, message in (
+        ((torch.tensor([1.0]), 9, 9), r"Expected 'tokens' to be int64, at least one \(got \[1\] torch.float32\)"),
+        ((torch.zeros(0, dtype=torch.int64), 9, 9), r"Expected 'tokens' to be int64, at least one \(got \[0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mask_tokens(*arguments)
+    with pytest.raises(ValueError, match=r"Expected 'masked' \+ 'random' of at most 1 \(got 0.8 \+ 0.3\)"):
+        mask_tokens(TOKENS, 15, 15, random=0.3)
+    with pytest.raises(ValueError, match=r"Expected 'tokens' that are not all in 'special'"):
+        mask_tokens(torch.tensor([1, 1]), 9, 9, special=torch.tensor([1]))
+
+
+def test_masked_lm_predicts_with_the_embeddings_of_its_encoder() -> None:
+    model = MaskedLM(encoder()).eval()
+    x = model.encoder(TOKENS, PTR, seed=1)
+    hidden = F.layer_norm(F.gelu(model.dense(x)), (16,), model.norm.weight, model.norm.bias)
+    wanted = hidden @ model.encoder.token.weight.T / 4 + model.bias
+    logits, trace = model(TOKENS, PTR, seed=1, return_trace=True)
+    torch.testing.assert_close(logits, wanted)
+    assert trace.density.shape == (2, 3, 2)
+    asked = TOKENS % 3 == 0
+    torch.testing.assert_close(model(TOKENS, PTR, seed=1, asked=asked), wanted[asked])
+    names = {name for name, _ in model.named_parameters() if not name.startswith("encoder.")}
+    assert names == {"dense.weight", "dense.bias", "norm.weight", "norm.bias", "bias"}  # no embeddings of its own
+    with pytest.raises(ValueError, match=r"Expected 'asked' to be \[30\] bool \(got \[2\] torch.int64\)"):
+        model(TOKENS, PTR, asked=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"Expected 'encoder' with 'num_tokens' \(got one of features\)"):
+        MaskedLM(SequenceEncoder(None, 8, in_channels=3))
+
+
+def test_masked_lm_is_saved_with_its_embeddings_tied(tmp_path: Any) -> None:
+    model = MaskedLM(encoder()).eval()
+    model.save_pretrained(tmp_path)
+    again = MaskedLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(model(TOKENS, PTR, seed=1), again(TOKENS, PTR, seed=1))
+    again.encoder.token.weight.data.zero_()
+    torch.testing.assert_close(again(TOKENS, PTR, seed=1), again.bias.expand(30, -1))
+
+
+def test_masked_lm_learns_from_the_tokens_around() -> None:
+    """Each token of a sequence is the one before it plus 1, so any masked token follows from its neighbours."""
+    torch.manual_seed(0)
+    model = MaskedLM(SequenceEncoder(9, 32, attention="full", position_encoding="rotary", dropout=0.0))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    ptr, losses = torch.arange(0, 33 * 16, 16), []
+    for step in range(150):
+        tokens = ((torch.randint(8, (32, 1)) + torch.arange(16)) % 8).flatten()
+        inputs, asked = mask_tokens(tokens, 8, 8, seed=step)
+        loss = F.cross_entropy(model(inputs, ptr, asked=asked), tokens[asked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] > 1.5
+    assert sum(losses[-10:]) / 10 < 0.5
