@@ -6,8 +6,6 @@ here: position embeddings that are added to tokens (``models``), and attention.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -117,8 +115,10 @@ class ALiBi(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = checks.integer("heads", heads, 1, "Each head has a slope.")
-        slopes = torch.tensor(_slopes(self.heads), dtype=torch.float32, device=torch.get_default_device())
-        self.register_buffer("slope", slopes, persistent=False)
+        checks.memory("heads", self.heads, 16, torch.get_default_device(), "Take fewer heads.", "slopes")
+        power = 2 ** (self.heads.bit_length() - 1)  # the next lower power of 2
+        first, others = (1 + torch.arange(power)) / power, (0.5 + torch.arange(self.heads - power)) / power
+        self.register_buffer("slope", torch.exp2(-8 * torch.cat([first, others])), persistent=False)
 
     slope: Tensor
     """Slope of each head, ``[H]``."""
@@ -156,11 +156,3 @@ class ALiBi(nn.Module):
     def extra_repr(self) -> str:
         """Number of heads."""
         return f"heads={self.heads}"
-
-
-def _slopes(heads: int) -> list[float]:
-    """Slope of each head."""
-    power = 2 ** int(math.log2(heads))
-    return [2 ** (-8 * (head + 1) / power) for head in range(power)] + [
-        2 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)
-    ]
