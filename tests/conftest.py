@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 PROGRAMS = [
-    f"test_{name}.py" for name in ("dcmm_program", "pictures", "recall", "recipes", "runs", "sparsefinder_program")
+    f"test_{name}.py"
+    for name in ("dcmm_program", "glue", "pictures", "recall", "recipes", "runs", "sparsefinder_program")
 ]
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

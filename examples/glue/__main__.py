@@ -1,0 +1,209 @@
+"""Masked language models with sampled attention, pretrained on your texts and fine-tuned on GLUE.
+
+    python -m examples.glue pretrain --texts imdb.txt.gz --methods full sbm
+    python -m examples.glue finetune --glue GLUE --tasks sst2 --methods full sbm --seeds 0 1 2
+    python -m examples.glue table
+
+Texts are files, plain or gzip, with an empty line between documents, or a folder of `datasets`. GLUE is a folder with SST-2, QQP, QNLI
+and MNLI as released. Methods are full, sbm, random (block models that do not learn), window, dcmm, bigbird, lsh and routing; options
+follow a colon, as in sbm:num_blocks=64. sbm and random have a window too (--window, or sbm:window=0); --density is that of their
+sampled edges. The same command goes on after a kill, and skips what is in rows.csv.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from examples.common.command import Command
+
+PROGRAM = "python -m examples.glue"
+PRESETS: dict[str, dict[str, Any]] = {
+    "small": {"vocabulary": 4000, "length": 128, "steps": 600, "batch_tokens": 2048, "channels": 128, "layers": 2, "heads": 2, "window": 8, "learning_rate": 2e-3},
+    "laptop": {"vocabulary": 8000, "length": 256, "steps": 6000, "batch_tokens": 4096, "channels": 256, "layers": 4, "heads": 4, "window": 8, "learning_rate": 1e-3},
+    "paper": {"vocabulary": 50265, "length": 512, "steps": 500_000, "batch_tokens": 131_072, "channels": 512, "layers": 4, "heads": 8, "window": 64, "learning_rate": 1e-4},
+}  # fmt: skip
+"""Sizes; "paper" is Table 7 of Cho et al., in batches of 256 sequences of 512 tokens."""
+TUNING = {"small": (1, 32, 3e-4), "laptop": (3, 32, 2e-4), "paper": (5, 32, 3e-5)}
+"""Epochs, batch size and learning rate of fine-tuning."""
+TASKS = ("sst2", "qqp", "qnli", "mnli")  # as data.py, which brings torch
+
+
+def _command(name: str, about: str) -> Command:
+    command = Command(f"{PROGRAM} {name}", about)
+    command.option("output", Path("runs/glue"), "of all stages: tokeniser, checkpoints, tables")
+    return command
+
+
+def _sizes(command: Command) -> None:
+    """Options that pretraining and fine-tuning share."""
+    command.option("preset", "small", "of sizes, which other options override", choices=tuple(PRESETS))
+    command.option("methods", ["full", "sbm"])
+    command.option("density", 0.1, "of sampled edges", above=0)
+    command.option("seeds", [0], least=0)
+    command.option("threads", 1, "of the CPU", above=0)
+    for name, usual in PRESETS["small"].items():
+        command.add_argument(f"--{name.replace('_', '-')}", type=type(usual), help="(default: that of the preset)")
+    names = [name for name in PRESETS["small"] if name not in ("window",)]
+    command.bound(*(name.replace("_", "-") for name in names), above=0)
+    command.bound("window", least=0)
+    words = "learned, rotary, alibi or none"
+    command.option("position-encoding", "learned", words, choices=("learned", "rotary", "alibi", "none"))
+
+
+def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, with the sizes of the preset where none are given."""
+    given = command.read(arguments)
+    for name, usual in PRESETS[given.preset].items():
+        if getattr(given, name) is None:
+            setattr(given, name, usual)
+    command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
+    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    words = f"'batch-tokens' of at least length = {given.length}"
+    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
+    words = "'vocabulary' of at least 300, 256 bytes and special tokens"
+    command.require(given.vocabulary >= 300, words, given.vocabulary)
+    return given
+
+
+def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
+    command = _command("pretrain", "Pretrains masked language models on texts.")
+    command.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
+    words = "texts to test on (default: every hundredth document of --texts, which is not learned from)"
+    command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help=words)
+    words = "tokenizer.json of a masked model (default: one is learned from --texts)"
+    command.add_argument("--tokenizer", type=Path, metavar="FILE", help=words)
+    _sizes(command)
+    given = _read(command, arguments)
+    missing = [str(path) for path in (*given.texts, *(given.test or [])) if not path.exists()]
+    command.require(not missing, "'texts' and 'test' to be files or folders", ", ".join(missing), "Give their paths.")
+    return given
+
+
+def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
+    command = _command("finetune", "Fine-tunes pretrained models, or trains from scratch, on tasks of GLUE.")
+    command.add_argument(
+        "--glue", type=Path, required=True, metavar="DIR", help="folder with SST-2, QQP, QNLI and MNLI"
+    )
+    command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
+    command.add_argument("--scratch", action="store_true", help="start without pretraining")
+    command.option("pretrained-seed", 0, "of the pretrained model", least=0)
+    for name, kind in (("epochs", int), ("batch-size", int), ("tuning-rate", float)):
+        command.add_argument(f"--{name}", type=kind, help="(default: that of the preset)")
+    command.bound("epochs", "batch-size", "tuning-rate", above=0)
+    command.option("hold-out", 0.1, "part of train to test on where there is no dev file", above=0)
+    command.add_argument("--limit", type=int, metavar="N", help="examples of train to take (default: all)")
+    command.bound("limit", above=0)
+    command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
+    _sizes(command)
+    given = _read(command, arguments)
+    command.require(given.hold_out < 1, "'hold-out' below 1", given.hold_out, "It is a part of the examples.")
+    for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[given.preset], strict=True):
+        if getattr(given, name) is None:
+            setattr(given, name, usual)
+    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
+    return given
+
+
+def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
+    return _command("table", "Prints the tables of what has ended, and draws the curves.").read(arguments)
+
+
+def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
+    import torch
+
+    from examples.common.fit import train_missing
+    from examples.common.runs import fingerprint, settings_of
+    from examples.glue import train
+    from examples.glue.data import prepare
+
+    torch.set_num_threads(given.threads)
+    for method in given.methods:
+        train.kind_of(method)  # mistakes before the first run
+    tokenizer, texts = prepare(given)
+    own = {
+        field.name: getattr(given, field.name) for field in dataclasses.fields(train.Run) if hasattr(given, field.name)
+    }
+    runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
+    settings = settings_of(runs[0]) | {"checksum of texts": fingerprint(x.numpy().tobytes() for x in texts["train"])}
+    folder = given.output / "pretrain"
+    known = texts["test"][0]
+    bits = train.unigram_bits(known, tokenizer.get_vocab_size())
+    print(
+        f"{len(texts['train'][0]):,} tokens to learn from, {len(known):,} to test on; {bits:.2f} bits per token by frequency"
+    )
+    train_missing(folder, "glue pretrain", settings, runs, lambda run: train.pretrain(run, texts, tokenizer, folder))
+    yield folder / "rows.csv"
+
+
+def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
+    import torch
+
+    from examples.common.fit import train_missing
+    from examples.common.runs import fingerprint, settings_of
+    from examples.glue import data, train
+
+    torch.set_num_threads(given.threads)
+    for method in given.methods:
+        train.kind_of(method)
+    tokenizer = data.read_tokenizer(given.output)
+    for name in given.tasks:
+        folder = given.output / "finetune" / name
+        task = data.TASKS[name]
+        examples = data.read_task(given, task, tokenizer)
+        steps = given.epochs * -(-len(examples["train"]) // given.batch_size)
+        own = {
+            field.name: getattr(given, field.name)
+            for field in dataclasses.fields(train.FineTune)
+            if hasattr(given, field.name)
+        }
+        own |= {"task": name, "steps": steps, "learning_rate": given.tuning_rate, "evaluations": given.epochs}
+        runs = [
+            train.FineTune(**own | {"method": method, "seed": seed}) for seed in given.seeds for method in given.methods
+        ]
+        shared = ("vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding", "dropout")
+        settings = settings_of(runs[0], f"{name}, scratch" if given.scratch else name, shared)
+        settings |= {f"checksum of {name}": fingerprint([examples["train"].tokens.numpy().tobytes()])}
+
+        of = {"task": task, "data": examples, "num_tokens": tokenizer.get_vocab_size(), "folder": folder}
+        of |= {"pretrained": given.output / "pretrain", "pretrained_seed": given.pretrained_seed}
+        train_missing(folder, "glue finetune", settings, runs, partial(train.finetune, **of))
+        yield folder / "rows.csv"
+
+
+def work_table(given: argparse.Namespace) -> Iterator[Path]:
+    from examples.glue import report
+
+    yield from report.report(given.output)
+
+
+STAGES = {
+    "pretrain": (parse_pretrain, work_pretrain),
+    "finetune": (parse_finetune, work_finetune),
+    "table": (parse_table, work_table),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    import sys
+
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if not words or words[0] not in STAGES:
+        command = argparse.ArgumentParser(
+            PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("stage", choices=tuple(STAGES), help="what to do; each has --help")
+        command.parse_args(words[:1])
+    parse, work = STAGES[words[0]]
+    given = parse(words[1:])
+    try:
+        for path in work(given):
+            print(f"wrote {path}", file=sys.stderr)
+    except ValueError as error:
+        given.fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Texts to pretrain on, and the files of GLUE: token numbers in ragged batches.
+
+In: text files, plain or gzip, or a folder of the library `datasets`; TSV files of GLUE in their official columns. Out: token numbers
+``[N]`` with offsets. Not here: models and training.
+"""
+
+import dataclasses
+import gzip
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
+from sbm_pyg.info import tqdm
+
+HELD_OUT = 100  # one document of so many is tested on
+PAD, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One task of GLUE: its folder, columns and classes, as in the official release."""
+
+    folder: str
+    texts: tuple[str, ...]
+    label: str
+    classes: tuple[str, ...]
+    dev: tuple[str, ...] = ("dev",)
+
+
+TASKS = {
+    "sst2": Task("SST-2", ("sentence",), "label", ("0", "1")),
+    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", ("0", "1")),
+    "qnli": Task("QNLI", ("question", "sentence"), "label", ("entailment", "not_entailment")),
+    "mnli": Task(
+        "MNLI", ("sentence1", "sentence2"), "gold_label", ("entailment", "neutral", "contradiction"),
+        ("dev_matched", "dev_mismatched"),
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Texts with labels: tokens of all examples ``[N]``, their offsets ``[B+1]`` and classes ``[B]``."""
+
+    tokens: Tensor
+    ptr: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, which: Tensor) -> "Examples":
+        """The examples of some numbers, ``[b]``."""
+        return Examples(*take(self.tokens, self.ptr, which), self.labels[which])
+
+
+def take(tokens: Tensor, ptr: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and offsets of some of the sequences."""
+    length = ptr.diff()[which]
+    new = torch.cat([ptr.new_zeros(1), length.cumsum(0)])
+    at = torch.arange(int(new[-1])) + torch.repeat_interleave(ptr[which] - new[:-1], length)
+    return tokens[at].long(), new
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines of a file of text, plain or gzip, without their ends."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield line.decode().rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    words = f"Expected '{path}' to be text in UTF-8 (got {error.reason} in line {number})."
+                    raise ValueError(f"{words} Convert the file.") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"Expected '{path}' to be a whole gzip file (got: {error}). Download it again.") from None
+    except OSError as error:
+        raise ValueError(f"Expected '{path}' to be a file of text (got {error.strerror!r}). See --help.") from None
+
+
+def read_documents(paths: Sequence[Path]) -> Iterator[str]:
+    """Documents of files of text, which empty lines separate; or of folders that `datasets` saved, with a column "text"."""
+    for path in paths:
+        if path.is_dir():
+            yield from _read_datasets(path)
+            continue
+        lines: list[str] = []
+        for line in read_lines(path):
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                yield "\n".join(lines)
+                lines = []
+        if lines:
+            yield "\n".join(lines)
+
+
+def _read_datasets(folder: Path) -> Iterator[str]:
+    try:
+        from datasets import load_from_disk  # type: ignore[import-not-found]
+    except ImportError:
+        words = f"Expected 'texts' to be files where the library `datasets` is not installed (got the folder {folder})."
+        raise ValueError(f"{words} Run `pip install datasets`.") from None
+    try:
+        data = load_from_disk(str(folder))
+    except Exception as error:
+        words = f"Expected '{folder}' to be a folder that `datasets` saved (got: {error})."
+        raise ValueError(f"{words} Save it with `save_to_disk`.") from None
+    parts = data.values() if isinstance(data, dict) else [data]
+    for part in parts:
+        if "text" not in part.column_names:
+            raise ValueError(f"Expected '{folder}' to have a column 'text' (got {part.column_names}). Rename it.")
+        yield from (text for text in part["text"] if text.strip())
+
+
+def read_glue(path: Path, task: Task, skip_damaged: bool = False) -> tuple[list[tuple[str, ...]], list[int]]:
+    """Texts and classes of a file of GLUE, whose columns are found by their names. Quotes are part of the texts.
+
+    Raises:
+        ValueError: A column or a file is missing; or, without ``skip_damaged``, a line has another number of cells, an empty text
+            or an unknown label. The error names the line.
+    """
+    lines = read_lines(path)
+    names = next(lines, "").lstrip("\ufeff").split("\t")
+    wanted = (*task.texts, task.label)
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        has_none = "Files of GLUE's test sets have no labels: take train and dev." if missing == [task.label] else ""
+        words = f"Expected '{path}' to have the columns {', '.join(wanted)} (got {', '.join(names)[:200]})."
+        raise ValueError(f"{words} {has_none or 'Take the official files.'}")
+    places = [names.index(name) for name in wanted]
+    texts: list[tuple[str, ...]] = []
+    classes: list[int] = []
+    for number, line in enumerate(lines, 2):
+        cells = line.split("\t")
+        found = [cells[place].strip() for place in places] if len(cells) == len(names) else []
+        wrong = (
+            f"{len(cells)} cells, not {len(names)}" if not found
+            else f"the label {found[-1]!r}" if found[-1] not in task.classes
+            else "an empty text" if not all(found) else ""
+        )  # fmt: skip
+        if wrong and not skip_damaged:
+            words = f"Expected line {number} of '{path}' to be an example (got {wrong})."
+            raise ValueError(f"{words} Mend it, or leave such lines out with --skip-damaged.")
+        if not wrong:
+            texts.append(tuple(found[:-1]))
+            classes.append(task.classes.index(found[-1]))
+    if not texts:
+        raise ValueError(f"Expected '{path}' to have examples (got none). Take the official files.")
+    return texts, classes
+
+
+# ------------------------------------------------------------------ tokens
+
+
+def make_tokenizer(documents: Callable[[], Iterator[str]], vocabulary: int) -> Any:
+    """A byte-level tokeniser by byte pairs, learned from documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, special_tokens=[*SPECIAL], show_progress=False
+    )
+    tokenizer.train_from_iterator(documents(), trainer)
+    return tokenizer
+
+
+def read_tokenizer(path: Path) -> Any:
+    """A tokeniser from its file, or from a folder with a ``tokenizer.json``."""
+    from tokenizers import Tokenizer
+
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        words = f"Expected '{path}' to be a tokeniser (got: {error})."
+        raise ValueError(f"{words} Give the tokenizer.json of a model, or leave it out.") from None
+    missing = [token for token in (START, SEPARATOR, MASK) if tokenizer.token_to_id(token) is None]
+    if missing:
+        words = f"Expected '{path}' to know the tokens {START}, {SEPARATOR} and {MASK} (got no {', '.join(missing)})."
+        raise ValueError(f"{words} Take a tokeniser of a masked model.")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_documents(
+    tokenizer: Any, documents: Iterator[str], length: int, name: str = "texts"
+) -> tuple[Tensor, Tensor]:
+    """Tokens of documents, each between a start and a separator and cut into pieces of at most ``length``; and offsets."""
+    start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
+    found, sizes = [], []
+    for batch in _batches(documents, 1000):
+        for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+            ids = [start, *encoding.ids, end]
+            # pieces of nearly equal size, rather than a short last one
+            count = -(-len(ids) // length)
+            cuts = [len(ids) * number // count for number in range(count + 1)]
+            found.append(torch.tensor(ids, dtype=torch.int32))
+            sizes += [after - before for before, after in pairwise(cuts)]
+    if not found:
+        raise ValueError(f"Expected texts to hold documents for {name!r} (got none). Empty lines separate them.")
+    return torch.cat(found), torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(sizes).cumsum(0)])
+
+
+def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: Sequence[int], length: int) -> Examples:
+    """Tokens of examples: start, then each text and a separator. Longer pairs lose tokens at the end of their longest text."""
+    start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
+    sides = [
+        [e.ids for e in tokenizer.encode_batch([*side], add_special_tokens=False)] for side in zip(*texts, strict=True)
+    ]
+    found = []
+    for example in zip(*sides, strict=True):
+        parts = [[*part] for part in example]
+        while sum(map(len, parts)) + len(parts) + 1 > length:
+            max(parts, key=len).pop()
+        found.append([start, *(token for part in parts for token in (*part, end))])
+    ptr = torch.tensor([0, *map(len, found)]).cumsum(0)
+    return Examples(
+        torch.tensor([token for ids in found for token in ids], dtype=torch.int32), ptr, torch.tensor(classes)
+    )
+
+
+def _batches(items: Iterator[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+class Stream:
+    """Batches of about equal numbers of tokens, from whole pieces of documents in a new random order in each epoch.
+
+    Which pieces a batch has follows from its number and the seed alone, so training goes on after a kill as if there had been none.
+
+    Args:
+        tokens, ptr: Tokens of all pieces and their offsets.
+        size: Tokens of a batch, at least those of the longest piece.
+        seed: Of the orders.
+    """
+
+    def __init__(self, tokens: Tensor, ptr: Tensor, size: int, seed: int) -> None:
+        self.tokens, self.ptr, self.size, self.seed = tokens, ptr, size, seed
+        self.per_epoch = max(1, int(ptr[-1]) // size)  # the rest belongs to the last batch
+        self.epoch, self.order, self.batch = -1, ptr, ptr
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens and offsets of a batch."""
+        epoch, batch = divmod(number, self.per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(2**32 * self.seed + epoch)
+            self.order = torch.randperm(len(self.ptr) - 1, generator=generator)
+            length = self.ptr.diff()[self.order]
+            self.epoch = epoch
+            self.batch = ((length.cumsum(0) - length) // self.size).clamp(max=self.per_epoch - 1)
+        first, last = torch.searchsorted(self.batch, torch.tensor([batch, batch + 1])).tolist()
+        return take(self.tokens, self.ptr, self.order[first:last])
+
+
+# ------------------------------------------------------------------ what programs need
+
+
+def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
+    """The tokeniser of a folder of output, and the tokens of "train" and "test"; both are made once, and kept there."""
+    files = [*given.texts, *(given.test or []), *([given.tokenizer] if given.tokenizer else [])]
+    inner = [
+        path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file]) if path.is_file()
+    ]
+    settings = f"{given.vocabulary} {given.length} {len(given.texts)}".encode()
+    key = fingerprint([*map(Path.read_bytes, inner), settings])
+    given.output.mkdir(parents=True, exist_ok=True)
+    path, cache = given.output / "tokenizer.json", given.output / "tokens.pt"
+    if cache.exists():
+        kept = read_checkpoint(cache)
+        if kept["key"] != key:
+            words = f"Expected the texts, vocabulary and length that {given.output} was prepared with (got others)."
+            raise ValueError(f"{words} Take another --output.")
+        return read_tokenizer(path), {name: tuple(kept[name]) for name in ("train", "test")}
+
+    def documents(train: bool) -> Iterator[str]:
+        if given.test:
+            yield from tqdm(read_documents(given.texts if train else given.test), desc="read", unit="document")
+            return
+        for number, text in enumerate(tqdm(read_documents(given.texts), desc="read", unit="document")):
+            if (number % HELD_OUT == HELD_OUT - 1) != train:
+                yield text
+
+    if given.tokenizer:
+        tokenizer = read_tokenizer(given.tokenizer)
+    else:
+        tokenizer = make_tokenizer(lambda: documents(True), given.vocabulary)
+    texts = {}
+    for name in ("train", "test"):
+        texts[name] = encode_documents(tokenizer, documents(name == "train"), given.length, name)
+    write_text(path, tokenizer.to_str())
+    write_checkpoint(cache, {"key": key, **texts})
+    return tokenizer, texts
+
+
+def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
+    """Examples of "train" and of the dev sets; a part of train is held out where there is no dev set."""
+    folder = given.glue / task.folder
+    files = {
+        name: folder / f"{name}.tsv"
+        for name in ("train", *task.dev)
+        if name == "train" or (folder / f"{name}.tsv").exists()
+    }
+    found = {name: read_glue(path, task, given.skip_damaged) for name, path in files.items()}
+    texts, classes = found["train"]
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    held = []
+    if len(found) == 1:
+        held, order = order[: math.ceil(given.hold_out * len(texts))], order[math.ceil(given.hold_out * len(texts)) :]
+        print(f"{task.folder} has no dev file: {len(held):,} examples of train are held out to test on")
+    parts = {"train": order[: given.limit], **({task.dev[0]: held} if held else {})}
+    examples = {}
+    for name, numbers in parts.items():
+        if not numbers:
+            raise ValueError(
+                f"Expected '{files['train']}' to have more examples (got {len(texts)}). None are left to learn from."
+            )
+        chosen = [texts[number] for number in numbers], [classes[number] for number in numbers]
+        examples[name] = encode_examples(tokenizer, *chosen, given.length)
+    for name, pair in found.items():
+        if name != "train":
+            examples[name] = encode_examples(tokenizer, *pair, given.length)
+    return examples

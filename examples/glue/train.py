@@ -1,0 +1,283 @@
+"""Pretraining of masked language models, and fine-tuning on tasks of GLUE: a row of ``rows.csv`` for each evaluation.
+
+In: tokens of :mod:`examples.glue.data`, and runs. Out: rows, checkpoints and the best models. Not here: files and the command line.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.common.command import read_method
+from examples.common.fit import file_name, fit
+from examples.common.runs import read_checkpoint, read_state, write_checkpoint
+from examples.common.tables import Row
+from examples.glue.data import Examples, Stream, Task
+from sbm_pyg import MaskedLM, SequenceClassifier, SequenceEncoder, Sparsifier, mask_tokens
+from sbm_pyg.sources.interface import Choice
+
+METHODS = ("full", "sbm", "random", "window", "dcmm", "bigbird", "lsh", "routing")
+LEARNED: dict[str, Any] = {
+    "num_blocks": 128, "parameterization": "overlapping", "degree_corrected": 0, "window": -1, "estimator": "local",
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sbm": LEARNED, "random": {"window": -1}, "window": {"size": -1}, "dcmm": {"num_blocks": 100},
+    "bigbird": {"size": -1, "num_global": 2, "num_random": 3}, "lsh": {"num_buckets": 16, "chunk_size": 16},
+    "routing": {"num_clusters": 8},
+}  # fmt: skip
+"""Options of methods and their usual values; a window or size of -1 is the window of the run."""
+SPARSE = ("sbm", "random")  # have a target density
+RATE_OF_SOURCES = 3.0  # of block models, relative to the learning rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that decides the outcome of pretraining, apart from the texts."""
+
+    method: str
+    density: float
+    seed: int
+    vocabulary: int
+    length: int
+    steps: int
+    batch_tokens: int
+    channels: int
+    layers: int
+    heads: int
+    window: int
+    learning_rate: float
+    position_encoding: str = "learned"
+    dropout: float = 0.1
+    weight_decay: float = 0.01
+    evaluations: int = 10
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {100 * self.density:g} %" if kind_of(self.method) in SPARSE else self.method
+
+    @property
+    def known(self) -> Row:
+        return {"run": self.name, "seed": self.seed}
+
+    @property
+    def file(self) -> str:
+        return file_name(self.method, self.density, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTune(Run):
+    """Everything that decides the outcome of fine-tuning, apart from the files."""
+
+    task: str = ""
+    batch_size: int = 32
+    scratch: bool = False
+    """Whether the model starts without pretraining."""
+
+    @property
+    def known(self) -> Row:
+        return {
+            "task": self.task,
+            "run": self.name,
+            "start": "scratch" if self.scratch else "pretrained",
+            "seed": self.seed,
+        }
+
+    @property
+    def file(self) -> str:
+        return file_name(self.task, self.known["start"], self.method, self.density, self.seed)
+
+
+def kind_of(method: str) -> str:
+    """The kind of a method, without its options."""
+    return read_method(method, METHODS, OPTIONS)[0]
+
+
+def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
+    """The encoder of a run."""
+    kind, options = read_method(run.method, METHODS, OPTIONS)
+    options = {
+        name: run.window if value == -1 and name in ("window", "size") else value for name, value in options.items()
+    }
+    if kind in SPARSE:
+        own = {name: options.pop(name) for name in ("parameterization", "degree_corrected") if name in options}
+        own = {name: bool(value) if name == "degree_corrected" else value for name, value in own.items()}
+        options |= {"sbm_options": own, "self_loops": True, "window": options["window"] or None}
+        options |= {"estimator": "none", "num_blocks": 128} if kind == "random" else {}
+    options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
+    torch.manual_seed(run.seed)
+    return SequenceEncoder(
+        num_tokens, run.channels, num_layers=run.layers, heads=run.heads, ffn_channels=4 * run.channels,
+        max_length=run.length, dropout=run.dropout, attention="sbm" if kind == "random" else kind,
+        attention_options=options, position_encoding=run.position_encoding,
+    )  # fmt: skip
+
+
+def make_sparsifier(run: Run, model: torch.nn.Module, dense_part: float) -> Sparsifier | None:
+    """What makes a model sparse, if its method has a target density."""
+    if kind_of(run.method) not in SPARSE:
+        return None
+    return Sparsifier(model, run.density, run.steps, dense_part=dense_part)
+
+
+# ------------------------------------------------------------------ pretraining
+
+
+def unigram_bits(tokens: Tensor, num_tokens: int) -> float:
+    """Entropy of single tokens, in bits: what a model that sees nothing would need."""
+    share = torch.bincount(tokens.long(), minlength=num_tokens).double()
+    share = share[share > 0] / share.sum()
+    return float(-(share * share.log2()).sum())
+
+
+def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: Any, folder: Path) -> list[Row]:
+    """Pretrains a model on masked tokens, or goes on from its checkpoint; returns the rows of all evaluations."""
+    num_tokens, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id("[MASK]")
+    special = torch.tensor([tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]")])
+    model = MaskedLM(make_encoder(run, num_tokens))
+    sparsifier = make_sparsifier(run, model, dense_part=0.4)
+    stream = Stream(*texts["train"], run.batch_tokens, run.seed)
+    tests = Stream(*texts["test"], run.batch_tokens, 0)
+
+    def losses(step: int) -> Tensor:
+        tokens, ptr = stream[step]
+        seed = 2**32 * run.seed + step
+        inputs, asked = mask_tokens(tokens, mask, num_tokens, special=special, seed=seed)
+        return cross_entropy(model(inputs, ptr, asked=asked, seed=seed), tokens[asked])
+
+    def measure() -> list[Row]:
+        nats, count, right, densities = 0.0, 0, 0, []
+        for number in range(tests.per_epoch):
+            tokens, ptr = tests[number]
+            inputs, asked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
+            logits, trace = model(inputs, ptr, asked=asked, seed=number, return_trace=True)
+            nats += float(cross_entropy(logits, tokens[asked], reduction="sum").double())
+            right += int((logits.argmax(1) == tokens[asked]).sum())
+            count += int(asked.sum())
+            densities.append([edges(choice) for choice in trace.choices])
+        bits = nats / count / math.log(2)
+        row = run.known | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": right / count}
+        return [row | _parts(densities)]
+
+    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=RATE_OF_SOURCES)
+
+
+def edges(choice: Choice | None) -> tuple[float, float, float]:
+    """Numbers of edges, of those that a window forces, and of pairs."""
+    if choice is None or not choice.is_stored:
+        return 1.0, 0.0, 1.0
+    graph = choice.graph
+    forced = 0 if choice.forced is None else int(choice.forced.sum())
+    return graph.num_edges, forced, graph.heads * int(graph.pairs_per_sequence.sum())
+
+
+def _parts(densities: list[list[tuple[float, float, float]]]) -> Row:
+    """Densities of graphs, and of their sampled edges alone, in a mean over layers."""
+    layers = [[sum(column) for column in zip(*layer, strict=True)] for layer in zip(*densities, strict=True)]
+    whole = fmean(total / pairs for total, _, pairs in layers)
+    return {"density": whole, "sampled_density": fmean((total - forced) / pairs for total, forced, pairs in layers)}
+
+
+# ------------------------------------------------------------------ fine-tuning
+
+
+def finetune(
+    run: FineTune, *, task: Task, data: Mapping[str, Examples], num_tokens: int, folder: Path, pretrained: Path,
+    pretrained_seed: int = 0,
+) -> list[Row]:  # fmt: skip
+    """Trains a classifier, or goes on from its checkpoint; returns the rows of all evaluations.
+
+    The model with the best accuracy on the first of the dev sets is saved next to the checkpoint, with "best" in its name.
+
+    Args:
+        run: The run.
+        task: Its task.
+        data: Examples of "train" and of the dev sets.
+        num_tokens: Size of the vocabulary.
+        folder: Of checkpoints.
+        pretrained: Folder of pretrained models.
+        pretrained_seed: Seed of the pretrained model.
+    """
+    encoder = make_encoder(run, num_tokens)
+    if not run.scratch:
+        load_encoder(encoder, pretrained / file_name(run.method, run.density, pretrained_seed), run)
+    torch.manual_seed(run.seed)
+    model = SequenceClassifier(encoder, len(task.classes))
+    sparsifier = make_sparsifier(run, model, dense_part=0.4 if run.scratch else 0.0)
+    train, path = data["train"], folder / run.file
+    per_epoch = -(-len(train) // run.batch_size)
+    best = [max((row["accuracy"] for row in _rows(path, run)), default=-1.0)]
+
+    def losses(step: int) -> Tensor:
+        epoch, batch = divmod(step, per_epoch)
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(2**32 * run.seed + epoch))
+        part = train.select(order[batch * run.batch_size : (batch + 1) * run.batch_size])
+        return cross_entropy(model(part.tokens, part.ptr, seed=2**32 * run.seed + step), part.labels)
+
+    def measure() -> list[Row]:
+        row = run.known
+        for name, examples in data.items():
+            if name != "train":
+                which = "" if name == task.dev[0] else f"_{name}"
+                row |= {f"{key}{which}": value for key, value in evaluate(model, examples).items()}
+        if row["accuracy"] > best[0]:
+            best[0] = row["accuracy"]
+            write_checkpoint(
+                path.with_suffix(".best.pt"), {"run": dataclasses.asdict(run), "model": model.state_dict()}
+            )
+        return [row]
+
+    return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
+
+
+def load_encoder(encoder: SequenceEncoder, path: Path, run: Run) -> None:
+    """Loads the encoder of a pretrained model, with its graph sources.
+
+    Raises:
+        ValueError: The model is missing, damaged, has other sizes, or its training has not ended.
+    """
+    way_out = "Pretrain it to the end with the same settings, or pass --scratch."
+    state = read_checkpoint(path, way_out)
+    known = state.get("run", {})
+    sizes = ("method", "vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding")
+    other = [
+        f"{name} {known.get(name)!r}, not {getattr(run, name)!r}"
+        for name in sizes
+        if known.get(name) != getattr(run, name)
+    ]
+    other += [] if other or state["step"] == known["steps"] else [f"{state['step']:,} of {known['steps']:,} steps"]
+    if other:
+        raise ValueError(
+            f"Expected '{path}' to be the pretrained model of this run (got {', '.join(other)}). {way_out}"
+        )
+    begin = "encoder."
+    encoder.load_state_dict({name[len(begin) :]: x for name, x in state["model"].items() if name.startswith(begin)})
+
+
+def _rows(path: Path, run: Run) -> list[Row]:
+    """Rows of the checkpoint of a run, if there is one."""
+    return read_state(path, dataclasses.asdict(run)).get("rows", [])
+
+
+@torch.no_grad()
+def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int = 64) -> Row:
+    """Accuracy and F1 as GLUE defines them, of the second class of two; of more classes, the mean over them."""
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+
+    model.eval()
+    found, densities = [], []
+    for which in torch.arange(len(examples)).split(batch_size):
+        part = examples.select(which)
+        logits, trace = model(part.tokens, part.ptr, seed=int(which[0]), return_trace=True)
+        found.append(logits.argmax(1))
+        densities.append([edges(choice) for choice in trace.choices])
+    guessed, classes = torch.cat(found), model.num_classes
+    scores = multiclass_f1_score(guessed, examples.labels, classes, average=None)
+    f1 = float(scores[1] if classes == 2 else scores.mean())
+    accuracy = float(multiclass_accuracy(guessed, examples.labels, classes, average="micro"))
+    return {"accuracy": accuracy, "f1": f1, "examples": len(examples), **_parts(densities)}
