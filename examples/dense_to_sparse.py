@@ -4,8 +4,8 @@
     python examples/dense_to_sparse.py --model recall --density 0.05
 
 A model with torch's attention is trained. Then it is trained for a fifth of the steps again: as it is ("dense"), with block models that
-learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), with block models that do not learn
-("random"), or with a window of the same density ("window"). The table has the loss of each on test data; a file next to each
+learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which score
+all pairs ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the loss of each on test data; a file next to each
 checkpoint has what its layers and heads lose. Half an hour on one core. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
 from examples.common.command import Command, program
 from examples.common.corpus import stdlib_files
 
-ARMS = ("trained", "dense", "sparse", "random", "window")
+ARMS = ("trained", "dense", "sparse", "indexer", "random", "window")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -56,7 +56,7 @@ from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, by, deviation, finished, markdown
 from examples.language_model import read_texts
 from examples.recall.tasks import TASKS
-from sbm_pyg import SBMMultiheadAttention, Sparsifier, patterns, replace_attention
+from sbm_pyg import SBMMultiheadAttention, Sparsifier, indexer, patterns, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 
 MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
@@ -156,12 +156,14 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
     if run.method in ("sparse", "random"):
         estimator = "none" if run.method == "random" else None
         replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator)
-    elif run.method == "window":
+    elif run.method in ("indexer", "window"):
         replace_attention(model, num_blocks=None)
+        size = max(1, round(run.density * run.length / 2))  # pairs beyond self-loops, as of the others
         for module in model.modules():
-            if isinstance(module, SBMMultiheadAttention):  # pairs beyond self-loops, as of the others
-                size = max(1, round(run.density * run.length / 2))
-                module.conv.source = patterns.PatternSource(patterns.window, size=size)
+            if isinstance(module, SBMMultiheadAttention):
+                scorer = indexer.Indexer(module.head_dim, module.num_heads)
+                window = patterns.PatternSource(patterns.window, size=size)
+                module.conv.source = window if run.method == "window" else indexer.IndexerSource(scorer, window=0)
     return model
 
 
@@ -174,7 +176,7 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -
     """Trains one model, or goes on from its checkpoint; returns its row."""
     num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
     model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)
-    has_source = run.method in ("sparse", "random")
+    has_source = run.method in ("sparse", "indexer", "random")
     sparsifier = Sparsifier(model, run.density, run.steps, dense_part=0.5) if has_source else None
 
     def answer(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
