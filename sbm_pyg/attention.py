@@ -81,7 +81,8 @@ class AttentionConv(EdgeAttention):
         normalizer: Maps scores to weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"`` (alpha-entmax
             with a learned alpha per head), or an :class:`Entmax` with its own initial alpha. Most entmax weights are 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
-            :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias` are such biases.
+            :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias` are such biases. With a method ``dense_bias(L, S)
+            -> [H, L, S]``, dense attention needs no stored edges.
         rotary: A :class:`~sbm_pyg.Rotary` that rotates queries and keys by their positions, or None.
         dropout: Probability that an attention weight is dropped in training.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
@@ -286,7 +287,7 @@ class AttentionConv(EdgeAttention):
             dense_loss = self.estimator.dense_loss(call)
             if edge_filter is not None or returns.attention_weights or self._needs_edges:
                 choice = choice.stored()
-        dense_bias = None if self.score_bias is None else getattr(self.score_bias, "dense", None)
+        dense_bias = None if self.score_bias is None else getattr(self.score_bias, "dense_bias", None)
         unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=dense_bias)
         if unstored is not None:
             out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, type(self.estimator).__name__)
@@ -319,7 +320,7 @@ class AttentionConv(EdgeAttention):
     @property
     def _needs_edges(self) -> bool:
         """Whether attention over all pairs needs stored edges, since torch's dense kernel lacks an option."""
-        has_dense_bias = self.score_bias is None or hasattr(self.score_bias, "dense")
+        has_dense_bias = self.score_bias is None or hasattr(self.score_bias, "dense_bias")
         return self._edgewise or self.normalizer != "softmax" or not has_dense_bias
 
     def _rotate(

@@ -140,7 +140,7 @@ class ALiBi(nn.Module):
             )
         return (-self.slope[graph.edge_head] * graph.lag.abs()).to(query.dtype)
 
-    def dense(self, num_queries: int, num_keys: int) -> Tensor:
+    def dense_bias(self, num_queries: int, num_keys: int) -> Tensor:
         """The bias of each pair of a sequence, ``[H, num_queries, num_keys]``.
 
         Raises:

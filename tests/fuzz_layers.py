@@ -453,12 +453,12 @@ def _alibi_forward(d: Draw) -> Case:
     return Case(ALiBi(graph.heads).forward, arguments, check)
 
 
-@case("ALiBi.dense", 1)
+@case("ALiBi.dense_bias", 1)
 def _alibi_dense(d: Draw) -> Case:
     def check(result: Tensor, num_queries: Any, num_keys: Any) -> None:
         expect(result.shape == (2, num_queries, num_keys), "another shape")
 
-    return Case(ALiBi(2).dense, {"num_queries": d.randint(1, 5), "num_keys": d.randint(1, 5)}, check)
+    return Case(ALiBi(2).dense_bias, {"num_queries": d.randint(1, 5), "num_keys": d.randint(1, 5)}, check)
 
 
 @case("Rotary", 1)
