@@ -56,6 +56,11 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "examples.dcmm.__main__",
         "--methods full dcmm:num_blocks=3 sbm:num_blocks=3 --steps 20 --channels 8 --layers 2 --heads 2 --batch-size 8 --patch 4",
     ),
+    "glue": (
+        "examples.glue.__main__",
+        "pretrain --texts TEXT --test TEXT --vocabulary 300 --length 32 --steps 24 --batch-tokens 64 --channels 16 --layers 1 "
+        "--heads 2 --window 1 --methods full sbm:num_blocks=4 --density 0.2",
+    ),
     "repeated": ("examples.repeated_tokens", "--quick --sparse --steps 30"),
     "lra": (
         "examples.lra.__main__",
@@ -63,7 +68,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "--head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu --data DATA",
     ),
 }
-QUICK = ("recall", "language", "sparsefinder", "dcmm")  # to the end within seconds
+QUICK = ("recall", "language", "sparsefinder", "dcmm", "glue")  # to the end within seconds
 
 
 def make_inputs(folder: Path) -> dict[str, str]:
@@ -163,7 +168,7 @@ def without(content: Any) -> Any:
 def ends(folder: Path) -> dict[str, Any]:
     """What lies in a folder: rows, states, and results; figures by their names."""
     found: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *folder.glob("pretrain/*")]):
         if path.suffix == ".csv":
             with path.open(newline="") as file:
                 found[path.name] = without(list(csv.DictReader(file)))
