@@ -149,6 +149,8 @@ class AttentionConv(EdgeAttention):
         check_normalizer(normalizer, heads)
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
+        if rotary is not None:
+            rotary._width_of(out_channels)
         self.estimator = resolve_estimator(estimator, normalizer)
         wide = heads * out_channels
         self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]

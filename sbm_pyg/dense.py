@@ -54,6 +54,8 @@ class FullAttention(nn.Module):
         checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         checks.kind("rotary", rotary, Rotary | None, "a Rotary", "Pass `sbm_pyg.Rotary()`.")
         checks.kind("score_bias", score_bias, ALiBi | None, "an ALiBi", "Other biases need an AttentionConv.")
+        if rotary is not None:
+            rotary._width_of(head_channels)
         if score_bias is not None and score_bias.heads != heads:
             raise ValueError(f"Expected 'score_bias' of {heads} heads (got {score_bias.heads}). Each head has a slope.")
         self.channels, self.heads, self.dropout, self.is_causal = channels, heads, dropout, is_causal

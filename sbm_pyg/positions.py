@@ -68,16 +68,25 @@ class Rotary(nn.Module):
                 f"Expected 'position' of one number per token of 'x' [*, N, C] (got {list(position.shape)} for "
                 f"{list(x.shape)}). Leave positions out to count them."
             )
-        width = x.size(-1) if self.channels is None else self.channels
-        if width % 2 or width > x.size(-1):
-            wanted = "an even number of channels" if self.channels is None else f"at least {width} channels"
-            raise ValueError(f"Expected 'x' of {wanted} (got {x.size(-1)}). Set 'channels' of Rotary to rotate fewer.")
+        width = self._width_of(x.size(-1))
         wide = torch.promote_types(x.dtype, torch.float32)
         exponent = torch.arange(0, width, 2, device=x.device, dtype=wide) / width
         angle = position.to(wide)[..., None] * self.base**-exponent  # [*, N, D/2]
         cos, sin = angle.cos(), angle.sin()
         first, second, rest = x.to(wide).split([width // 2, width // 2, x.size(-1) - width], dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+
+    def _width_of(self, channels: int) -> int:
+        """Number of rotated channels of heads of so many.
+
+        Raises:
+            ValueError: It is odd, or there are fewer.
+        """
+        width = channels if self.channels is None else self.channels
+        if width % 2 or width > channels:
+            wanted = "an even number of channels" if self.channels is None else f"at least {width} channels"
+            raise ValueError(f"Expected heads of {wanted} (got {channels}). Set 'channels' of Rotary to rotate fewer.")
+        return width
 
     def extra_repr(self) -> str:
         """Options."""

@@ -320,12 +320,14 @@ def test_rotary_encoders_take_positions(tmp_path: Any) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    x, conv = torch.randn(5, 6), AttentionConv(6, 3, 2, patterns.PatternSource(patterns.full), rotary=Rotary())
+    x = torch.randn(5, 6)
     for build, message in [
         (lambda: Rotary(1.0), r"Expected 'base' in \(1, inf\) \(got 1.0\)"),
         (lambda: Rotary(channels=3), r"Expected 'channels' to be even \(got 3\)"),
-        (lambda: conv(x), r"Expected 'x' of an even number of channels \(got 3\)"),
-        (lambda: Rotary(channels=8)(torch.randn(1, 5, 6), torch.arange(5)), r"Expected 'x' of at least 8 channels"),
+        (lambda: AttentionConv(6, 3, 2, rotary=Rotary()), r"Expected heads of an even number of channels \(got 3\)"),
+        (lambda: FullAttention(6, 3, 2, rotary=Rotary()), r"Expected heads of an even number of channels \(got 3\)"),
+        (lambda: SequenceEncoder(9, 6, position_encoding="rotary"), r"Expected heads of an even number of channels"),
+        (lambda: Rotary(channels=8)(torch.randn(1, 5, 6), torch.arange(5)), r"Expected heads of at least 8 channels"),
         (lambda: Rotary()(torch.randn(1, 5, 6), torch.arange(4)), r"Expected 'position' of one number per token"),
         (lambda: AttentionConv(6, 4)(x, patterns.full(5), positions=torch.arange(5)), r"Expected no 'positions'"),
         (lambda: ALiBi(0), r"Expected 'heads'"),

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
 from sbm_pyg import (
+    ALiBi,
+    MaskedLM,
     PairClassifier,
     Pretrained,
     SequenceClassifier,
@@ -60,6 +62,7 @@ MODELS: dict[str, Callable[[], Pretrained]] = {
     **{f"encoder, {name}": partial(encoder, name, head_channels=4, ffn_channels=24, dropout=0.3) for name in OPTIONS},
     "sequences": lambda: SequenceClassifier(encoder(heads=1, num_layers=1), 3), "pairs": lambda: PairClassifier(encoder("full"), 4),
     "tokens": lambda: TokenClassifier(encoder("bigbird"), 5), "subclass": lambda: Doubled(encoder(), 2),
+    "masked": lambda: MaskedLM(encoder(position_encoding="rotary")),
 }  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         "num_tokens": 9, "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
         "dropout": 0.25, "attention": "sbm",
         "attention_options": {"num_blocks": 2, "exploration": 0.5, "estimator": "paper", "budget": 3.5, "window": 1, "normalizer": "entmax15"},
-        "is_causal": True,
+        "is_causal": True, "position_encoding": "alibi",
     }  # fmt: skip
     model = SequenceEncoder(**options)
     assert model.constructor_options() == options | {"in_channels": None}
@@ -119,6 +122,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     source = layer.source
     assert (source.exploration, source.budget, source.window, layer.normalizer) == (0.5, 3.5, 1, "entmax15")
     assert type(layer.estimator) is estimators.Paper
+    assert type(layer.score_bias) is ALiBi
 
 
 def test_saving_changes_nothing_and_loading_leaves_random_numbers_alone(tmp_path: Path) -> None:
