@@ -96,9 +96,9 @@ class Rotary(nn.Module):
 class ALiBi(nn.Module):
     r"""Attention with linear biases: subtracts from each score the distance of its tokens times a slope of the head.
 
-    .. math:: b_{hij} = - 2^{-8 h / H} \, |i - j|, \quad h = 1, \dots, H
+    .. math:: b_{hij} = - 2^{-8 h / H} \, |i - j|
 
-    for H a power of 2. Otherwise the first heads have the slopes of the next lower power of 2, and the others have
+    for head h from 1 to H, if H is a power of 2. Otherwise the first heads have the slopes of the next lower power of 2, and the others have
     slopes between them, as in the authors' code. There are no parameters. Pass it as ``score_bias`` of
     :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost O(E).
 
