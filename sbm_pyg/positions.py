@@ -98,9 +98,10 @@ class ALiBi(nn.Module):
 
     .. math:: b_{hij} = - 2^{-8 h / H} \, |i - j|
 
-    for head h from 1 to H, if H is a power of 2. Otherwise the first heads have the slopes of the next lower power of 2, and the others have
-    slopes between them, as in the authors' code. There are no parameters. Pass it as ``score_bias`` of
-    :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost O(E).
+    for head h from 1 to H, if H is a power of 2. Otherwise the first heads have the slopes of the next lower power of
+    2, and the others have slopes between them, as in the authors' code. There are no parameters. Pass it as
+    ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost
+    O(E).
 
     Args:
         heads: Number of heads H.
