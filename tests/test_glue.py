@@ -250,9 +250,10 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
     texts, glue = write_texts(tmp_path / "texts.txt"), write_glue(tmp_path / "GLUE")
     out = ["--output", str(tmp_path / "out")]
     methods = ["--methods", "full", "sbm:num_blocks=4", "random", "window", "--density", "0.3"]
+    tuned = [word for word in SIZES if word not in ("--batch-tokens", "256")]
     program.main(["pretrain", "--texts", str(texts), "--steps", "20", *methods, *SIZES, *out])
-    program.main(["finetune", "--glue", str(glue), *methods, *SIZES, *out])
-    program.main(["finetune", "--glue", str(glue), "--scratch", "--epochs", "2", "--methods", "full", *SIZES, *out])
+    program.main(["finetune", "--glue", str(glue), *methods, *tuned, *out])
+    program.main(["finetune", "--glue", str(glue), "--scratch", "--epochs", "2", "--methods", "full", *tuned, *out])
     capsys.readouterr()
     program.main(["table", *out])
     shown = capsys.readouterr().out
@@ -267,16 +268,16 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
     assert parts["full"]["density"] == 1
     assert 0 < parts["random 30 %"]["sampled_density"] < parts["random 30 %"]["density"] < 1
     before = (tmp_path / "out" / "finetune" / "sst2" / "rows.csv").read_text()
-    program.main(["finetune", "--glue", str(glue), *methods, *SIZES, *out])  # there is nothing left to do
+    program.main(["finetune", "--glue", str(glue), *methods, *tuned, *out])  # there is nothing left to do
     assert (tmp_path / "out" / "finetune" / "sst2" / "rows.csv").read_text() == before
     best = torch.load(next((tmp_path / "out" / "finetune" / "sst2").glob("*scratch*.best.pt")), weights_only=True)
     assert best["run"]["scratch"]
     # other sizes, other texts, and models that are not there
     for words, message in (
         (["pretrain", "--texts", str(glue / "SST-2" / "dev.tsv"), *SIZES, *out], "was prepared with (got others)"),
-        (["finetune", "--glue", str(glue), "--methods", "dcmm", *SIZES, *out], "to be a checkpoint (got no such file)"),
-        (["finetune", "--glue", str(glue), *SIZES[:-2], "--window", "3", *out], "Take another --output"),
-        (["finetune", "--glue", str(glue), "--tasks", "qqp", *SIZES, *out], "QQP/train.tsv' to be a file of text"),
+        (["finetune", "--glue", str(glue), "--methods", "dcmm", *tuned, *out], "to be a checkpoint (got no such file)"),
+        (["finetune", "--glue", str(glue), *tuned[:-2], "--window", "3", *out], "Take another --output"),
+        (["finetune", "--glue", str(glue), "--tasks", "qqp", *tuned, *out], "QQP/train.tsv' to be a file of text"),
     ):
         with pytest.raises(SystemExit):
             program.main(words)
@@ -311,6 +312,7 @@ def test_a_pretrained_encoder_is_loaded_with_its_graphs(tmp_path: Path) -> None:
         ("pretrain --texts . --heads 3", "Expected 'heads' to divide 'channels' (got 3)"),
         ("pretrain --texts . --vocabulary 256", "Expected 'vocabulary' of at least 300"),
         ("finetune --glue absent", "Expected 'glue' to be a folder (got absent)"),
+        ("finetune --glue . --output absent", "Pretrain a model into this --output first"),
         ("finetune --glue . --hold-out 1", "Expected 'hold-out' below 1 (got 1.0)"),
         ("finetune --glue . --methods sbn", "Expected 'methods' among full, sbm"),
         ("table --output absent", "Expected 'output' to hold finished runs (got none in absent)"),

@@ -37,18 +37,18 @@ def _command(name: str, about: str) -> Command:
     return command
 
 
-def _sizes(command: Command) -> None:
-    """Options that pretraining and fine-tuning share."""
+def _sizes(command: Command, but: Sequence[str] = ()) -> None:
+    """Options that pretraining and fine-tuning share, without some of them."""
     command.option("preset", "small", "of sizes, which other options override", choices=tuple(PRESETS))
     command.option("methods", ["full", "sbm"])
     command.option("density", 0.1, "of sampled edges", above=0)
     command.option("seeds", [0], least=0)
     command.option("threads", 1, "of the CPU", above=0)
     for name, usual in PRESETS["small"].items():
-        command.add_argument(f"--{name.replace('_', '-')}", type=type(usual), help="(default: that of the preset)")
-    names = [name for name in PRESETS["small"] if name not in ("window",)]
-    command.bound(*(name.replace("_", "-") for name in names), above=0)
-    command.bound("window", least=0)
+        if name not in but:
+            option = name.replace("_", "-")
+            command.add_argument(f"--{option}", type=type(usual), help="(default: that of the preset)")
+            command.bound(option, **{"least" if name == "window" else "above": 0})
     words = "learned, rotary, alibi or none"
     command.option("position-encoding", "learned", words, choices=("learned", "rotary", "alibi", "none"))
 
@@ -57,12 +57,10 @@ def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     """The options, with the sizes of the preset where none are given."""
     given = command.read(arguments)
     for name, usual in PRESETS[given.preset].items():
-        if getattr(given, name) is None:
+        if getattr(given, name, None) is None:
             setattr(given, name, usual)
     command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
-    words = f"'batch-tokens' of at least length = {given.length}"
-    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
     words = "'vocabulary' of at least 300, 256 bytes and special tokens"
     command.require(given.vocabulary >= 300, words, given.vocabulary)
     return given
@@ -77,6 +75,8 @@ def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--tokenizer", type=Path, metavar="FILE", help=words)
     _sizes(command)
     given = _read(command, arguments)
+    words = f"'batch-tokens' of at least length = {given.length}"
+    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
     missing = [str(path) for path in (*given.texts, *(given.test or [])) if not path.exists()]
     command.require(not missing, "'texts' and 'test' to be files or folders", ", ".join(missing), "Give their paths.")
     return given
@@ -97,7 +97,7 @@ def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--limit", type=int, metavar="N", help="examples of train to take (default: all)")
     command.bound("limit", above=0)
     command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
-    _sizes(command)
+    _sizes(command, but=("steps", "batch_tokens", "learning_rate"))
     given = _read(command, arguments)
     command.require(given.hold_out < 1, "'hold-out' below 1", given.hold_out, "It is a part of the examples.")
     for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[given.preset], strict=True):
@@ -148,7 +148,7 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
     for method in given.methods:
         train.kind_of(method)
-    tokenizer = data.read_tokenizer(given.output)
+    tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
     for name in given.tasks:
         folder = given.output / "finetune" / name
         task = data.TASKS[name]

@@ -177,7 +177,7 @@ def make_tokenizer(documents: Callable[[], Iterator[str]], vocabulary: int) -> A
     return tokenizer
 
 
-def read_tokenizer(path: Path) -> Any:
+def read_tokenizer(path: Path, way_out: str = "Give the tokenizer.json of a model, or leave it out.") -> Any:
     """A tokeniser from its file, or from a folder with a ``tokenizer.json``."""
     from tokenizers import Tokenizer
 
@@ -186,7 +186,7 @@ def read_tokenizer(path: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         words = f"Expected '{path}' to be a tokeniser (got: {error})."
-        raise ValueError(f"{words} Give the tokenizer.json of a model, or leave it out.") from None
+        raise ValueError(f"{words} {way_out}") from None
     missing = [token for token in (START, SEPARATOR, MASK) if tokenizer.token_to_id(token) is None]
     if missing:
         words = f"Expected '{path}' to know the tokens {START}, {SEPARATOR} and {MASK} (got no {', '.join(missing)})."
