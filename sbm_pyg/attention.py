@@ -289,8 +289,7 @@ class AttentionConv(EdgeAttention):
             dense_loss = self.estimator.dense_loss(call)
             if edge_filter is not None or returns.attention_weights or self._needs_edges:
                 choice = choice.stored()
-        dense_bias = None if self.score_bias is None else getattr(self.score_bias, "dense_bias", None)
-        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=dense_bias)
+        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=self._dense_bias)
         if unstored is not None:
             out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, type(self.estimator).__name__)
             return self._pack_outputs(out, choice, None, returns)
@@ -322,8 +321,13 @@ class AttentionConv(EdgeAttention):
     @property
     def _needs_edges(self) -> bool:
         """Whether attention over all pairs needs stored edges, since torch's dense kernel lacks an option."""
-        has_dense_bias = self.score_bias is None or hasattr(self.score_bias, "dense_bias")
-        return self._edgewise or self.normalizer != "softmax" or not has_dense_bias
+        lacks_bias = self.score_bias is not None and self._dense_bias is None
+        return self._edgewise or self.normalizer != "softmax" or lacks_bias
+
+    @property
+    def _dense_bias(self) -> Callable[[int, int], Tensor] | None:
+        """The score bias of all pairs of a sequence, or None if the layer has no bias, or only one of edges."""
+        return getattr(self.score_bias, "dense_bias", None)
 
     def _rotate(
         self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, positions: OneOrTwo | None

@@ -117,10 +117,8 @@ class FullAttention(nn.Module):
             query, key = self.rotary(query, at), self.rotary(key, at)
         # Padding comes after the tokens, so causal tokens do not attend to it.
         real = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
-        drop, bias = (
-            self.dropout if self.training else 0.0,
-            None if self.score_bias is None else self.score_bias.dense_bias,
-        )
+        drop = self.dropout if self.training else 0.0
+        bias = None if self.score_bias is None else self.score_bias.dense_bias
         out = attend_padded(query, key, value, mask=real, is_causal=self.is_causal, bias=bias, dropout_p=drop)
         return out.transpose(1, 2).flatten(2)[mask]
 

@@ -592,7 +592,8 @@ def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> 
     if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
         return None
     assert call.tokens is not None
-    scored = call.tokens.with_vectors(call.query, call.key)
+    seen = call.tokens.query is call.query and call.tokens.key is call.key
+    scored = None if seen else call.tokens.with_vectors(call.query, call.key)
     how: dict[str, Any] = {"scale": call.scale, "scored": scored, "score_bias": call.score_bias}
     return weight * row_distillation(call.source, call.tokens, **how, **sample)
 
@@ -634,9 +635,12 @@ def row_distillation(
     check_record(tokens)
     ops.checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
     ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
-    sequences, scored = tokens.query_ptr.numel(), tokens if scored is None else scored
-    check_record(scored)
-    tokens, scored = (sample_sequences(each.detached(), part) for each in (tokens, scored))
+    if scored is not None:
+        check_record(scored)
+        scored = sample_sequences(scored.detached(), part)
+    sequences = tokens.query_ptr.numel()
+    tokens = sample_sequences(tokens.detached(), part)
+    scored = tokens if scored is None else scored
     graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
     probability, blocks = source.predict(tokens), graph.blocks
     with torch.no_grad():

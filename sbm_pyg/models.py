@@ -298,7 +298,8 @@ class SequenceEncoder(Pretrained):
                     f"{'dcmm' if attention == 'dcmm' else 'one in attention_options'}). Layers have one bias."
                 )
             options |= {"score_bias": ALiBi(heads)} if position_encoding == "alibi" else {}
-            options |= {"rotary": options.get("rotary", Rotary())} if position_encoding == "rotary" else {}
+            if position_encoding == "rotary":
+                options.setdefault("rotary", Rotary())
             make: AttentionFactory = partial(_make_attention, attention, is_causal=is_causal, options=options)
         else:
             if is_causal:

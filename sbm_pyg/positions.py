@@ -142,8 +142,8 @@ class ALiBi(nn.Module):
         check_graph(graph)
         checks.tensors(query=query, key=key)
         checks.floating(query=query)
-        sizes = (graph.num_queries, graph.num_keys)
-        if graph.heads != self.heads or (query.shape[1:2], key.shape[1:2]) != tuple((size,) for size in sizes):
+        found = (graph.heads, graph.num_queries, graph.num_keys)
+        if found != (self.heads, *query.shape[1:2], *key.shape[1:2]):
             raise ValueError(
                 f"Expected 'graph' of {self.heads} heads, over the tokens of 'query' and 'key' (got {graph} for "
                 f"{list(query.shape)} and {list(key.shape)}). Each head has a slope."
