@@ -5,8 +5,9 @@
 
 A model with torch's attention is trained. Then it is trained for a fifth of the steps again: as it is ("dense"), with block models that
 learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which score
-all pairs ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the loss of each on test data; a file next to each
-checkpoint has what its layers and heads lose. Half an hour on one core. The same command goes on after a kill, and skips what is in rows.csv.
+all pairs ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the
+loss of each on test data; a file next to each checkpoint has what its layers and heads lose. An hour and a half on a core of a busy
+machine. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.common.command import Command, program
+from examples.common.command import Command, fields_of, program
 from examples.common.corpus import stdlib_files
 
 ARMS = ("trained", "dense", "sparse", "indexer", "random", "window")
@@ -160,10 +161,11 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
         replace_attention(model, num_blocks=None)
         size = max(1, round(run.density * run.length / 2))  # pairs beyond self-loops, as of the others
         for module in model.modules():
-            if isinstance(module, SBMMultiheadAttention):
+            if isinstance(module, SBMMultiheadAttention) and run.method == "window":
+                module.conv.source = patterns.PatternSource(patterns.window, size=size)
+            elif isinstance(module, SBMMultiheadAttention):
                 scorer = indexer.Indexer(module.head_dim, module.num_heads)
-                window = patterns.PatternSource(patterns.window, size=size)
-                module.conv.source = window if run.method == "window" else indexer.IndexerSource(scorer, window=0)
+                module.conv.source = indexer.IndexerSource(scorer, window=0)
     return model
 
 
@@ -226,7 +228,7 @@ def report(rows: list[Row]) -> str:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
-    own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
+    own = fields_of(Run, given)
     own |= {"task": given.model}
     texts, known = None, {}
     if given.model == "language":

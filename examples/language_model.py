@@ -22,8 +22,8 @@ from statistics import fmean
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.common.command import Command, program
-from examples.common.corpus import stdlib_files
+from examples.common.command import Command, fields_of, program
+from examples.common.corpus import stdlib_files, train_tokenizer
 
 CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
 """Usual values for source code: a size at which tokens of long ago help."""
@@ -104,13 +104,7 @@ def read_texts(given: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
     if given.vocabulary == 256:
         source, test = (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() for text in texts)
         return source, test, torch.ones(256)
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=given.vocabulary, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts[0].splitlines(keepends=True), trainer)
+    tokenizer = train_tokenizer(texts[0].splitlines(keepends=True), given.vocabulary)
     # every character of a token stands for a byte
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     source, test = (torch.tensor(tokenizer.encode(text).ids) for text in texts)
@@ -184,7 +178,7 @@ def report(rows: list[Row]) -> str:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
-    own = {field.name: getattr(given, field.name) for field in dataclasses.fields(Run) if hasattr(given, field.name)}
+    own = fields_of(Run, given)
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     for method in given.methods:
         options_of(method)  # mistakes before the first run

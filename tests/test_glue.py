@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.common.corpus import train_tokenizer
 from examples.glue import __main__ as program
 from examples.glue import data, report, train
 from sbm_pyg import SequenceClassifier, SequenceEncoder
@@ -168,7 +169,7 @@ def test_official_files_are_read(name: str, sample: Callable[..., Path]) -> None
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = write_texts(tmp_path_factory.mktemp("texts") / "texts.txt")
-    return data.make_tokenizer(lambda: data.read_documents([path]), 300)
+    return train_tokenizer(data.read_documents([path]), 300, data.SPECIAL, add_prefix_space=True)
 
 
 def test_documents_are_cut_into_pieces_of_nearly_equal_size(tokenizer: Any) -> None:

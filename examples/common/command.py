@@ -1,6 +1,7 @@
 """The command line of a program, which is read before torch is imported: options, their checks, and how a program ends."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -76,6 +77,11 @@ def program(
             print(f"wrote {path}", file=sys.stderr)
 
     return main
+
+
+def fields_of(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+    """The options that a dataclass has fields for, by their names."""
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(kind) if hasattr(given, field.name)}
 
 
 def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:

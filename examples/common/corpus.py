@@ -1,8 +1,10 @@
-"""Text that every machine has: the source code of Python's standard library."""
+"""Text that every machine has, the source code of Python's standard library; and tokenisers that are learned from text."""
 
 import random
 import sysconfig
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages"}
 
@@ -18,6 +20,23 @@ def stdlib_files(train_bytes: int = 4_000_000, test_bytes: int = 300_000) -> tup
     test, train = _take(found, test_bytes), []
     train = _take([path for path in found if path not in {*test}], train_bytes)
     return train, test
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, special: Sequence[str] = (), add_prefix_space: bool = False
+) -> Any:
+    """A byte-level tokeniser by byte pairs, learned from texts; special tokens come first in its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, special_tokens=[*special], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def _take(paths: list[Path], size: int) -> list[Path]:

@@ -11,13 +11,13 @@ sampled edges. The same command goes on after a kill, and skips what is in rows.
 """
 
 import argparse
-import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.common.command import Command
+from examples.common.command import Command, fields_of, program
 
 PROGRAM = "python -m examples.glue"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -123,9 +123,7 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
     for method in given.methods:
         train.kind_of(method)  # mistakes before the first run
     tokenizer, texts = prepare(given)
-    own = {
-        field.name: getattr(given, field.name) for field in dataclasses.fields(train.Run) if hasattr(given, field.name)
-    }
+    own = fields_of(train.Run, given)
     runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
     settings = settings_of(runs[0]) | {"checksum of texts": fingerprint(x.numpy().tobytes() for x in texts["train"])}
     folder = given.output / "pretrain"
@@ -154,11 +152,7 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         task = data.TASKS[name]
         examples = data.read_task(given, task, tokenizer)
         steps = given.epochs * -(-len(examples["train"]) // given.batch_size)
-        own = {
-            field.name: getattr(given, field.name)
-            for field in dataclasses.fields(train.FineTune)
-            if hasattr(given, field.name)
-        }
+        own = fields_of(train.FineTune, given)
         own |= {"task": name, "steps": steps, "learning_rate": given.tuning_rate, "evaluations": given.epochs}
         runs = [
             train.FineTune(**own | {"method": method, "seed": seed}) for seed in given.seeds for method in given.methods
@@ -180,29 +174,19 @@ def work_table(given: argparse.Namespace) -> Iterator[Path]:
 
 
 STAGES = {
-    "pretrain": (parse_pretrain, work_pretrain),
-    "finetune": (parse_finetune, work_finetune),
-    "table": (parse_table, work_table),
+    "pretrain": program(parse_pretrain, work_pretrain),
+    "finetune": program(parse_finetune, work_finetune),
+    "table": program(parse_table, work_table),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    import sys
-
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if not words or words[0] not in STAGES:
-        command = argparse.ArgumentParser(
-            PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        command = Command(PROGRAM, __doc__)
         command.add_argument("stage", choices=tuple(STAGES), help="what to do; each has --help")
         command.parse_args(words[:1])
-    parse, work = STAGES[words[0]]
-    given = parse(words[1:])
-    try:
-        for path in work(given):
-            print(f"wrote {path}", file=sys.stderr)
-    except ValueError as error:
-        given.fail(str(error))
+    STAGES[words[0]](words[1:])
 
 
 if __name__ == "__main__":

@@ -8,16 +8,19 @@ import dataclasses
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from examples.common.corpus import train_tokenizer
 from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
 from sbm_pyg.info import tqdm
+from sbm_pyg.ops.reference.segments import runs
+from sbm_pyg.ragged import offsets
 
 HELD_OUT = 100  # one document of so many is tested on
 PAD, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -64,9 +67,7 @@ class Examples:
 def take(tokens: Tensor, ptr: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and offsets of some of the sequences."""
     length = ptr.diff()[which]
-    new = torch.cat([ptr.new_zeros(1), length.cumsum(0)])
-    at = torch.arange(int(new[-1])) + torch.repeat_interleave(ptr[which] - new[:-1], length)
-    return tokens[at].long(), new
+    return tokens[runs(ptr[which], length)].long(), offsets(length)
 
 
 # ------------------------------------------------------------------ files
@@ -163,20 +164,6 @@ def read_glue(path: Path, task: Task, skip_damaged: bool = False) -> tuple[list[
 # ------------------------------------------------------------------ tokens
 
 
-def make_tokenizer(documents: Callable[[], Iterator[str]], vocabulary: int) -> Any:
-    """A byte-level tokeniser by byte pairs, learned from documents."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=alphabet, special_tokens=[*SPECIAL], show_progress=False
-    )
-    tokenizer.train_from_iterator(documents(), trainer)
-    return tokenizer
-
-
 def read_tokenizer(path: Path, way_out: str = "Give the tokenizer.json of a model, or leave it out.") -> Any:
     """A tokeniser from its file, or from a folder with a ``tokenizer.json``."""
     from tokenizers import Tokenizer
@@ -202,7 +189,7 @@ def encode_documents(
     """Tokens of documents, each between a start and a separator and cut into pieces of at most ``length``; and offsets."""
     start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
     found, sizes = [], []
-    for batch in _batches(documents, 1000):
+    while batch := list(islice(documents, 1000)):
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             ids = [start, *encoding.ids, end]
             # pieces of nearly equal size, rather than a short last one
@@ -212,7 +199,7 @@ def encode_documents(
             sizes += [after - before for before, after in pairwise(cuts)]
     if not found:
         raise ValueError(f"Expected texts to hold documents for {name!r} (got none). Empty lines separate them.")
-    return torch.cat(found), torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(sizes).cumsum(0)])
+    return torch.cat(found), offsets(torch.tensor(sizes))
 
 
 def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: Sequence[int], length: int) -> Examples:
@@ -227,21 +214,8 @@ def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: S
         while sum(map(len, parts)) + len(parts) + 1 > length:
             max(parts, key=len).pop()
         found.append([start, *(token for part in parts for token in (*part, end))])
-    ptr = torch.tensor([0, *map(len, found)]).cumsum(0)
-    return Examples(
-        torch.tensor([token for ids in found for token in ids], dtype=torch.int32), ptr, torch.tensor(classes)
-    )
-
-
-def _batches(items: Iterator[str], size: int) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    tokens = torch.tensor([token for ids in found for token in ids], dtype=torch.int32)
+    return Examples(tokens, offsets(torch.tensor([*map(len, found)])), torch.tensor(classes))
 
 
 class Stream:
@@ -283,7 +257,7 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
         path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file]) if path.is_file()
     ]
     settings = f"{given.vocabulary} {given.length} {len(given.texts)}".encode()
-    key = fingerprint([*map(Path.read_bytes, inner), settings])
+    key = fingerprint(chain(map(Path.read_bytes, inner), [settings]))
     given.output.mkdir(parents=True, exist_ok=True)
     path, cache = given.output / "tokenizer.json", given.output / "tokens.pt"
     if cache.exists():
@@ -304,7 +278,7 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     if given.tokenizer:
         tokenizer = read_tokenizer(given.tokenizer)
     else:
-        tokenizer = make_tokenizer(lambda: documents(True), given.vocabulary)
+        tokenizer = train_tokenizer(documents(True), given.vocabulary, SPECIAL, add_prefix_space=True)
     texts = {}
     for name in ("train", "test"):
         texts[name] = encode_documents(tokenizer, documents(name == "train"), given.length, name)

@@ -6,6 +6,7 @@ In: tokens of :mod:`examples.glue.data`, and runs. Out: rows, checkpoints and th
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,7 @@ from examples.common.command import read_method
 from examples.common.fit import file_name, fit
 from examples.common.runs import read_checkpoint, read_state, write_checkpoint
 from examples.common.tables import Row
-from examples.glue.data import Examples, Stream, Task
+from examples.glue.data import MASK, SEPARATOR, START, Examples, Stream, Task
 from sbm_pyg import MaskedLM, SequenceClassifier, SequenceEncoder, Sparsifier, mask_tokens
 from sbm_pyg.sources.interface import Choice
 
@@ -105,10 +106,10 @@ def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
         name: run.window if value == -1 and name in ("window", "size") else value for name, value in options.items()
     }
     if kind in SPARSE:
-        own = {name: options.pop(name) for name in ("parameterization", "degree_corrected") if name in options}
-        own = {name: bool(value) if name == "degree_corrected" else value for name, value in own.items()}
+        options = LEARNED | {"estimator": "none"} | options  # block models of "random" have no options but the window
+        own = {"parameterization": options.pop("parameterization")}
+        own["degree_corrected"] = bool(options.pop("degree_corrected"))
         options |= {"sbm_options": own, "self_loops": True, "window": options["window"] or None}
-        options |= {"estimator": "none", "num_blocks": 128} if kind == "random" else {}
     options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
     torch.manual_seed(run.seed)
     return SequenceEncoder(
@@ -137,8 +138,8 @@ def unigram_bits(tokens: Tensor, num_tokens: int) -> float:
 
 def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: Any, folder: Path) -> list[Row]:
     """Pretrains a model on masked tokens, or goes on from its checkpoint; returns the rows of all evaluations."""
-    num_tokens, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id("[MASK]")
-    special = torch.tensor([tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]")])
+    num_tokens, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id(MASK)
+    special = torch.tensor([tokenizer.token_to_id(token) for token in (START, SEPARATOR)])
     model = MaskedLM(make_encoder(run, num_tokens))
     sparsifier = make_sparsifier(run, model, dense_part=0.4)
     stream = Stream(*texts["train"], run.batch_tokens, run.seed)
@@ -213,10 +214,13 @@ def finetune(
     per_epoch = -(-len(train) // run.batch_size)
     best = [max((row["accuracy"] for row in _rows(path, run)), default=-1.0)]
 
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> Tensor:
+        return torch.randperm(len(train), generator=torch.Generator().manual_seed(2**32 * run.seed + epoch))
+
     def losses(step: int) -> Tensor:
         epoch, batch = divmod(step, per_epoch)
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(2**32 * run.seed + epoch))
-        part = train.select(order[batch * run.batch_size : (batch + 1) * run.batch_size])
+        part = train.select(order(epoch)[batch * run.batch_size : (batch + 1) * run.batch_size])
         return cross_entropy(model(part.tokens, part.ptr, seed=2**32 * run.seed + step), part.labels)
 
     def measure() -> list[Row]:
