@@ -17,12 +17,15 @@ from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOS
 from ..reference.sampling import KEYS_PER_PANEL
 from . import amx
 from .amx import close_tiles, multiply_tiles, open_tiles
-from .random_simd import append16, below16, bernoulli16, fetch, gaps16, lowest_bit, philox16, pick16, weigh16
-from .simd import at, dots16, load, peek, scratch, splat, store
+from .random_simd import append64, below16, bernoulli16, fetch, gaps16, lowest_bit, philox16, pick16, weigh16
+from .simd import WIDE, at, dots16, load, peek, scratch, splat, store
 from .threads import numba_kernel
 
 ROWS_PER_GROUP = 16 if amx.AVAILABLE else 4
 """Rows whose probabilities are computed together."""
+
+LANES_OF_PRODUCT = 64 if WIDE else 16
+"""Keys whose probabilities with four rows are summed at once; four times so many numbers fit into the registers."""
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
@@ -93,23 +96,26 @@ def _bernoulli_word(byte, j, position, sequence_id, head, seed):
 def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx):
     """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels.
 
-    Four times 64 sums that stay in registers.
+    Four times so many sums as stay in registers.
     """
     blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
-    a, b, c, d = rows[0], rows[min(1, some - 1)], rows[min(2, some - 1)], rows[min(3, some - 1)]
+    a, b = at(rate, rows[0] * blocks), at(rate, rows[min(1, some - 1)] * blocks)
+    c, d = at(rate, rows[min(2, some - 1)] * blocks), at(rate, rows[min(3, some - 1)] * blocks)
     for panel in range(count):
-        w = x = y = z = splat(rate.dtype.type(0), KEYS_PER_PANEL)
         offset = (first + panel) * blocks * KEYS_PER_PANEL
-        for v in range(blocks):
-            members = load(columns, offset + v * KEYS_PER_PANEL, KEYS_PER_PANEL)
-            w = w + rate[a, v] * members
-            x = x + rate[b, v] * members
-            y = y + rate[c, v] * members
-            z = z + rate[d, v] * members
-        store(flat, KEYS_PER_PANEL * panel, w)
-        store(flat, KEYS_PER_PANEL * panel + width, x)
-        store(flat, KEYS_PER_PANEL * panel + 2 * width, y)
-        store(flat, KEYS_PER_PANEL * panel + 3 * width, z)
+        for lane in range(0, KEYS_PER_PANEL, LANES_OF_PRODUCT):
+            w = x = y = z = splat(rate.dtype.type(0), LANES_OF_PRODUCT)
+            for v in range(blocks):
+                members = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES_OF_PRODUCT)
+                w = w + peek(a, v) * members
+                x = x + peek(b, v) * members
+                y = y + peek(c, v) * members
+                z = z + peek(d, v) * members
+            key = KEYS_PER_PANEL * panel + lane
+            store(flat, key, w)
+            store(flat, key + width, x)
+            store(flat, key + 2 * width, y)
+            store(flat, key + 3 * width, z)
 
 
 @numba_kernel
@@ -146,11 +152,15 @@ def by_pairs(
         for j in range(num_keys):
             approx[j] = -np.expm1(-(approx[j] + np.float32(exploration)))
         less = more = np.float32(0)
-    for first in range(0, num_keys, 16):
-        masks = bernoulli16(approx, first_bytes, first, below, less, above, more)
-        if first + 16 > num_keys:
-            masks &= np.uint64(0x10001) * ((np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1))
-        maybe = masks >> np.uint64(16)
+    for first in range(0, num_keys, KEYS_PER_PANEL):
+        hits = maybe = np.uint64(0)
+        for k in range(0, KEYS_PER_PANEL, 16):
+            masks = bernoulli16(approx, first_bytes, first + k, below, less, above, more)
+            hits |= (masks & np.uint64(0xFFFF)) << np.uint64(k)
+            maybe |= (masks >> np.uint64(16)) << np.uint64(k)
+        if first + KEYS_PER_PANEL > num_keys:
+            some = (np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1)
+            hits, maybe = hits & some, maybe & some
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
@@ -162,8 +172,8 @@ def by_pairs(
             if not hit and word <= p * above + more:
                 exact = _prob(at(rate, 0), at(member, (first + lane) * rate.size), rate.size, exploration)
                 hit = word * 2.0**24 < np.floor((-np.expm1(-exact) if is_fastrg else exact) * 2.0**32)
-            masks |= np.uint64(hit) << np.uint64(lane)
-        used = append16(masks, first + shift, out, used)
+            hits |= np.uint64(hit) << np.uint64(lane)
+        used = append64(hits, first + shift, out, used)
     return used
 
 

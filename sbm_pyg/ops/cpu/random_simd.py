@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .simd import I8, I16, I32, I64, call_llvm, pointer, splat_number
+from .simd import I8, I16, I32, I64, WIDE, call_llvm, peek, pointer, poke, splat_number
 
 LANES = 16
 _BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (
@@ -187,12 +189,7 @@ def _append(context, builder, mask, numbers, kind, out, used):
 
 
 @intrinsic
-def append16(typing, mask, base, out, used):
-    """Append ``base + k`` to ``out`` for each bit k of the mask's sixteen; returns the new end.
-
-    ``out`` is int32 and needs room for sixteen whatever the mask says.
-    """
-
+def _append16(typing, mask, base, out, used):
     def generate(context, builder, signature, args):
         numbers = builder.add(_splat16(builder, builder.trunc(args[1], I32)), ir.Constant(_WORDS, list(range(LANES))))
         return _append(context, builder, args[0], numbers, out, *args[2:])
@@ -201,15 +198,45 @@ def append16(typing, mask, base, out, used):
 
 
 @intrinsic
-def pick16(typing, mask, numbers, base, out, used):
-    """The same with ``base + numbers[k]``; both arrays are int32."""
-
+def _pick16(typing, mask, numbers, base, out, used):
     def generate(context, builder, signature, args):
         some = builder.load(pointer(context, builder, numbers, args[1], ir.Constant(I64, 0), _WORDS), align=4)
         some = builder.add(some, _splat16(builder, builder.trunc(args[2], I32)))
         return _append(context, builder, args[0], some, out, *args[3:])
 
     return types.int64(types.uint64, numbers, types.int64, out, types.int64), generate
+
+
+@njit(inline="always")
+def append64(mask, base, out, used):
+    """Append ``base + k`` to ``out`` for each bit k of the mask's 64; returns the new end.
+
+    ``out`` is int32 and needs room for 64 whatever the mask says.
+    """
+    if WIDE:
+        for k in range(0, 64, LANES):
+            used = _append16(mask >> np.uint64(k), base + k, out, used)
+    else:  # the instruction that packs lanes would be code of its own for each
+        while mask:
+            poke(out, used, np.int32(base + lowest_bit(mask)))
+            used += 1
+            mask &= mask - np.uint64(1)
+    return used
+
+
+@njit(inline="always")
+def pick16(mask, numbers, base, out, used):
+    """Append ``base + numbers[k]`` for each bit k of the mask's sixteen; both arrays are int32.
+
+    ``out`` needs room for sixteen whatever the mask says. Returns the new end.
+    """
+    if WIDE:
+        used = _pick16(mask, numbers, base, out, used)
+    else:
+        for k in range(LANES):
+            poke(out, used, np.int32(base + peek(numbers, k)))
+            used += np.int64(mask >> np.uint64(k) & np.uint64(1))
+    return used
 
 
 @intrinsic

@@ -376,10 +376,12 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
     It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
     the second-level cache would not stay there.
-
-    At least 16 MiB are asked for. glibc keeps as much freed memory as twice the largest block that came back to it. So
-    a training step need not give its memory back and fault it in again.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(max(size + 2**21, 2**24), np.uint8)
+    room = np.empty(size + 2**21, np.uint8)
     return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)
+
+
+# glibc keeps as much freed memory as twice the largest block, of up to 32 MiB, that ever came back to it: after this
+# one, 64 MiB. So a training step need not give its memory back, and fault it in again page by page.
+np.empty(2**25 - 2**16, np.uint8)

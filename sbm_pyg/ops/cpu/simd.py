@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import operator
 
+import llvmlite.binding
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils, config, types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
@@ -30,6 +31,9 @@ NEGLIGIBLE_LOGIT = -40.0
 """A logit this far below the largest of its row adds nothing to a sum. Its products would be subnormal, and slow."""
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
+_FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvmlite.binding.get_host_cpu_features()
+WIDE = bool(_FEATURES.get("avx512f"))
+"""True if numba compiles for registers of 16 float32 numbers and their masks (AVX-512)."""
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 

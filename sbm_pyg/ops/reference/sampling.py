@@ -229,8 +229,11 @@ def plan_rows(expected: Tensor, bound: Tensor, num_keys: Tensor | int, method: s
     stretch = (slope / minus).nan_to_num(1.0)  # 1 where the bound is 0
     proposals = expected * stretch
     pairs = torch.where(bound <= 1 - 1e-12, num_keys, 0)
-    costs = torch.stack([pairs, landings * GAP_COST, proposals * PROPOSAL_COST])
-    return Plan(PAIRS - costs.argmin(0), stretch, slope, proposals, landings)
+    by_gaps, by_proposals = landings * GAP_COST, proposals * PROPOSAL_COST
+    way = torch.where(
+        by_proposals < torch.minimum(pairs, by_gaps), PROPOSALS, torch.where(by_gaps < pairs, GAPS, PAIRS)
+    )
+    return Plan(way, stretch, slope, proposals, landings)
 
 
 def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = KEYS_PER_PANEL, before: int = 0) -> Tensor:
