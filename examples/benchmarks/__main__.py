@@ -6,6 +6,7 @@ python -m examples.benchmarks shares             softmax and entmax over ragged 
 python -m examples.benchmarks normalizers        a layer over a given graph, with softmax and with entmax
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
+python -m examples.benchmarks lengths            the default layer and the dense one, by the length of sequences
 python -m examples.benchmarks growth             time per edge as sequences grow
 python -m examples.benchmarks report             tables of all rows that are there
 
@@ -29,6 +30,7 @@ PEERS = {  # by suite, as `kernels` and `samplers` have them, which bring torch 
     "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
     "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
     "layers": ("sbm", "default", "blocks-8", "blocks-16", "blocks-32", "blocks-64", "blocks-128", "dense", "wrong"),
+    "lengths": ("default", "blocks-16", "dense"),
     "growth": ("sampling", "layer"),
 }
 EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must reject "wrong"
@@ -38,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "shares": {"blocks": [0], "densities": [2.0, 20.0]},
     "normalizers": {"blocks": [0], "densities": [1.0, 10.0]},
     "samplers": {"blocks": [128, 16]},
+    "lengths": {"tokens": [256, 512, 1024, 4096], "densities": [5.0]},
     "growth": {"tokens": [2**n for n in range(10, 18)], "densities": [0.0]},  # 64 edges per query
 }
 

@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 
 from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case
-from examples.benchmarks.samplers import GROWTH, LAYERS, SAMPLERS
+from examples.benchmarks.samplers import GROWTH, IN_ALL, LAYERS, LENGTHS, SAMPLERS
 from examples.common.gate import Rejected
 from examples.common.tables import Row, Rows, add, read
 from sbm_pyg.info import tqdm
 
 SUITES = {
     "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
-    "growth": GROWTH,
+    "lengths": LENGTHS, "growth": GROWTH,
 }  # fmt: skip
 STAGES: dict[str, tuple[str, ...]] = {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
-STAGES |= dict.fromkeys(("kernels", "blocks", "shares", "normalizers"), ("forward", "step"))
+STAGES |= dict.fromkeys(("kernels", "blocks", "shares", "normalizers", "lengths"), ("forward", "step"))
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
 Times = list[tuple[float, int]]  # seconds and edges of calls
@@ -84,6 +84,7 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     suite, shape = options.suite, f"H = {Case.heads}, C = {Case.channels}"
     for tokens, percent, blocks in itertools.product(options.tokens, options.densities, options.blocks):
         title = "64 edges per query" if suite == "growth" else f"N = {tokens:,}, density {percent:g} %"
+        title += f", {IN_ALL:,} tokens in all" * (suite == "lengths")
         density = min(64 / tokens, 0.6) if suite == "growth" else percent / 100
         yield f"{title}, {shape}" + (f", K = {blocks}" if blocks else ""), Case(tokens, blocks, density)
 

@@ -6,6 +6,7 @@ from examples.common.tables import Row, Rows, markdown
 
 REFERENCE = {
     "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
+    "lengths": "dense",
 }  # fmt: skip
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
@@ -14,6 +15,7 @@ TITLES = {
     "normalizers": "A layer over a given graph, one random set of keys per query and head",
     "samplers": "Sampling a graph",
     "layers": "Training step of a whole layer: projections, SBM, sampling, attention, gradients to all parameters and tokens",
+    "lengths": "The default layer in training and in evaluation, by the length of sequences",
     "growth": "Growth at a constant number of expected edges per query",
 }
 

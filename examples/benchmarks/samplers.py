@@ -4,9 +4,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from examples.benchmarks.kernels import Case, Peer, Work
 from examples.common.gate import Rejected, compare
 from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns, sample_edges
 
+IN_ALL = 8_192  # tokens of a batch of sequences
 DEVIATIONS = 5  # standard deviations that a mean density may be off
 
 
@@ -45,16 +45,16 @@ def _sampler(
             counts, end = [draw(next(seeds))], time.monotonic() + 1
             while time.monotonic() < end and len(counts) < 10:
                 counts.append(draw(next(seeds)))
-            return _deviations(case, facts, sum(counts) / len(counts), mean, variance / len(counts))
+            pairs = case.heads * case.tokens**2
+            return _deviations(pairs, facts, sum(counts) / len(counts), mean, variance / len(counts))
 
         return Work(check, {"sample": lambda: draw(next(seeds))}, facts)
 
     return build
 
 
-def _deviations(case: Case, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
+def _deviations(pairs: int, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
     """Reports the densities, and returns how many standard deviations the number of edges is off."""
-    pairs = case.heads * case.tokens**2
     facts.update(sampled=count / pairs, expected=mean / pairs)
     error = abs(count - mean) / math.sqrt(variance)
     if not error <= DEVIATIONS:
@@ -81,13 +81,18 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
     return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
-def _layers(case: Case, estimator: str = "mask", block_size: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
-    """The layer, whose edges have the probability of the case, and its dense twin, with the same projections."""
+def _layers(case: Case, estimator: str | None, block_size: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
+    """The layer with the density of the case, and its dense twin, with the same projections.
+
+    With an estimator, all pairs have the same probability; without, the layer has its defaults.
+    """
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
-    head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
-    options: dict[str, Any] = {"sbm_options": head, "exploration": 0.0, "block_size": block_size}
-    conv = SBMAttentionConv(*sizes, case.blocks, estimator=estimator, **options)
+    options: dict[str, Any] = {"target_density": case.density}
+    if estimator is not None:
+        head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
+        options = {"sbm_options": head, "exploration": 0.0, "estimator": estimator}
+    conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, **options)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full
@@ -107,42 +112,65 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, block_size: 
     return compare(pairs)
 
 
-def _layer(case: Case, sparse: bool = True, scale: float = 1.0, estimator: str = "mask", block_size: int = 1) -> Work:
-    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's."""
+def _layer(
+    case: Case, sparse: bool = True, scale: float = 1.0, estimator: str | None = "mask", block_size: int = 1,
+    in_all: int | None = None,
+) -> Work:  # fmt: skip
+    """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's.
+
+    "forward" is an evaluation. The batch is one sequence, or as many as there are in so many tokens.
+    """
     conv, full = _layers(case, estimator, block_size)
     conv.scale *= scale
-    width, ptr, facts = case.heads * case.channels, torch.tensor([0, case.tokens]), dict[str, float]()
-    x, grad = torch.randn(case.tokens, width, requires_grad=True), torch.randn(case.tokens, width)
+    count = max((in_all or 0) // case.tokens, 1) * case.tokens
+    width, ptr, facts = case.heads * case.channels, torch.arange(0, count + 1, case.tokens), dict[str, float]()
+    x, grad = torch.randn(count, width, requires_grad=True), torch.randn(count, width)
+    pairs = case.heads * case.tokens * count
+
+    def run() -> tuple[Tensor, int]:
+        out, graph = conv(x, ptr=ptr, return_graph=True) if sparse else (full(x, ptr=ptr), None)
+        # the dense layer counts per edge of the sparse one
+        return out, graph.blocks.num_edges * block_size**2 if graph else round(case.density * pairs)
 
     def step() -> int:
         x.grad = None
-        (conv if sparse else full).zero_grad()
-        out, graph = conv(x, return_graph=True) if sparse else (full(x, ptr=ptr), None)
-        out.backward(grad)  # the dense layer counts per edge of the sparse one
-        return graph.blocks.num_edges * block_size**2 if graph else round(case.density * case.heads * case.tokens**2)
+        layer = (conv if sparse else full).train()
+        layer.zero_grad()
+        out, edges = run()
+        out.backward(grad)
+        return edges
+
+    @torch.no_grad()
+    def forward() -> int:
+        (conv if sparse else full).eval()
+        return run()[1]
 
     def check() -> float:
-        error, edges = _agree(conv, full, width, block_size), step()
+        error = _agree(conv, full, width, block_size)
         if not sparse:
             return error
+        step()  # the first batch has no running mean yet
+        edges = step()
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
         with torch.no_grad():
-            sbm = cast(SBM, conv(x, return_choice=True)[1].probability)
-        expected = float(sbm.expected_edges().sum())
-        over = replace(case, tokens=case.tokens // block_size)  # drawn are pairs of blocks
-        _deviations(over, facts, edges // block_size**2, expected, expected)  # the variance is below the mean
-        if abs(facts["expected"] / case.density - 1) > 0.1:
-            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {case.density:.2%}")
+            choice = conv(x, ptr=ptr, return_choice=True)[1]
+        assert choice.probability is not None
+        expected = (float(choice.probability.expected_density().mean()) + choice.exploration) * pairs // block_size**2
+        # drawn are pairs of blocks; the variance is below the mean
+        _deviations(pairs // block_size**2, facts, edges // block_size**2, expected, expected)
+        wanted = case.density + choice.exploration
+        if abs(facts["expected"] / wanted - 1) > 0.1:
+            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {wanted:.2%}")
         return error
 
-    return Work(check, {"step": step}, facts)
+    return Work(check, {"step": step, "forward": forward}, facts)
 
 
 def _layer_sampling(case: Case) -> Work:
     """The sampling of the layer alone, from memberships that are given."""
-    conv, _ = _layers(case)
+    conv, _ = _layers(case, "mask")
     assert conv.sbm is not None
     with torch.no_grad():
         query, key = (torch.randn(case.heads, case.tokens, case.channels) for _ in range(2))
@@ -152,7 +180,8 @@ def _layer_sampling(case: Case) -> Work:
     def draw() -> int:
         return sample_edges(sbm, seed=next(seeds)).num_edges
 
-    return Work(lambda: _deviations(case, facts, draw(), expected, expected), {"step": draw}, facts)
+    pairs = case.heads * case.tokens**2
+    return Work(lambda: _deviations(pairs, facts, draw(), expected, expected), {"step": draw}, facts)
 
 
 def _poisson(rate: Tensor) -> Tensor:
@@ -176,5 +205,10 @@ LAYERS = {
     },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False)),
     "wrong": Peer("wrong: twice the scale", partial(_layer, scale=2.0)),
+}
+LENGTHS = {
+    "default": Peer("SBMAttentionConv, default", partial(_layer, estimator=None, in_all=IN_ALL)),
+    "blocks-16": Peer("the same, blocks of 16", partial(_layer, estimator=None, in_all=IN_ALL, block_size=16)),
+    "dense": Peer("dense SDPA layer", partial(_layer, sparse=False, in_all=IN_ALL)),
 }
 GROWTH = {"sampling": Peer("sampling alone", _layer_sampling), "layer": Peer("SBMAttentionConv, training step", _layer)}

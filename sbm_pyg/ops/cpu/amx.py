@@ -11,28 +11,19 @@ make row r.
 
 from __future__ import annotations
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
-from numba.core import cgutils, config, types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .simd import I8, I64, pointer
+from .simd import I8, I64, has_features, pointer
 
 DEPTH = 32
 """Numbers of a row that one instruction takes."""
 _SUMS, _ROWS, _COLUMNS = range(4), 4, 5  # numbers of the registers
 
 
-def _available() -> bool:
-    """True if numba compiles for a processor with tile registers, and the system lets this process use them."""
-    if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):
-        return False
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("amx-tile") and features.get("amx-bf16") and torch.cpu._init_amx())
-
-
-AVAILABLE = _available()
+AVAILABLE = has_features("amx-tile", "amx-bf16") and torch.cpu._init_amx()  # which asks the system for their use
 
 
 def _call_x86(builder, name, arguments):

@@ -31,10 +31,19 @@ NEGLIGIBLE_LOGIT = -40.0
 """A logit this far below the largest of its row adds nothing to a sum. Its products would be subnormal, and slow."""
 _EXACT = ("contract",)  # a * b + c may become one instruction
 _SUM = ("contract", "reassoc", "nsz")  # and a sum may be taken in any order
-_FEATURES = {} if config.CPU_NAME or config.CPU_FEATURES else llvmlite.binding.get_host_cpu_features()
-WIDE = bool(_FEATURES.get("avx512f"))
-"""True if numba compiles for registers of 16 float32 numbers and their masks (AVX-512)."""
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+def has_features(*names):
+    """Whether numba compiles for a processor with these features, which is the one that it runs on."""
+    if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):
+        return False
+    features = llvmlite.binding.get_host_cpu_features()
+    return all(features.get(name) for name in names)
+
+
+WIDE = has_features("avx512f")
+"""True if registers hold 16 float32 numbers, and there are instructions that take masks (AVX-512)."""
 
 
 class Vector(types.Type):
