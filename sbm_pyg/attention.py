@@ -442,7 +442,7 @@ class SBMAttentionConv(AttentionConv):
         in_channels: int | tuple[int, int],
         out_channels: int,
         heads: int = 1,
-        num_blocks: int | None = 128,
+        num_blocks: int | None = 64,
         *,
         sbm_options: Mapping[str, Any] | None = None,
         estimator: Estimator | str | None = None,

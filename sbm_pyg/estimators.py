@@ -38,9 +38,10 @@ from torch import Tensor
 from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
+from .ops.reference.random_words import WORD_MASK, chosen
 from .ops.reference.segments import allowed_keys, segment_log_softmax, segments, upcast
 from .ops.values import can_read, require_values
-from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
+from .ragged import Tokens, check_record, count_positions, draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, min_probability
 from .sources.learned import LearnedSource, sample_rows, sample_sequences
 
@@ -203,15 +204,19 @@ class Local(Estimator):
     Args:
         probes: Expected number of probes per query and head, in [0, inf]. The effect of a probe is computed even if it
             is not an edge.
+        rows: Part of the queries whose edges and probes get a gradient in a call, in (0, 1]. Queries are taken at
+            random, and their gradients are divided by it, so the expectation is that of all queries. A smaller part
+            takes less time, and the gradient is noisier.
     """
 
     exploration = None  # probes explore, so no edges need to be added
     softmax_only = True
     methods = ("bernoulli",)
 
-    def __init__(self, probes: float = 16.0) -> None:
+    def __init__(self, probes: float = 16.0, rows: float = 0.25) -> None:
         ops.checks.number("probes", probes, "[0, inf]", "It is the expected number of probes per query and head.")
-        self.probes = probes
+        ops.checks.number("rows", rows, "(0, 1]", "It is a part of the queries.")
+        self.probes, self.rows = probes, rows
 
     def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
         """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if already computed."""
@@ -223,14 +228,25 @@ class Local(Estimator):
                 f"Expected 'estimator' other than {type(self).__name__} with a source that selects edges by rank (got "
                 "edges that were not drawn independently). Take 'imitate', or a source that samples."
             )
-        probes, chance = draw_probes(choice.graph, self.probes, seed=call.seed, sequence_ids=call.sequence_ids)
+        graph, bias, forced = choice.graph, call.bias, choice.forced
+        kept = None if self.rows == 1 else _sample_queries(graph.blocks, self.rows, call.seed, call.sequence_ids)
+        ids = call.sequence_ids
+        probes, chance = draw_probes(graph, self.probes, seed=call.seed, sequence_ids=ids, queries=kept)
         probes = call.limit(probes)
+        if kept is not None:
+            blocks, edge = graph.blocks._select_queries(kept)
+            graph = graph.with_blocks(blocks)
+            prob, forced = (x if x is None else x[edge] for x in (prob, forced))
+            if bias is not None and graph.block_size == 1:
+                bias = bias[edge]
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(call.query, call.key, probes)
+            if bias is not None and kept is not None and graph.block_size > 1:
+                bias = call.score_bias(call.query, call.key, graph)
         return attach_local_expectation(
-            out, call.query, call.key, call.value, choice.probability, choice.graph, probes, chance,
-            bias=call.bias, probe_bias=probe_bias, forced=choice.forced, scale=call.scale,
-            exploration=choice.exploration, prob=prob,
+            out, call.query, call.key, call.value, choice.probability, graph, probes, chance, bias=bias,
+            probe_bias=probe_bias, forced=forced, scale=call.scale, exploration=choice.exploration, prob=prob,
+            weight=1 / self.rows,
         )  # fmt: skip
 
 
@@ -275,11 +291,11 @@ class Distill(Local):
 
     Args:
         weight: Weight of the distillation loss, in [0, inf).
-        probes: As :class:`Local`.
+        probes, rows: As :class:`Local`.
     """
 
-    def __init__(self, weight: float = 1.0, probes: float = 16.0) -> None:
-        super().__init__(probes)
+    def __init__(self, weight: float = 1.0, probes: float = 16.0, rows: float = 0.25) -> None:
+        super().__init__(probes, rows)
         self.weight = Imitate(weight).weight
 
     def dense_loss(self, call: AttentionCall) -> Tensor | None:
@@ -394,9 +410,18 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
     return gate if forced is None else torch.where(forced, gate.detach(), gate)
 
 
+def _sample_queries(blocks: AttentionGraph, part: float, seed: int, sequence_ids: Tensor | None) -> Tensor:
+    """A random part of the queries, ``[N]`` bool, that depends in each sequence on its number alone."""
+    ptr = blocks.query_ptr
+    ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, ptr.device)
+    ids = torch.repeat_interleave(ids & WORD_MASK, ptr.diff(), output_size=blocks.num_queries)
+    return chosen(part, count_positions(ptr, blocks.num_queries), ids, seed)
+
+
 def draw_probes(
-    graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None
-) -> tuple[AttentionGraph, Tensor]:
+    graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None,
+    queries: Tensor | None = None,
+) -> tuple[AttentionGraph, Tensor]:  # fmt: skip
     """Probes: pairs drawn independently of the edges, for :func:`attach_local_expectation`. Cost O(H N per_query).
 
     Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each of its
@@ -409,6 +434,7 @@ def draw_probes(
             ``math.inf`` takes all pairs.
         seed: Seed of the graph. Probes use other random words of it than the edges.
         sequence_ids: As :func:`~sbm_pyg.sample_edges`.
+        queries: Queries, or query blocks, that get probes, ``[N]`` bool; others get none. None: all.
 
     Returns:
         The probes; and the probability of each key of a query, or of a query block, to be a probe, ``[N]`` float32.
@@ -426,6 +452,9 @@ def draw_probes(
     allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
     chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
     sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
+    if queries is not None:
+        ops.checks.shape("queries", queries, chance.shape, "[N]", "It says for each query whether it gets probes.")
+        chance = torch.where(queries, chance, 0)
     rowptr, col = ops.sample_systematic(
         chance, blocks.query_ptr, blocks.key_ptr, sequence_ids, blocks.heads, draw_seed(seed), blocks.is_causal
     )
@@ -448,6 +477,7 @@ def attach_local_expectation(
     scale: float = 1.0,
     exploration: float = 0.0,
     prob: Tensor | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
     r"""Attach the local expectation gradient to an output of attention. Cost O((E + E')(C + K)).
 
@@ -483,6 +513,7 @@ def attach_local_expectation(
         scale: Factor of the scores.
         exploration: Added to each probability when the graph was sampled.
         prob: ``probability.on(graph.blocks)``, ``[E]``, if already computed.
+        weight: Factor of the gradient to the probabilities.
 
     Returns:
         ``out``; its backward pass also sends a gradient to the probabilities.
@@ -516,7 +547,7 @@ def attach_local_expectation(
     return graph._local_expectation(
         (out, query, key, value), probes, (bias, probe_bias), factors,
         lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
-        chance=chance, forced=forced, scale=scale, exploration=exploration,
+        chance=chance, forced=forced, scale=scale, exploration=exploration, weight=weight,
     )  # fmt: skip
 
 

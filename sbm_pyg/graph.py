@@ -134,7 +134,8 @@ class AttentionGraph(CompressedRows):
             biases: Score biases of the edges and of the probes, or None.
             factors: Factors of the probabilities, or None.
             prob: Computes the probabilities of edges and probes of ``blocks``, if there are no factors to use.
-            **options: ``chance``, ``forced``, ``scale`` and ``exploration`` of :func:`sbm_pyg.ops.local_expectation`.
+            **options: ``chance``, ``forced``, ``scale``, ``exploration`` and ``weight`` of
+                :func:`sbm_pyg.ops.local_expectation`.
         """
         edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()

@@ -94,7 +94,7 @@ class SBMMultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        num_blocks: int | None = 128,
+        num_blocks: int | None = 64,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class SBMMultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(
-        cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 128, **options: Any
+        cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 64, **options: Any
     ) -> SBMMultiheadAttention:
         """Construct a layer with copies of the projections of a torch layer.
 
@@ -386,7 +386,7 @@ class SBMMultiheadAttention(nn.Module):
         return _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
 
 
-def replace_attention(model: nn.Module, *, num_blocks: int | None = 128, **options: Any) -> list[str]:
+def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **options: Any) -> list[str]:
     """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
 
     Make the optimizer afterwards. A :class:`~sbm_pyg.Sparsifier` then makes the model sparse.

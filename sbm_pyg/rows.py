@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
+from .ops.reference.segments import EDGES_PER_CHUNK, edge_row, runs
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
@@ -438,6 +438,19 @@ class CompressedRows:
                 "It is True for the edges to keep."
             )
         return self._with(offsets(mask)[self.rowptr], self.col[unmerged(mask)], self.heads)
+
+    def _select_queries(self, kept: Tensor) -> tuple[Self, Tensor]:
+        """The graph with the rows of the queries for which a mask, ``[N]`` bool, is True; others are empty.
+
+        Also the numbers of its edges in this graph, ``[E']`` int64. Cost O(HN + E').
+        """
+        rows = kept.repeat(self.heads)
+        degree = self.rowptr.diff() * rows
+        if torch.compiler.is_compiling():  # which must not know how many there are
+            edge = unmerged(rows[self.edge_row]).nonzero().flatten()
+        else:
+            edge = runs(self.rowptr[:-1], degree)
+        return self._with(offsets(degree), self.col[edge], self.heads), edge
 
     def causal(self) -> Self:
         """The causal graph of the edges that are not from later keys. Cost O(HN + E)."""

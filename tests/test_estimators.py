@@ -12,7 +12,7 @@ import torch
 from problems import GRAPHS, draw, on_threads, random_graph, reference_attention, same
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
+from sbm_pyg import SBM, ALiBi, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
 from sbm_pyg.estimators import (
     Local,
     Mask,
@@ -26,6 +26,7 @@ from sbm_pyg.estimators import (
 )
 from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import effects as reference_effects
+from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.sources import patterns
 
@@ -577,7 +578,7 @@ def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
 def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     """Then each pair's probability gets its exact effect: compared with the closed form, through the model's own autograd."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, 2, 3, probes=math.inf, exploration=0.0).double()
+    conv = SBMAttentionConv(6, 4, 2, 3, estimator=Local(math.inf, rows=1), exploration=0.0).double()
     assert conv.sbm is not None
     x = draw(1, 7, 6)
     out, choice = conv(x, seed=1, return_choice=True)
@@ -616,7 +617,7 @@ def test_forced_edges_send_no_gradient() -> None:
     conv = SBMAttentionConv(6, 4, 1, 3, window=5)  # every pair is forced
     conv(x, seed=1).square().sum().backward()
     assert float(gradient(conv).abs().max()) == 0
-    free = SBMAttentionConv(6, 4, 1, 3)
+    free = SBMAttentionConv(6, 4, 1, 3, estimator=Local(rows=1))
     free(x, seed=1).square().sum().backward()
     assert float(gradient(free).abs().max()) > 0
 
@@ -719,3 +720,47 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
     assert torch.equal(sbm.query_membership, sbm.key_membership)
     with pytest.raises(ValueError, match="with tied memberships"):
         head(Tokens(query, draw(2, 1, 6, 8, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.25, 0.9])
+def test_queries_are_chosen_with_their_probability(part: float) -> None:
+    """Singly, in pairs of neighbours, in pairs of sequences, and over seeds; within five standard deviations."""
+    number, group = torch.arange(4_000), torch.arange(50)[:, None]
+    first, second = (random_words.chosen(part, number, group, seed).double() for seed in (1, 2**63 + 12345))
+    both = {
+        "one": first, "neighbours": first[:, 1:] * first[:, :-1], "sequences": first[1:] * first[:-1],
+        "distant": first[:, 64:] * first[:, :-64], "seeds": first * second,
+    }  # fmt: skip
+    for name, found in both.items():
+        chance = part if name == "one" else part**2
+        assert abs(float(found.mean()) - chance) < 5 * (chance * (1 - chance) / found.numel()) ** 0.5, name
+    by_row = first.mean(0)
+    assert float((by_row - part).square().mean()) == pytest.approx(part * (1 - part) / 50, rel=0.1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_part_of_the_queries_has_the_gradient_of_all(is_causal: bool, block_size: int, window: int | None) -> None:
+    """Of those that are taken the gradient is that of all, divided by the part; of others it is zero."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size, "window": window}
+    conv = SBMAttentionConv(6, 4, 2, 3, score_bias=ALiBi(2), **options).double()
+    x, ptr, ids = draw(1, 90, 6), torch.tensor([0, 50, 90]), torch.tensor([7, 3])
+    grads, outs = [], []
+    for rows in (1.0, 0.25):
+        conv.estimator = Local(3.0, rows)
+        out, choice = conv(x, ptr=ptr, seed=1, sequence_ids=ids, return_choice=True)
+        assert isinstance(choice.probability, SBM)
+        grads.append(torch.autograd.grad(out.sin().sum(), choice.probability.rate)[0])
+        outs.append(out)
+    assert torch.equal(*outs)
+    taken = grads[1].abs().sum((0, 2)) > 0
+    assert 0 < taken.sum() < 0.6 * taken.numel()
+    torch.testing.assert_close(grads[1][:, taken], 4 * grads[0][:, taken], rtol=1e-9, atol=1e-12)
+    # alone, a sequence has the same queries taken
+    conv.estimator = Local(3.0, 0.25)
+    alone, choice = conv(x[50:], seed=1, sequence_ids=ids[1:], return_choice=True)
+    assert isinstance(choice.probability, SBM)
+    grad = torch.autograd.grad(alone.sin().sum(), choice.probability.rate)[0]
+    torch.testing.assert_close(grad, grads[1][:, -grad.size(1) :], rtol=1e-9, atol=1e-12)

@@ -509,17 +509,17 @@ def test_a_folder_has_one_process_at_a_time(
 def test_a_full_disk_is_named_at_each_file(
     name: str, whole: Callable[[str], Path], inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [path.name for path in whole(name).iterdir() if path.is_file() and path.name != ".lock"]
+    files = [path for path in whole(name).rglob("*") if path.is_file() and path.name != ".lock"]
     assert len(files) > 3
     folder = tmp_path / "run"
-    folder.mkdir()
-    for file in sorted(
-        files, key=lambda file: (whole(name) / file).stat().st_mtime_ns
-    ):  # in the order in which they are written
-        (folder / f"{file}.partial").symlink_to("/dev/full")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):  # in the order in which they are written
+        path = folder / file.relative_to(whole(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.partial").symlink_to("/dev/full")
         said = refusal(name, folder, inputs, capsys)
-        assert f"Expected 'output' to have room for {file}, " in said
-        assert f"bytes (got 'No space left on device' in {folder}). What was written before is whole: make room" in said
-        assert not list(folder.glob("*.partial"))
+        assert f"Expected 'output' to have room for {path.name}, " in said
+        place = f"(got 'No space left on device' in {path.parent})"
+        assert f"bytes {place}. What was written before is whole: make room" in said
+        assert not list(folder.rglob("*.partial"))
     run(name, folder, inputs)
     check_same_ends(whole(name), folder)

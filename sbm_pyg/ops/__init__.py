@@ -42,6 +42,7 @@ __all__ = [
 METHODS = ("bernoulli", "fastrg")
 """Names of the distributions of a sampled graph."""
 
+_WEIGHT = "It is a factor of the gradient, 1 for all queries."
 _CAUSAL = "It says whether queries attend to earlier keys, and their own, alone."
 
 
@@ -339,6 +340,7 @@ def local_expectation(
     *,
     factors: tuple[Tensor, Tensor] | None = None,
     prob: tuple[Tensor, Tensor] | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
     """The local expectation gradient: the output of attention unchanged, with a gradient to edge probabilities.
 
@@ -356,6 +358,7 @@ def local_expectation(
         exploration: What was added to each probability when the graph was sampled.
         factors: ``rate`` ``[H, N, K]`` and ``member`` ``[H, M, K]``, whose dot products are the probabilities.
         prob: Instead of them, the probabilities of edges ``[E]`` and of probes ``[E']``.
+        weight: Factor of the gradient.
 
     Returns:
         ``out``.
@@ -384,6 +387,7 @@ def local_expectation(
     checks.forced(forced, rows[1])
     checks.floating(out=out)
     _check_scores(scale, exploration)
+    checks.number("weight", weight, "(-inf, inf)", _WEIGHT)
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     _check_model(rate, member, chance, query, key)
     probabilities = (rate, member, edge_prob, probe_prob)
@@ -392,7 +396,7 @@ def local_expectation(
         x if x is None or not x.is_floating_point() else x.detach()
         for x in (query, key, value, *rows, *probes, chance, forced)
     )
-    return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration)
+    return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration, weight)
 
 
 def block_attention(
@@ -531,6 +535,7 @@ def block_expectation(
     exploration: float = 0.0,
     *,
     prob: tuple[Tensor, Tensor],
+    weight: float = 1.0,
 ) -> Tensor:
     """:func:`local_expectation` for edges of blocks: the probability of a block receives its :func:`block_effect`.
 
@@ -543,6 +548,7 @@ def block_expectation(
         forced: Edges that do not depend on p, ``[E]`` bool, or None; they send no gradient.
         exploration: What was added to each probability when the graph was sampled.
         prob: Probabilities of the edges ``[E]`` and of the probes ``[E']``.
+        weight: Factor of the gradient.
 
     Returns:
         ``out``.
@@ -555,6 +561,7 @@ def block_expectation(
     layout = _check_blocks(query, key, value, rows, probes, ptrs, block_size, is_causal, scale)
     checks.forced(forced, rows[1])
     _check_scores(scale, exploration)
+    checks.number("weight", weight, "(-inf, inf)", _WEIGHT)
     checks.floating(out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     checks.shape("prob", prob[0], rows[1].shape, "[E]", "It has the probability of each edge.")
@@ -564,7 +571,7 @@ def block_expectation(
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
     constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
-    more = (chance, forced, layout[2], is_causal, scale, exploration)
+    more = (chance, forced, layout[2], is_causal, scale, exploration, weight)
     return schemas.BlockExpectation.apply(out, *prob, *constants, *layout[:2], *more)
 
 

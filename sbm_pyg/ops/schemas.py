@@ -299,11 +299,12 @@ def _pass_through(out: Tensor) -> Tensor:
 
 def _weighted(
     effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], rowptrs: tuple[Tensor, Tensor], chance: Tensor,
-    forced: Tensor | None, exploration: float,
+    forced: Tensor | None, exploration: float, factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the probabilities of edges and of probes, from their effects."""
+    """Gradients of the probabilities of edges and of probes, times a factor, from their effects."""
     edges = weigh_effect(effects[0], probs[0], rowptrs[0], chance, forced, exploration, False)
-    return edges, weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
+    probes = weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
+    return (edges, probes) if factor == 1 else (edges * factor, probes * factor)
 
 
 class LocalExpectation(torch.autograd.Function):
@@ -317,19 +318,19 @@ class LocalExpectation(torch.autograd.Function):
         out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None,
         query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
         probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
-        scale: float, exploration: float,
+        scale: float, exploration: float, factor: float,
     ) -> Tensor:  # fmt: skip
         return _pass_through(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:-2])
-        ctx.options = inputs[-2:]
+        ctx.save_for_backward(*inputs[1:-3])
+        ctx.options = inputs[-3:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rate, member, prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
-        scale, exploration = ctx.options
+        scale, exploration, factor = ctx.options
         grad = grad.contiguous()  # which attention below needs as well
         rows, probe_rows = attention[3:5], attention[6:8]
         need = ctx.needs_input_grad[1:5]
@@ -337,14 +338,15 @@ class LocalExpectation(torch.autograd.Function):
         if rate is None:
             effects = edge_effect(grad, *attention, scale, None, None, None, 0.0)
             rowptrs = rows[0], probe_rows[0]
-            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
+            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration, factor)
         else:
-            effect, probe_effect = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
+            effects = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
+            effect, probe_effect = effects if factor == 1 else (each * factor for each in effects)
             effect = effect if forced is None else effect.masked_fill_(forced, 0)
             one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
             two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
             grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
-        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 13)
+        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 14)
 
 
 class BlockExpectation(torch.autograd.Function):
@@ -355,20 +357,20 @@ class BlockExpectation(torch.autograd.Function):
         out: Tensor, prob: Tensor, probe_prob: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor,
         col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
         query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, block_size: int, is_causal: bool,
-        scale: float, exploration: float,
+        scale: float, exploration: float, factor: float,
     ) -> Tensor:  # fmt: skip
         return _pass_through(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:-4])
-        ctx.options = inputs[-4:]
+        ctx.save_for_backward(*inputs[1:-5])
+        ctx.options = inputs[-5:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
-        *layout, exploration = ctx.options
+        *layout, exploration, factor = ctx.options
         effects = block_effect(grad.contiguous(), *attention, *layout)
         rowptrs = attention[3], attention[6]
-        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
-        return grad, *found, *[None] * 17
+        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration, factor)
+        return grad, *found, *[None] * 18

@@ -508,7 +508,7 @@ class SBMHead(torch.nn.Module):
         self,
         channels: int,
         heads: int = 1,
-        num_blocks: int = 128,
+        num_blocks: int = 64,
         cluster_init: str = "orthogonal",
         *,
         parameterization: str = "overlapping",

@@ -66,6 +66,18 @@ def _mixed(word: Tensor) -> Tensor:
     return word ^ word >> 16
 
 
+def chosen(part: float, number: Tensor, group: Tensor, seed: int) -> Tensor:
+    """Whether each number of a group is chosen, bool: independently, with probability ``part``.
+
+    Args:
+        part: Probability, in [0, 1].
+        number, group: Integers in ``0 .. 2**32-1`` that broadcast, int64.
+        seed: 64 bits.
+    """
+    start = seed * 0x9E3779B97F4A7C15 >> 32 & WORD_MASK
+    return _mixed((group * _WEYL[0] + number + start) & WORD_MASK) < round(part * 2**32)
+
+
 def dropout_words(
     heads: int, num_queries: int, num_keys: int, seed: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
