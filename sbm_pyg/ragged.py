@@ -36,6 +36,8 @@ __all__ = [
     "unpad",
 ]
 
+HEAD_BITS = 24
+"""Bits of the number of a head in the counters of random words."""
 _VALID: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Offsets on a device that have been checked: the number of tokens, and the version of the tensor at that time."""
 
@@ -158,6 +160,11 @@ class Tokens:
     def allowed_keys(self) -> Tensor:
         """Number of keys that each query may attend to, the first of its sequence, ``[N]`` int64."""
         return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def first_head(self) -> int:
+        """Number of head 0 in random words: 0, unless the heads of a layer are divided among processes."""
+        return 0 if self.sequence_ids is None else int(self.sequence_ids[0] >> 32)
 
     @property
     def first_key(self) -> Tensor:
@@ -403,7 +410,8 @@ def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
     """Number of each sequence, ``[B]`` int64, on a device. Random words depend on it.
 
-    None: the position in the batch. On the CPU the result is a copy.
+    None: the position in the batch. On the CPU the result is a copy. With 32 bits, the upper half of a number may hold
+    the first head; see :func:`~sbm_pyg.sample_edges`.
 
     Raises:
         ValueError: Shape or dtype do not fit, or a number is outside ``0 .. 2**bits-1``.
@@ -413,7 +421,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
         return torch.arange(sequences, device=device)
     if can_read(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
-        if low < 0 or high >= 2**bits:
+        if low < 0 or high >= 2 ** (bits + HEAD_BITS if bits == 32 else bits):
             raise ValueError(
                 f"Expected 'sequence_ids' in 0 .. 2**{bits}-1 (got {low} to {high}). "
                 "Use the position of each sequence in the data set."

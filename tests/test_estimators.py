@@ -406,6 +406,16 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     assert abs(float((graph.degree - expected).mean())) < 5 * 0.5 / math.sqrt(3 * 240)
 
 
+def test_systematic_samples_of_some_heads_are_those_of_all() -> None:
+    ptr, ids = torch.tensor([0, 3, 40]), torch.tensor([7, 2**32 - 1])
+    chance = torch.full((40,), 0.3)
+    for draw in (ops.sample_systematic, reference_systematic.sample_systematic):
+        rowptr, col = draw(chance, ptr, ptr, ids, 3, 5, True)
+        rows = rowptr[40:]
+        found = draw(chance, ptr, ptr, ids + (1 << 32), 2, 5, True)
+        assert same(found, (rows - rows[0], col[rows[0] :]))
+
+
 def test_refused_probes() -> None:
     sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
     with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got -1.0\)"):

@@ -236,6 +236,13 @@ def test_random_has_the_exact_number_of_keys(lengths: list[int], k: int, heads: 
     assert torch.equal(graph.degree, torch.tensor([min(k, n) for n in lengths for _ in range(n)]).expand(heads, -1))
 
 
+def test_random_keys_of_some_heads_are_those_of_all() -> None:
+    ptr, ids = torch.tensor([0, 20, 50]), torch.tensor([4, 2**32 - 1])
+    whole = patterns.random(None, 3, ptr=ptr, heads=3, seed=5, sequence_ids=ids)
+    some = patterns.random(None, 3, ptr=ptr, heads=2, seed=5, sequence_ids=ids + (1 << 32))
+    assert all(some.head(head) == whole.head(head + 1) for head in range(2))
+
+
 def test_random_keys_have_words_of_their_own() -> None:
     """The first key of a query is a word of Philox at (0, its place, its stream, its head and, in the top byte, what the word is for: 8)."""
     graph = patterns.random(None, 1, ptr=torch.tensor([0, 50, 100]), heads=2, seed=5)

@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
 from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, Tokens
+from sbm_pyg.ops.reference.random_words import head_generator
 from sbm_pyg.sources import pairs, patterns, selectors
 from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
@@ -55,9 +56,9 @@ def define_block_top_k(q: Tensor, z: Tensor, head: int, is_causal: bool, k: int,
 def define_lsh(
     q: Tensor, z: Tensor, head: int, is_causal: bool, num_buckets: int, chunk_size: int, rounds: int
 ) -> list[set[int]]:
-    random, rows = torch.Generator().manual_seed(3), [set[int]() for _ in q]
+    random, rows = head_generator(head, 3), [set[int]() for _ in q]
     for _ in range(rounds):
-        matrix = torch.randn(HEADS, CHANNELS, num_buckets // 2, generator=random)[head]
+        matrix = torch.randn(CHANNELS, num_buckets // 2, generator=random)
         mine, theirs = (torch.cat([x @ matrix, -x @ matrix], 1).argmax(1).tolist() for x in (q, z))
         for i, bucket in enumerate(mine):
             if is_causal:

@@ -203,6 +203,28 @@ def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
     assert torch.equal(keys + 4, col[rowptr[4] :])
 
 
+def test_some_heads_alone_draw_the_edges_of_these_heads(way: str) -> None:
+    random = torch.Generator().manual_seed(9)
+    y, z, ptr = (
+        torch.rand(3, 5, 3, generator=random) / 4,
+        torch.rand(3, 9, 3, generator=random),
+        torch.tensor([0, 4, 9]),
+    )
+    given, law = (torch.tensor([0, 2, 5]), ptr), (11, "bernoulli", 0.0, False, False)
+    rowptr, col = ops.sample_sbm(y, z, *given, torch.tensor([5, 2]), *law)
+    mine, keys = ops.sample_sbm(y[1:], z[1:], *given, torch.tensor([5, 2]) + (1 << 32), *law)
+    assert torch.equal(mine, rowptr[5:] - rowptr[5])
+    assert torch.equal(keys, col[rowptr[5] :])
+
+
+def test_probes_of_some_heads_are_those_of_all() -> None:
+    ptr, chance, ids = torch.tensor([0, 4, 9]), torch.full((9,), 0.4), torch.tensor([5, 2])
+    rowptr, col = ops.sample_systematic(chance, ptr, ptr, ids, 3, 7, False)
+    mine, keys = ops.sample_systematic(chance, ptr, ptr, ids + (1 << 32), 2, 7, False)
+    assert torch.equal(mine, rowptr[9:] - rowptr[9])
+    assert torch.equal(keys, col[rowptr[9] :])
+
+
 def test_graphs_that_cannot_be() -> None:
     ptr, stream, ones = torch.tensor([0, 3]), torch.tensor([0]), torch.ones(1, 3, 2)
     for value in (math.nan, math.inf):

@@ -738,7 +738,8 @@ def sample_sbm(
             memberships for which this would matter.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``. Its upper 32 bits,
+            below ``2**24``, are the number of head 0 in them.
         seed: 64-bit seed.
         method: ``"bernoulli"`` or ``"fastrg"``.
         exploration: Added to every probability, in [0, 1].
@@ -790,7 +791,8 @@ def sample_systematic(
         chance: :math:`\eta` of each query, ``[N]``, in [0, 1]; what is outside is cut, and NaN counts as 0.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``.
+        sequence_ids: Number of each sequence in its random words, ``[B]`` int64 in ``0 .. 2**32-1``. Its upper 32 bits,
+            below ``2**24``, are the number of head 0 in them.
         heads: Number of heads H.
         seed: 64-bit seed.
         is_causal: Leave out later keys, as :func:`sample_sbm`; m is the number of the others.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks, values
-from ..ops.reference.random_words import RANDOM_KEY, philox
+from ..ops.reference.random_words import RANDOM_KEY, philox, split_ids
 from ..ops.reference.segments import runs
 from ..ops.values import can_read, require_values
 from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
@@ -399,10 +399,11 @@ class _Draws:
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
         sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
         sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
-        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(sequence_ids.numel())
+        sequence_ids, first_head = (x.repeat(positions.heads) for x in split_ids(sequence_ids))  # [H*N]
+        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(positions.position.numel())
         self.row = torch.arange(head.numel(), device=sequence_ids.device)
-        self.position, self.head = positions.position.repeat(positions.heads), head | RANDOM_KEY
-        self.sequence_ids = sequence_ids.repeat(positions.heads)
+        self.position, self.head = positions.position.repeat(positions.heads), head + first_head | RANDOM_KEY
+        self.sequence_ids = sequence_ids
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,9 @@ def sample_edges(
         seed: Integer of 64 bits that fixes the edges.
         generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
         sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``. None: its position in the batch. The
-            random words depend on it: with its number in the data set, a sequence has the same edges in any batch.
+            random words depend on it: with its number in the data set, a sequence has the same edges in any batch. A
+            model with heads f, f + 1, ... of a larger one draws the edges of the larger one if f, below ``2**24``, is
+            in the upper half: ``sequence_ids + (f << 32)``.
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.

@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
+from ..ops.reference.random_words import head_generator
 from ..ops.reference.segments import compress, edge_row, group_by_length
 from ..ragged import Tokens
 from ..rows import index_type
@@ -149,10 +150,10 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     # the position of each token in each round
     kept = rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)
     checks.memory("rounds", kept, 8, query.device, "Take fewer hashes.", "numbers")
-    random = torch.Generator().manual_seed(tokens.seed % 2**63)
+    random = [head_generator(tokens.first_head + head, tokens.seed) for head in range(tokens.heads)]
     found, every = [], torch.arange(tokens.heads * tokens.num_queries, device=query.device)
     for number in range(rounds):
-        matrix = torch.randn(tokens.heads, query.size(2), buckets // 2, generator=random).to(query)
+        matrix = torch.stack([torch.randn(query.size(2), buckets // 2, generator=each) for each in random]).to(query)
         turned = [x @ matrix for x in (query, key)]
         mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
         order, low, here, after, high = grouped(tokens, mine, theirs, buckets)

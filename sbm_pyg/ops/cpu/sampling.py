@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
-from ..reference.random_words import WORD_MASK
+from ..reference.random_words import split_ids
 from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
 from . import amx
 from .draws import ROWS_PER_GROUP, approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
@@ -44,6 +44,7 @@ class _Sequences(NamedTuple):
     key_ptr: np.ndarray
     panel_ptr: np.ndarray
     sequence_ids: np.ndarray
+    first_heads: np.ndarray  # number of head 0 in the random words of each sequence
 
 
 class _Plan(NamedTuple):
@@ -169,7 +170,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
     probability exceeds 1, which is written to ``top``.
     """
     seed, is_fastrg, exploration, clamp = law
-    batch, allowed, query_ptr, key_ptr, panel_ptr, sequence_ids = sequences
+    batch, allowed, query_ptr, key_ptr, panel_ptr, sequence_ids, first_heads = sequences
     way, stretch, bound = plan
     rate, member, low_rate, columns, error, wide_rate, low_member, coarse, fine = model
     queries = batch.size
@@ -193,6 +194,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
         head, i = r // queries, r % queries
         b = batch[i]
         shift, num_keys, position, sequence_id = key_ptr[b], allowed[i], i - query_ptr[b], sequence_ids[b]
+        its_head = head + first_heads[b]
         start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         before = used
         if way[r] == GAPS:
@@ -201,14 +203,14 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
             first_key = head * member.shape[1] + shift
             used = by_gaps(
                 at(wide_rate, 2 * half * r), at(low_member, first_key * half), half, rough, at(rate, r * blocks),
-                at(member, first_key * blocks), shift, num_keys, blocks, bound[r], position, sequence_id, head, seed,
-                exploration, at(out, 0), used,
+                at(member, first_key * blocks), shift, num_keys, blocks, bound[r], position, sequence_id, its_head,
+                seed, exploration, at(out, 0), used,
             )  # fmt: skip
         elif way[r] == PROPOSALS:
             used = by_proposals(
                 rate[r], member[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
-                position, sequence_id, head, seed, not is_fastrg, exploration, mass, block_bounds, seen[:groups], drawn,
-                target, indices, drop, shift, out, used,
+                position, sequence_id, its_head, seed, not is_fastrg, exploration, mass, block_bounds, seen[:groups],
+                drawn, target, indices, drop, shift, out, used,
             )  # fmt: skip
             if used < 0:
                 used = before
@@ -235,7 +237,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                 for j in range(num_keys):
                     approx[known, j] = min(approx[known, j], np.float32(2))
             used = by_pairs(
-                approx[known], error, rate[r], members, position, sequence_id, head, seed, is_fastrg, exploration,
+                approx[known], error, rate[r], members, position, sequence_id, its_head, seed, is_fastrg, exploration,
                 words, shift, out, used,
             )  # fmt: skip
             known += 1
@@ -335,7 +337,8 @@ def sample_sbm(
         run(_cumulate, tasks, task_count(2 * members.size))
 
     law = Law(np.uint64(seed & 0xFFFFFFFFFFFFFFFF), method == "fastrg", exploration, clamp)
-    batches = _Sequences(batch, allowed, q_ptr, k_ptr, panel_ptr, sequence_ids.numpy() & WORD_MASK)
+    ids = (x.numpy() for x in split_ids(sequence_ids))
+    batches = _Sequences(batch, allowed, q_ptr, k_ptr, panel_ptr, *ids)
     model = _Tables(
         rates, members, low_rate, columns, error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
 from ..reference import systematic as reference_systematic
-from ..reference.random_words import SYSTEMATIC, WORD_MASK
+from ..reference.random_words import SYSTEMATIC, split_ids
 from .draws import philox_once
 from .sampling import even_ranges
 from .threads import numba_kernel, run, task_count
@@ -23,12 +23,13 @@ STEPS_PER_WORD = 128
 
 
 @numba_kernel
-def _start_rows(first, last, chance, batch, allowed, query_ptr, sequence_ids, seed, start, counts):
+def _start_rows(first, last, chance, batch, allowed, query_ptr, sequence_ids, first_heads, seed, start, counts):
     """Draw the start of each row, as a fraction of its spacing, and count its keys."""
     queries = chance.size
     for r in range(first, last):
         head, i = r // queries, r % queries
         b = batch[i]
+        head += first_heads[b]
         start[r] = np.float64(philox_once(0, i - query_ptr[b], sequence_ids[b], head | SYSTEMATIC, seed)[0]) / 2.0**32
         counts[r] = max(0, np.int64(np.ceil(allowed[i] * chance[i] - start[r])))
 
@@ -53,8 +54,8 @@ def sample_systematic(
     rows = heads * chances.size
     start, counts, rowptr = np.empty(rows), np.empty(rows, np.int64), np.zeros(rows + 1, np.int64)
     pieces = even_ranges(rows, task_count(STEPS_PER_WORD * rows, 3))
-    sequence_id, word = sequence_ids.numpy() & WORD_MASK, np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-    run(_start_rows, [(*piece, chances, batch, allowed, q_ptr, sequence_id, word, start, counts) for piece in pieces])
+    ids, word = [x.numpy() for x in split_ids(sequence_ids)], np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    run(_start_rows, [(*piece, chances, batch, allowed, q_ptr, *ids, word, start, counts) for piece in pieces])
     np.cumsum(counts, out=rowptr[1:])
     col = np.empty(rowptr[-1], np.int32)
     run(_write_keys, [(*piece, chances, batch, allowed, k_ptr, start, rowptr, col) for piece in pieces])

@@ -62,8 +62,9 @@ def _expm1(x):
 
 @triton.jit
 def _row_words(seed, number, position, sequence_id, head):
-    """Four random words of a row, or of rows, each."""
-    return tl.philox(seed, number.to(tl.uint32), position.to(tl.uint32), sequence_id.to(tl.uint32), head.to(tl.uint32))
+    """Four random words of a row, or of rows, each; see :func:`.random_words.split_ids`."""
+    head = (head + (sequence_id >> 32)).to(tl.uint32)
+    return tl.philox(seed, number.to(tl.uint32), position.to(tl.uint32), sequence_id.to(tl.uint32), head)
 
 
 @triton.jit

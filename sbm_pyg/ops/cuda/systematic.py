@@ -50,7 +50,7 @@ def _start_kernel(
     there, query = row < segments, row % queries
     sequence, position, allowed, share = _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL)
     sequence_id = tl.load(sequence_ids + sequence)
-    head = (row // queries).to(tl.uint32) | _PURPOSE_SYSTEMATIC
+    head = (row // queries + (sequence_id >> 32)).to(tl.uint32) | _PURPOSE_SYSTEMATIC
     word = tl.philox(seed, position.to(tl.uint32) * 0, position.to(tl.uint32), sequence_id.to(tl.uint32), head)[0]
     part = word.to(tl.float64) / 4294967296.0
     tl.store(start + row, part, mask=there)

@@ -17,7 +17,15 @@ MIX = (0x7FEB352D, 0x846CA68B)
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
 BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
-DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY = (number << 24 for number in range(5, 9))
+DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR = (number << 24 for number in range(5, 10))
+
+
+def split_ids(sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of each sequence, the lower 32 bits; and the number of head 0 in the random words, the upper 32 bits.
+
+    Numbers of heads are added to that of head 0. It is 0 unless the heads of a layer are divided among processes.
+    """
+    return sequence_ids & WORD_MASK, sequence_ids >> 32
 
 
 def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, seed: int) -> tuple[Tensor, ...]:
@@ -34,6 +42,12 @@ def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | in
     words = (c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in (c0, c1, c2, c3))
     first, second, third, fourth = scramble(torch.stack(torch.broadcast_tensors(*words)), seed)
     return first, second, third, fourth
+
+
+def head_generator(head: int, seed: int) -> torch.Generator:
+    """A generator on the CPU for one head of a call, independent of the number of heads."""
+    high, low, *_ = philox(torch.zeros((), dtype=torch.int64, device="cpu"), 0, 0, head | GENERATOR, seed)
+    return torch.Generator().manual_seed(int(high >> 1) << 32 | int(low))
 
 
 def scramble(counters: Tensor, seed: int) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT, WORD_MASK, philox, scramble
+from .random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT, philox, scramble, split_ids
 from .segments import segments
 
 PROPOSALS, GAPS, PAIRS = range(3)
@@ -170,14 +170,15 @@ def _prepare(
     """Compute what rows are drawn from, and plan them. A row depends on the keys alone that it may attend to."""
     (heads, num_queries, _), (num_keys, sequences) = rate.shape, (member.size(1), key_ptr.numel() - 1)
     tile_rows, tile_keys = (64, 256) if num_keys >= 128 * sequences else (16, 64)
-    table = torch.stack([query_ptr[:-1], key_ptr[:-1], key_ptr.diff(), sequence_ids & WORD_MASK])
+    sequence_id, first_head = split_ids(sequence_ids)
+    table = torch.stack([query_ptr[:-1], key_ptr[:-1], key_ptr.diff(), sequence_id, first_head])
     batch = torch.repeat_interleave(query_ptr.diff(), output_size=num_queries)
-    begin, key_begin, length, sequence_id = table[:, batch]  # [N]
+    begin, key_begin, length, sequence_id, first_head = table[:, batch]  # [N]
     row = torch.arange(heads * num_queries, device=member.device).view(heads, num_queries)
     head, position = torch.arange(heads, device=member.device)[:, None], row[0] - begin
     allowed = torch.minimum(position + 1, length) if is_causal else length
     first_key = torch.add(key_begin, head, alpha=num_keys)
-    counters = _Counters(position, sequence_id, head)
+    counters = _Counters(position, sequence_id, first_head + head)
     keys = _RowKeys(
         allowed=allowed,
         first_key=first_key,
@@ -673,16 +674,18 @@ def bernoulli_draws(
     Args:
         threshold: ``[..., m]`` int64 in ``0 .. 2**32``.
         position: Position of the query in its sequence, ``[...]``.
-        sequence_id, head: Of the query, ``[...]`` or a number for all.
+        sequence_id, head: Of the query, ``[...]`` or a number for all. As in :func:`.random_words.split_ids`.
         seed: 64 bits.
     """
     query = [
         torch.as_tensor(x, device=threshold.device).expand(threshold.shape[:-1]) for x in (position, sequence_id, head)
     ]
+    query[1], first_head = split_ids(query[1])
+    query[2] = query[2] + first_head
     num_keys = threshold.size(-1)
     number = torch.arange(16 * ((num_keys + 255) // 256), device=threshold.device)
     i, sequence_id, head = (x[..., None] for x in query)
-    words = torch.stack(philox(number, i, sequence_id & WORD_MASK, head | BERNOULLI_BYTE, seed), dim=-2)
+    words = torch.stack(philox(number, i, sequence_id, head | BERNOULLI_BYTE, seed), dim=-2)
     words = words.unflatten(-1, (-1, 16)).transpose(-3, -2)[..., None]  # [..., m / 256, 4, 16, 1]
     byte = torch.cat([words & 255, *(words >> 8 * part & 255 for part in (1, 2, 3))], dim=-1).flatten(-4)
     byte = byte[..., :num_keys].to(torch.int16)
@@ -690,7 +693,7 @@ def bernoulli_draws(
     is_below, is_open = byte < first, byte == first
     j = is_open.nonzero()[:, -1]
     i, sequence_id, head = (x[..., None].expand_as(is_open)[is_open] for x in query)
-    words = torch.stack(philox(j >> 2, i, sequence_id & WORD_MASK, head | BERNOULLI_REST, seed), dim=-1)
+    words = torch.stack(philox(j >> 2, i, sequence_id, head | BERNOULLI_REST, seed), dim=-1)
     rest = words[torch.arange(len(j), device=j.device), j % 4] >> 8
     is_below[is_open] = rest < threshold[is_open] & 0xFFFFFF
     return is_below

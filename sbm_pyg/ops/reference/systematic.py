@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .random_words import SYSTEMATIC, WORD_MASK, philox
+from .random_words import SYSTEMATIC, philox, split_ids
 from .sampling import check_keys
 from .segments import allowed_keys, edge_row
 
@@ -25,8 +25,9 @@ def sample_systematic(
     queries = query_ptr.diff()
     batch = torch.repeat_interleave(queries, output_size=chance.numel())
     position = torch.arange(chance.numel(), device=chance.device) - query_ptr[batch]
-    head = torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC
-    start = (philox(0, position, sequence_ids[batch] & WORD_MASK, head, seed)[0].double() / 2**32).flatten()  # [H*N]
+    sequence_id, first_head = split_ids(sequence_ids[batch])
+    head = first_head + torch.arange(heads, device=chance.device)[:, None] | SYSTEMATIC  # [H, N]
+    start = (philox(0, position, sequence_id, head, seed)[0].double() / 2**32).flatten()  # [H*N]
     allowed = allowed_keys(query_ptr, key_ptr, chance.numel(), is_causal)
     spacing, shift, keys = (x.repeat(heads) for x in (1 / chance, key_ptr[batch], allowed))
     counts = (keys * chance.repeat(heads) - start).ceil().clamp(min=0).long()
