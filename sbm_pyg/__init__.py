@@ -11,6 +11,7 @@ from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
+from .distributed import HeadParallel
 from .graph import AttentionGraph
 from .models import (
     EncoderTrace,
@@ -52,6 +53,7 @@ __all__ = [
     "Entmax",
     "FullAttention",
     "GraphSource",
+    "HeadParallel",
     "LearnedSource",
     "MaskedLM",
     "PairClassifier",

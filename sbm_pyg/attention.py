@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
@@ -47,6 +47,8 @@ class CallOptions(TypedDict, total=False):
 
 
 T = TypeVar("T")
+HEAD_STEP = 0x9E3779B97F4A7C15
+"""Times the first head of a process, it is added to the seed of noise whose words are numbered from there."""
 SOURCE_OPTIONS = frozenset(inspect.signature(SBMSource).parameters) - {"head"}
 CAUSAL = "It says whether queries attend to earlier keys alone."
 FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,), "node_dim": (0, -2)}
@@ -109,6 +111,10 @@ class AttentionConv(EdgeAttention):
 
     Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, over the edges of a graph.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {}
+    first_head = 0
+    """Number of head 0 among the heads of a layer that several processes share; see :class:`~sbm_pyg.HeadParallel`."""
 
     def __init__(
         self,
@@ -268,6 +274,9 @@ class AttentionConv(EdgeAttention):
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
         drop = self.dropout if self.training else 0.0
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
+        noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
+        if self.first_head:
+            noise = (seed + self.first_head * HEAD_STEP + 2**63) % 2**64 - 2**63
         is_causal = self.is_causal or is_causal
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         tokens = None
@@ -295,12 +304,12 @@ class AttentionConv(EdgeAttention):
             return self._pack_outputs(out, choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
-        gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, seed)
+        gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, noise)
         gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
         bias = self._score_bias(query, key, choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
         inputs = (query, key, value, gate, bias)
-        asked = (inputs, drop, seed, returns.attention_weights)
+        asked = (inputs, drop, noise, returns.attention_weights)
         out, weights = self._attend_over_graph(choice.graph, edge_index, edge_head, *asked)
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -448,6 +448,8 @@ class BlockPool(torch.nn.Module):
         - tokens of blocks ``[H, n, block_size, C]`` and a mask ``[n, block_size]`` bool, False on padding;
         - output ``[H, n, C]``.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(self, channels: int, heads: int = 1) -> None:
         super().__init__()

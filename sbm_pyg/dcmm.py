@@ -9,7 +9,7 @@ An :class:`~sbm_pyg.SBM` decides which pairs attend; this block model decides ho
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,8 @@ class DCMMBias(nn.Module):
     Reference: Cheng et al., "DCMM-Transformer: Degree-Corrected Mixed-Membership Attention for Medical Imaging", AAAI
     2026, and the code of its authors. Text, figure and code differ.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"affinity": 0}
 
     def __init__(
         self,

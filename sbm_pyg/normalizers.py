@@ -7,7 +7,7 @@ sums (``propagation``); the computation of entmax (``ops``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Entmax(nn.Module):
 
     raw_alpha: nn.Parameter
     fixed_alpha: Tensor
+
+    head_dims: ClassVar[dict[str, int]] = {"raw_alpha": 0, "fixed_alpha": 0}
 
     def __init__(self, heads: int = 1, alpha: float | Sequence[float] = 1.5, learnable: bool = True) -> None:
         super().__init__()

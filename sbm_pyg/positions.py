@@ -6,6 +6,8 @@ here: position embeddings that are added to tokens (``models``), and attention.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -121,6 +123,8 @@ class ALiBi(nn.Module):
     Reference: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
     ICLR 2022, for causal attention. Without causality, both directions have the same bias.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"slope": 0}
 
     def __init__(self, heads: int) -> None:
         super().__init__()

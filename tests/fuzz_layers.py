@@ -1805,6 +1805,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("estimators.distillation", "estimators.row_distillation"), "losses over what a layer computes, compared with their definitions in test_learned.py"),
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",
     "sync_statistics": "it needs processes, see test_auxiliary.py",
+    **dict.fromkeys(("HeadParallel", *(f"HeadParallel.{name}" for name in ("own_heads", "processes", "reset_parameters"))), "it needs processes, see test_distributed.py"),
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(

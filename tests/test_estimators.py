@@ -409,10 +409,10 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
 def test_systematic_samples_of_some_heads_are_those_of_all() -> None:
     ptr, ids = torch.tensor([0, 3, 40]), torch.tensor([7, 2**32 - 1])
     chance = torch.full((40,), 0.3)
-    for draw in (ops.sample_systematic, reference_systematic.sample_systematic):
-        rowptr, col = draw(chance, ptr, ptr, ids, 3, 5, True)
+    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
+        rowptr, col = sample(chance, ptr, ptr, ids, 3, 5, True)
         rows = rowptr[40:]
-        found = draw(chance, ptr, ptr, ids + (1 << 32), 2, 5, True)
+        found = sample(chance, ptr, ptr, ids + (1 << 32), 2, 5, True)
         assert same(found, (rows - rows[0], col[rows[0] :]))
 
 

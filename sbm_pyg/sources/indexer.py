@@ -19,7 +19,7 @@ the number of edges.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class Indexer(nn.Module):
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, where all heads share one indexer of the token representations.
     """
 
+    head_dims: ClassVar[dict[str, int]] = {"query_weight": 0, "key_weight": 0, "head_weight": 0, "head_bias": 0}
+
     def __init__(self, channels: int, heads: int = 1, index_heads: int = 4, index_channels: int = 16) -> None:
         super().__init__()
         given = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
@@ -121,6 +123,8 @@ class KeyScorer(nn.Module):
 
     Reference: the key selection of "HAX", NeurIPS 2025, which ranks keys by such a score.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0, "out_weight": 0}
 
     def __init__(self, channels: int, heads: int = 1, hidden: int = 32) -> None:
         super().__init__()
@@ -480,6 +484,8 @@ class IndexerSource(LearnedSource):
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the scores and for ``"top_k"`` with ``"imitate"``.
     Bernoulli draws trained with the task loss are our own.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"bias": 0}
 
     def __init__(
         self,

@@ -472,6 +472,11 @@ class BoundRule:
         self.rule, self.options = rule, dict(options)
         self.given = [name for name in given if name in known and name not in options]
 
+    def default(self, name: str, missing: Any) -> Any:
+        """The value of an option in each call; ``missing`` if the rule does not have it."""
+        known = inspect.signature(self.rule).parameters
+        return self.options.get(name, known[name].default if name in known else missing)
+
     def __call__(self, tokens: Tokens | None, **more: Any) -> AttentionGraph:
         """Make the graph."""
         graph = self.rule(tokens, **self.options, **more)
@@ -502,18 +507,29 @@ class PatternSource(GraphSource):
     """
 
     reads_vectors = False
+    _GIVEN = ("ptr", "seed", "sequence_ids", "is_causal")
+    for_all_heads = False
+    """True in a copy for some heads of a layer, if one graph is for all heads: it then draws the words of head 0."""
 
     def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
-        self.rule = BoundRule(rule, options, ("ptr", "seed", "sequence_ids", "is_causal"))
+        self.rule = BoundRule(rule, options, self._GIVEN)
 
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
         if tokens.bipartite:
             raise ValueError("Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph.")
         given = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
+        if self.for_all_heads and given.get("sequence_ids") is not None:
+            given["sequence_ids"] = split_ids(given["sequence_ids"])[0]
         graph = self.rule(None, **given)
         return Choice(graph.causal() if tokens.is_causal else graph)
+
+    def take_heads(self, count: int, total: int) -> None:
+        """Make graphs of ``count`` of ``total`` heads; see :class:`~sbm_pyg.HeadParallel`."""
+        self.for_all_heads = self.rule.default("heads", 1) == 1
+        if not self.for_all_heads:
+            self.rule = BoundRule(self.rule.rule, self.rule.options | {"heads": count}, PatternSource._GIVEN)
 
     def extra_repr(self) -> str:
         """The pattern and its options."""

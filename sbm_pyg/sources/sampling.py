@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -183,6 +183,7 @@ class SBMSource(LearnedSource, FollowingSource):
     """
 
     state_name = "running_mean"
+    head_dims: ClassVar[dict[str, int]] = {"running_mean": 0, "seen": 1}
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -503,6 +503,8 @@ class SBMHead(torch.nn.Module):
     Reference: Cho et al., NeurIPS 2022; for degrees, Karrer and Newman, "Stochastic blockmodels and community structure
     in networks", 2011.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"clusters": 0, "block": 0, "degree_weight": 0, "degree_bias": 0}
 
     def __init__(
         self,

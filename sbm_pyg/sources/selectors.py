@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -236,6 +236,7 @@ class SelectorSource(GraphSource):
         self.tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
         for name in self.tensors:  # buffers move with the module
             self.register_buffer(name, self.rule.options.pop(name))
+        self.head_dims = {name: 0 for name in self.tensors if name == "centroids"}
         self.window = patterns.check_window(window)
 
     def forward(self, tokens: Tokens) -> Choice:
@@ -275,6 +276,7 @@ class RoutingSource(GraphSource, FollowingSource):
     """
 
     state_name = "centroids"
+    head_dims: ClassVar[dict[str, int]] = {"centroids": 0, "seen": 0}
 
     def __init__(
         self,

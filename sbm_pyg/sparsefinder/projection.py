@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Projection(nn.Module):
     Shapes:
         - queries ``[H, N, C]`` and keys ``[H, M, C]``; output ``[H, N, r]`` and ``[H, M, r]``.
     """
+
+    head_dims: ClassVar[dict[str, int]] = {"weights": 1, "biases": 1}
 
     def __init__(
         self, channels: int, heads: int = 1, dim: int = 4, *, hidden: int | None = None, shared: bool = False

@@ -1,0 +1,312 @@
+"""Attention of one layer by several processes, each with some of its heads over all tokens.
+
+In: an :class:`~sbm_pyg.AttentionConv`, and on each process its part of the tokens. Out: the tokens of this part. Not
+here: the parallelism of data and of parameters, which are PyTorch's (``DistributedDataParallel``, ``fully_shard``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+
+from .attention import AttentionConv
+from .auxiliary import in_backward
+from .ops import checks
+from .propagation import Returns, check_tokens
+from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
+from .sources.following import FollowingSource
+
+__all__ = ["HeadParallel"]
+
+_SHARD_ABOVE = "Apply `fully_shard` to the HeadParallel or to a module around it, not to parts of its layer."
+
+
+class HeadParallel(torch.nn.Module):
+    r"""Divides the tokens of a batch among processes, and the heads of its attention: sequence parallelism by heads.
+
+    Each of P processes holds :math:`n_r` of the N tokens, and all parameters of the layer. It projects its tokens,
+    sends the queries, keys and values of each head to the process with this head, attends with H / P heads over all N
+    tokens, and gets the outputs of its own tokens back. Output, graph and gradients are those of one process, up to
+    rounding: heads do not depend on each other, and random words are numbered by the heads of the whole layer.
+
+    With D numbers :math:`3 C + C` for each token and head, a process sends :math:`n_r H \frac{P-1}{P} 3 C + (N - n_r)
+    \frac{H}{P} C` numbers in a forward pass, and receives as many as others send to it. A backward pass sends them in
+    the opposite direction. Memory and time of attention are those of H / P heads; those of all else are those of
+    :math:`n_r` tokens.
+
+    **Gradients.** The sum over processes of the gradients of a parameter is the gradient of the sum of their losses.
+    :class:`~torch.nn.parallel.DistributedDataParallel` and ``fully_shard`` average them; so let each process take the
+    mean over its own tokens, or scale its loss by P. :func:`~sbm_pyg.auxiliary_loss` is a mean over the heads of this
+    process: its mean over processes is the auxiliary loss of one process, as it enters the average. All processes must
+    make the same calls, with gradients or all without.
+
+    **Sources.** In a copy of the layer, tensors of all heads are replaced by views of those of this process. Which
+    tensors these are is declared by their modules: ``head_dims`` is a dict from the name of a parameter or a buffer, or
+    of a ``ParameterList``, to the dimension of the heads. Other tensors are shared by all heads. A module with an
+    attribute ``heads`` needs ``head_dims``, even if it is empty; in the copy, ``heads`` is H / P. A module that keeps
+    the number of heads elsewhere defines ``take_heads(count, total)``, which is called on its copy. In training,
+    persistent buffers of heads, such as running means, are gathered after each call. So each process has all of them,
+    and any one can save a checkpoint.
+
+    Dropout, the noise of the estimator "concrete", and what a source draws from torch's default generator have the law,
+    but not the values, of one process. Start these generators differently on each process.
+
+    Args:
+        conv: The layer, with a source. H is a multiple of P. Its ``state_dict`` is that of the layer on one process.
+        process_group: The P processes. None: all of them.
+
+    Raises:
+        TypeError: ``conv`` is not an :class:`~sbm_pyg.AttentionConv`.
+        ValueError: There is no process group, H is not a multiple of P, the layer has no source, or a module with
+            ``heads`` does not declare its tensors.
+
+    Shapes:
+        - tokens ``[n_r, C_in]``; output ``[n_r, H*C]``, or ``[n_r, C]`` with ``concat=False``.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import distributed
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        >>> distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+        >>> layer = HeadParallel(SBMAttentionConv(16, 8, heads=4, num_blocks=4))
+        >>> layer(torch.randn(30, 16), ptr=torch.tensor([0, 10, 30])).shape  # of all tokens of all processes
+        torch.Size([30, 32])
+        >>> distributed.destroy_process_group()
+
+    Reference: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+    Transformer Models", 2023, for dense attention.
+    """
+
+    def __init__(self, conv: AttentionConv, process_group: Any = None) -> None:
+        super().__init__()
+        checks.kind("conv", conv, AttentionConv, "an AttentionConv", "Models are built from several; wrap each.")
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise ValueError(
+                "Expected a process group (got none). Start the program by `torchrun`, and call "
+                "`torch.distributed.init_process_group` first."
+            )
+        self.process_group = process_group
+        if conv.heads % self.processes:
+            raise ValueError(
+                f"Expected 'conv' with heads that are a multiple of {self.processes}, the number of processes (got "
+                f"{conv.heads}). Take more heads, or a group of fewer processes."
+            )
+        if conv.source is None:
+            raise ValueError(
+                "Expected 'conv' with a source (got None). Give it one, such as `PatternSource(patterns.full)` for "
+                "dense attention."
+            )
+        self.conv = conv
+        self._local()  # raises an error if a module does not declare its tensors
+
+    @property
+    def processes(self) -> int:
+        """Number of processes P."""
+        return distributed.get_world_size(self.process_group)
+
+    @property
+    def own_heads(self) -> slice:
+        """The heads of this process."""
+        count = self.conv.heads // self.processes
+        first = distributed.get_rank(self.process_group) * count
+        return slice(first, first + count)
+
+    @torch.compiler.disable  # it waits for other processes
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        ptr: Tensor | None = None,
+        positions: Tensor | None = None,
+        seed: int | None = None,
+        sequence_ids: Tensor | None = None,
+        return_graph: bool = False,
+        return_choice: bool = False,
+    ) -> Any:
+        """Attend, together with all processes of the group.
+
+        Args:
+            x: The tokens of this process, ``[n_r, C_in]``. The batch are those of all processes, in the order of their
+                ranks; processes may have different numbers, and a sequence may belong to several.
+            ptr: Offsets of the sequences in the batch, ``[B+1]`` int64, from 0 to N; the same on all processes. None:
+                one sequence.
+            positions: Position of each token of the batch for ``rotary``, ``[N]``. None: counted from 0 in each
+                sequence.
+            seed: As :meth:`AttentionConv.forward`, the same on all processes. None: the first process draws one.
+            sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
+            return_graph: Also return the graph over the N tokens, of the heads of this process.
+            return_choice: Also return the :class:`Choice` of these heads.
+
+        Returns:
+            The output of the tokens of this process, or a tuple of it and what was asked for, in this order.
+
+        Raises:
+            TypeError: The tokens are of another type than the layer.
+            ValueError: Shapes do not fit, processes have different offsets or seeds, parameters are in shards, or the
+                statistics of the source are summed over the processes of this group.
+        """
+        conv, group, mine = self.conv, self.process_group, self.own_heads
+        check_tokens(x, conv.lin_query)
+        if x.dim() != 2:
+            raise ValueError(f"Expected 'x' to be [n_r, C_in], the tokens of this process (got {list(x.shape)}).")
+        counts, seed = self._agree(x, ptr, sequence_ids, seed)
+        ptr = resolve_ptr(sum(counts), ptr, device=x.device)
+        ids = resolve_sequence_ids(sequence_ids, ptr.numel() - 1, x.device) + (mine.start << 32)
+        parts = self.processes
+        sides = torch.stack([lin(x) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)], 1)  # [n_r, 3, H*C]
+        sides = sides.unflatten(2, (parts, -1)).permute(2, 0, 1, 3).flatten(0, 1)  # [P*n_r, 3, h*C]
+        sides = _AllToAll.apply(sides, [x.size(0)] * parts, counts, group)
+        query, key, value = sides.unflatten(2, (-1, conv.out_channels)).permute(1, 2, 0, 3).contiguous()  # [h, N, C]
+        local, buffers = self._local()
+        returns = Returns(return_graph, return_choice, False)
+        found = local.attend(
+            query, key, value, ptr=ptr, positions=positions, seed=seed, sequence_ids=ids, returns=returns
+        )
+        out, *rest = found if isinstance(found, tuple) else (found,)
+        if self.training and not in_backward():
+            for buffer, dim in buffers:
+                self._gather(buffer, dim)
+        out = _AllToAll.apply(out, counts, [x.size(0)] * parts, group)  # [P*n_r, h*C]
+        out = out.unflatten(0, (parts, x.size(0))).transpose(0, 1).flatten(1)
+        if not conv.concat:
+            out = out.unflatten(1, (conv.heads, -1)).mean(1)
+        return (out, *rest) if rest else out
+
+    def _agree(
+        self, x: Tensor, ptr: Tensor | None, sequence_ids: Tensor | None, seed: int | None
+    ) -> tuple[list[int], int]:
+        """The number of tokens of each process, and the seed of all; what they have must be alike."""
+        drawn, batch = draw_seed(seed), (_digest(ptr), _digest(sequence_ids))
+        mine = torch.tensor([x.size(0), drawn, seed is None, *batch], device=x.device)
+        table = [torch.empty_like(mine) for _ in range(self.processes)]
+        distributed.all_gather(table, mine, group=self.process_group)
+        counts, seeds, free, *others = torch.stack(table).T.tolist()
+        for name, values in (("ptr", others[0]), ("sequence_ids", others[1])):
+            if len({*values}) > 1:
+                raise ValueError(
+                    f"Expected '{name}' to be the same on all processes (got others). It describes the tokens of all."
+                )
+        if any(free) != all(free) or (not any(free) and len({*seeds}) > 1):
+            given = [None if each else number for number, each in zip(seeds, free, strict=True)]
+            raise ValueError(
+                f"Expected 'seed' to be the same on all processes (got {given}). Leave it out to draw one for all."
+            )
+        return counts, seeds[0]
+
+    def _local(self) -> tuple[AttentionConv, list[tuple[Tensor, int]]]:
+        """A copy of the layer for the heads of this process, and the buffers of heads with their dimensions."""
+        memo: dict[int, torch.nn.Module] = {}
+        buffers: list[tuple[Tensor, int]] = []
+        shared = {id(lin) for lin in (self.conv.lin_query, self.conv.lin_key, self.conv.lin_value)}
+        local = cast(AttentionConv, self._copy(self.conv, "conv", memo, buffers, shared))
+        local.concat, local.first_head = True, self.own_heads.start
+        return local, buffers
+
+    def _copy(
+        self, module: torch.nn.Module, name: str, memo: dict[int, torch.nn.Module], buffers: list[tuple[Tensor, int]],
+        shared: set[int],
+    ) -> torch.nn.Module:  # fmt: skip
+        """A copy of a module and its children, with views of tensors of heads; ``shared`` modules are not copied."""
+        if id(module) in shared:
+            return module
+        if id(module) in memo:
+            return memo[id(module)]
+        total, mine = self.conv.heads, self.own_heads
+        dims: dict[str, int] | None = getattr(module, "head_dims", None)
+        if dims is None and getattr(module, "heads", None) == total:
+            raise ValueError(
+                f"Expected '{name}' to declare its tensors of heads (got {type(module).__name__} with `heads` and "
+                "without `head_dims`). Set `head_dims`, a dict from names of tensors to dimensions; see HeadParallel."
+            )
+        self._check_sums(module, name)
+        local = object.__new__(type(module))
+        local.__dict__.update(module.__dict__)
+        memo[id(module)] = local
+        children = module._modules.items()
+        local._modules = {
+            key: child if child is None else self._copy(child, f"{name}.{key}", memo, buffers, shared)
+            for key, child in children
+        }
+        local._parameters, local._buffers = dict(module._parameters), dict(module._buffers)
+        for key, dim in (dims or {}).items():
+            owner = cast(torch.nn.Module, local._modules.get(key, local))
+            names = [key] if owner is local else [*owner._parameters]
+            for kind in (owner._parameters, owner._buffers):
+                for each in names:
+                    tensor = kind.get(each)
+                    if tensor is not None and tensor.size(dim) == total:
+                        _check_gathered(tensor, f"{name}.{each}")
+                        kind[each] = cast(Any, tensor.narrow(dim, mine.start, mine.stop - mine.start))
+                        if kind is owner._buffers and each not in owner._non_persistent_buffers_set:
+                            buffers.append((tensor, dim))
+        for key, tensor in local._parameters.items():
+            _check_gathered(tensor, f"{name}.{key}")
+        if getattr(module, "heads", None) == total and dims is not None:
+            local.__dict__["heads"] = mine.stop - mine.start
+        take_heads = getattr(local, "take_heads", None)
+        if take_heads is not None:
+            take_heads(mine.stop - mine.start, total)
+        return local
+
+    def _check_sums(self, module: torch.nn.Module, name: str) -> None:
+        """Raise ValueError if statistics of different heads would be added up."""
+        if not isinstance(module, FollowingSource) or not module.synced or self.processes == 1:
+            return
+        ranks = [{*distributed.get_process_group_ranks(_group(g))} for g in (module.process_group, self.process_group)]
+        if len(ranks[0] & ranks[1]) > 1:
+            raise ValueError(
+                f"Expected '{name}' to sum its statistics over processes with the same heads (got some of this group). "
+                "Pass `sync_statistics` the group of these, or leave it out: this process has all tokens of the group."
+            )
+
+    @torch.no_grad()
+    def _gather(self, buffer: Tensor, dim: int) -> None:
+        """Fill a buffer with the heads of all processes."""
+        mine = buffer.narrow(dim, self.own_heads.start, self.own_heads.stop - self.own_heads.start).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.processes)]
+        distributed.all_gather(parts, mine, group=self.process_group)
+        buffer.copy_(torch.cat(parts, dim))
+
+    def reset_parameters(self) -> None:
+        """Reset the parameters of the layer, with random numbers of torch's default generator."""
+        self.conv.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Number of processes."""
+        return f"processes={self.processes}"
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows for each process, in the order of ranks, in exchange for those of each process; and back in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        distributed.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.splits
+        return cast(Tensor, _AllToAll.apply(grad, received, sent, ctx.group)), None, None, None
+
+
+def _digest(x: Tensor | None) -> int:
+    """A number that differs between most tensors of integers; -1 for None."""
+    if not isinstance(x, Tensor):
+        return -1
+    return int((x.long() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) & 2**62 - 1
+
+
+def _group(group: Any) -> Any:
+    return distributed.group.WORLD if group is None else group
+
+
+def _check_gathered(tensor: Tensor | None, name: str) -> None:
+    """Raise ValueError if a parameter is in shards."""
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        raise ValueError(f"Expected '{name}' to be gathered (got a shard of it). {_SHARD_ABOVE}")
