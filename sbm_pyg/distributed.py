@@ -26,15 +26,15 @@ _SHARD_ABOVE = "Apply `fully_shard` to the HeadParallel or to a module around it
 class HeadParallel(torch.nn.Module):
     r"""Divides the tokens of a batch among processes, and the heads of its attention: sequence parallelism by heads.
 
-    Each of P processes holds :math:`n_r` of the N tokens, and all parameters of the layer. It projects its tokens,
-    sends the queries, keys and values of each head to the process with this head, attends with H / P heads over all N
-    tokens, and gets the outputs of its own tokens back. Output, graph and gradients are those of one process, up to
-    rounding: heads do not depend on each other, and random words are numbered by the heads of the whole layer.
+    Each of P processes holds :math:`n_r` of the N tokens, and all parameters of the layer, which must be equal: make
+    them after the same ``torch.manual_seed``. It projects its tokens, sends the queries, keys and values of each head
+    to the process with this head, attends with H / P heads over all N tokens, and gets the outputs of its own tokens
+    back. Output, graph and gradients are those of one process, up to rounding: heads do not depend on each other, and
+    random words are numbered by the heads of the whole layer.
 
-    With D numbers :math:`3 C + C` for each token and head, a process sends :math:`n_r H \frac{P-1}{P} 3 C + (N - n_r)
-    \frac{H}{P} C` numbers in a forward pass, and receives as many as others send to it. A backward pass sends them in
-    the opposite direction. Memory and time of attention are those of H / P heads; those of all else are those of
-    :math:`n_r` tokens.
+    In a forward pass a process sends :math:`n_r H \frac{P-1}{P} 3 C + (N - n_r) \frac{H}{P} C` numbers to others. In a
+    backward pass, as many gradients come back. Memory and time of attention are those of H / P heads; those of all else
+    are those of :math:`n_r` tokens.
 
     **Gradients.** The sum over processes of the gradients of a parameter is the gradient of the sum of their losses.
     :class:`~torch.nn.parallel.DistributedDataParallel` and ``fully_shard`` average them; so let each process take the
@@ -150,8 +150,6 @@ class HeadParallel(torch.nn.Module):
         """
         conv, group, mine = self.conv, self.process_group, self.own_heads
         check_tokens(x, conv.lin_query)
-        if x.dim() != 2:
-            raise ValueError(f"Expected 'x' to be [n_r, C_in], the tokens of this process (got {list(x.shape)}).")
         counts, seed = self._agree(x, ptr, sequence_ids, seed)
         ptr = resolve_ptr(sum(counts), ptr, device=x.device)
         ids = resolve_sequence_ids(sequence_ids, ptr.numel() - 1, x.device) + (mine.start << 32)
