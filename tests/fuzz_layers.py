@@ -1791,7 +1791,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     "replace_attention": "it changes a model in place, see test_multihead.py",
     **dict.fromkeys(("analysis.Head", "analysis.HeadTable", "analysis.HeadTable.diffuse", "analysis.HeadTable.heads", "analysis.compare_heads"), "it listens to a model, see test_heads.py"),
-    "Tokens.detached": "for sources",
+    **dict.fromkeys(("Tokens.detached", "Tokens.first_head"), "for sources"),
+    "patterns.PatternSource.take_heads": "for HeadParallel, see test_distributed.py",
     **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_learned.py"),
     **dict.fromkeys(("DCMM", "DCMM.entropy"), "a record that the library makes and users read"),
     **dict.fromkeys(("AttentionGraph.rows", "AttentionGraph.with_blocks", "AttentionGraph.spread", "AttentionGraph.over_tokens", "SBM.strict", "ops.Rows"), "for sources and layers, see test_blocks.py"),
@@ -1805,7 +1806,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("estimators.distillation", "estimators.row_distillation"), "losses over what a layer computes, compared with their definitions in test_learned.py"),
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",
     "sync_statistics": "it needs processes, see test_auxiliary.py",
-    **dict.fromkeys(("HeadParallel", *(f"HeadParallel.{name}" for name in ("own_heads", "processes", "reset_parameters"))), "it needs processes, see test_distributed.py"),
+    **dict.fromkeys(("HeadParallel", *(f"HeadParallel.{name}" for name in ("extra_repr", "forward", "own_heads", "processes", "reset_parameters"))), "it needs processes, see test_distributed.py"),
     "Pretrained": "a base class, called through its models",
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(

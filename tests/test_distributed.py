@@ -158,7 +158,7 @@ def check_bytes(rank: int, world: int) -> None:
         sent.append((sum(given) - given[rank]) * x[:1].numel() * x.element_size())
         return exchange(out, x, received, given, **options)
 
-    distributed.all_to_all_single = counted
+    distributed.all_to_all_single = cast(Any, counted)
     try:
         n, total, heads = counts[rank], sum(counts), HEADS // world
         x = draw(1, n, 8) if n else torch.zeros(0, 8, dtype=torch.float64)
@@ -249,8 +249,8 @@ def check_data_parallel(rank: int, world: int, wrapper: str) -> None:
             optimizer.step()
     for (name, one), other in zip(parts.named_parameters(), whole.parameters(), strict=True):
         near(cast(Any, one).full_tensor() if wrapper == "FSDP2" else one, other, f"{wrapper}, {name}")
-    for (name, one), other in zip(parts.named_buffers(), whole.buffers(), strict=True):
-        near(one, other, f"{wrapper}, {name}")
+    for (name, buffer), other in zip(parts.named_buffers(), whole.buffers(), strict=True):
+        near(buffer, other, f"{wrapper}, {name}")
 
 
 class OfMine(GraphSource):
@@ -258,7 +258,8 @@ class OfMine(GraphSource):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads, self.weight = HEADS, nn.Parameter(torch.ones(HEADS, 1, CHANNELS))
+        self.heads = HEADS
+        self.weight = nn.Parameter(torch.ones(HEADS, 1, CHANNELS))
 
     def forward(self, tokens: Any) -> Any:
         return selectors.SelectorSource(selectors.top_k, k=2)(
@@ -300,7 +301,7 @@ def check_errors(rank: int, world: int) -> None:
     out = [layer.eval()(x, ptr=PTR) for _ in range(2)]  # the first process draws the seeds
     assert not torch.equal(*out)
     torch.manual_seed(0)
-    source = OfMine()
+    source: Any = OfMine()
     source.head_dims = {"weight": 0}
     whole = conv(source).double()
     again = HeadParallel(copy.deepcopy(whole))
@@ -311,7 +312,7 @@ def check_errors(rank: int, world: int) -> None:
     )
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(again.conv.source)
+    fully_shard(cast(Any, again.conv.source))
     refused("Expected 'conv.source.weight' to be gathered", lambda: again(x, ptr=PTR))
 
 

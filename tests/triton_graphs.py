@@ -210,9 +210,9 @@ def test_some_heads_alone_draw_the_edges_of_these_heads(way: str) -> None:
         torch.rand(3, 9, 3, generator=random),
         torch.tensor([0, 4, 9]),
     )
-    given, law = (torch.tensor([0, 2, 5]), ptr), (11, "bernoulli", 0.0, False, False)
-    rowptr, col = ops.sample_sbm(y, z, *given, torch.tensor([5, 2]), *law)
-    mine, keys = ops.sample_sbm(y[1:], z[1:], *given, torch.tensor([5, 2]) + (1 << 32), *law)
+    given, ids = (torch.tensor([0, 2, 5]), ptr), torch.tensor([5, 2])
+    rowptr, col = ops.sample_sbm(y, z, *given, ids, 11, "bernoulli")
+    mine, keys = ops.sample_sbm(y[1:], z[1:], *given, ids + (1 << 32), 11, "bernoulli")
     assert torch.equal(mine, rowptr[5:] - rowptr[5])
     assert torch.equal(keys, col[rowptr[5] :])
 
