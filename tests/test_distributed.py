@@ -249,8 +249,8 @@ def check_data_parallel(rank: int, world: int, wrapper: str) -> None:
             optimizer.step()
     for (name, one), other in zip(parts.named_parameters(), whole.parameters(), strict=True):
         near(cast(Any, one).full_tensor() if wrapper == "FSDP2" else one, other, f"{wrapper}, {name}")
-    for (name, buffer), other in zip(parts.named_buffers(), whole.buffers(), strict=True):
-        near(buffer, other, f"{wrapper}, {name}")
+    for (name, buffer), wanted in zip(parts.named_buffers(), whole.buffers(), strict=True):
+        near(buffer, wanted, f"{wrapper}, {name}")
 
 
 class OfMine(GraphSource):
