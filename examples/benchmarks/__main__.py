@@ -8,6 +8,7 @@ python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks lengths            the default layer and the dense one, by the length of sequences
 python -m examples.benchmarks growth             time per edge as sequences grow
+python -m examples.benchmarks all                the tables of docs/benchmarks.md, half an hour
 python -m examples.benchmarks report             tables of all rows that are there
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
@@ -33,6 +34,11 @@ PEERS = {  # by suite, as `kernels` and `samplers` have them, which bring torch 
     "lengths": ("default", "blocks-16", "dense"),
     "growth": ("sampling", "layer"),
 }
+PAGE: dict[str, list[str]] = {  # suites of "all", and their options
+    "lengths": ["--densities", "5", "1", "--blocks", "64", "32"], "kernels": [], "blocks": [],
+    "layers": ["--peers", "default", "blocks-64", "dense", "--densities", "1.6", "5", "10", "--blocks", "64"],
+    "samplers": ["--blocks", "64", "32"], "growth": ["--blocks", "64"],
+}  # fmt: skip
 EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must reject "wrong"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"blocks": [0]},  # no model
@@ -48,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with the defaults of the suite filled in."""
     command = Command("python -m examples.benchmarks", __doc__)
-    command.add_argument("suite", choices=(*PEERS, "report"), help="what to measure")
+    command.add_argument("suite", choices=(*PEERS, "all", "report"), help="what to measure")
     command.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
     command.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     command.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
@@ -75,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from examples.benchmarks.report import as_markdown
     from examples.common.tables import read
 
-    if options.suite != "report":
+    if options.suite == "report":
+        rows = read(options.output / "rows.csv")
+    else:
         from examples.benchmarks.measure import measure_all
 
-        rows = measure_all(options)
-    else:
-        rows = read(options.output / "rows.csv")
+        shared = ["--seconds", str(options.seconds), "--output", str(options.output)]
+        page = [parse([suite, *words, *shared]) for suite, words in PAGE.items()]
+        rows = [row for one in (page if options.suite == "all" else [options]) for row in measure_all(one)]
     print(as_markdown(rows))
     return int(any(str(row["status"]).startswith(("REJECTED", "failed")) and row["peer"] != "wrong" for row in rows))
 

@@ -187,3 +187,20 @@ def test_slow_and_broken_peers_are_told_and_not_timed(monkeypatch: pytest.Monkey
     assert rows[0]["status"].startswith("over the cap (1e-09 s): one call took ")
     assert rows[2]["status"] == "failed: RuntimeError: no such operation"
     assert all(row["median_ms"] == "" for row in rows)
+
+
+def test_one_command_measures_all_tables_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def note(options: Any) -> list[Any]:
+        asked.append(options)
+        return []
+
+    monkeypatch.setattr(measure, "measure_all", note)
+    assert program.main(["all", "--seconds", "2", "--output", str(tmp_path)]) == 0
+    assert [options.suite for options in asked] == [*program.PAGE]
+    assert {(options.seconds, options.output) for options in asked} == {(2.0, tmp_path)}
+    assert asked[0].blocks == [64, 32]
+    assert asked[0].tokens == [256, 512, 1024, 4096]
