@@ -114,7 +114,7 @@ class Sparsifier:
         self._dense = self._sparse = math.nan
         for layer in model.modules():
             if isinstance(layer, AttentionConv) and layer.source in self.sources and type(layer.estimator) is Local:
-                layer.estimator = Distill(probes=layer.estimator.probes)
+                layer.estimator = Distill(probes=layer.estimator.probes, rows=layer.estimator.rows)
         found = (getattr(part, "auxiliary_losses", None) for part in model.modules())
         self._losses = [each for each in found if isinstance(each, AuxiliaryLosses)]
         self._passes = [1] * len(self._losses)  # calls of each layer in the last step

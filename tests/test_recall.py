@@ -446,3 +446,15 @@ def test_random_edges_next_to_a_window_have_the_density_of_both() -> None:
     assert bool(graph.contains(near.edge_index.repeat(1, 2), torch.arange(2).repeat_interleave(near.num_edges)).all())
     with pytest.raises(ValueError, match="Expected 'densities' beyond those of the window of 30"):
         hybrid.beyond_window(0.1, 30, 200)
+
+
+@pytest.mark.parametrize("method", ["sbm", "indexer"])
+def test_a_frozen_source_stays_as_it_began_and_the_rest_learns(method: str, tmp_path: Path) -> None:
+    run = train.Run("mqar-small", f"{method}:frozen=1", 0.1, 0, 6, 8, 1e-2, channels=16, evaluations=1)
+    before = train.make_model(run)[0].state_dict()
+    train.train(run, tmp_path)
+    after = torch.load(tmp_path / run.file, weights_only=True)["model"]
+    learned = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    of_sources = {name.rpartition(".")[2] for name in learned if ".source." in name}
+    assert not of_sources & {"clusters", "weight", "bias", "query_weight", "key_weight", "head_weight", "head_bias"}
+    assert any("lin_query" in name for name in learned)

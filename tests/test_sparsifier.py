@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, SequenceEncoder, Sparsifier, auxiliary_loss, patterns
-from sbm_pyg.estimators import Distill, Mask
+from sbm_pyg.estimators import Distill, Local, Mask
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 
@@ -95,10 +95,11 @@ def test_named_modules_stay_dense() -> None:
 
 
 def test_layers_learn_by_distillation_unless_they_have_another_estimator() -> None:
-    model = nn.ModuleList([layer(probes=5.0), layer(estimator="mask"), layer(estimator=Distill(0.2))])
+    model = nn.ModuleList([layer(estimator=Local(5.0, 0.5)), layer(estimator="mask"), layer(estimator=Distill(0.2))])
     Sparsifier(model, 0.2, 10)
     first, second, third = (cast(SBMAttentionConv, each).estimator for each in model)
     assert type(first) is Distill
+    assert first.rows == 0.5
     assert first.probes == 5
     assert type(second) is Mask
     assert cast(Distill, third).weight == 0.2

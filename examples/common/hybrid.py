@@ -24,6 +24,7 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.dense import FullAttention
+from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.sources import indexer, patterns, selectors
 
 FIXED = ("window", "random", "bigbird", "top-k", "blocks", "lsh", "routing")
@@ -40,6 +41,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "block_size": 1,  # tokens of a block
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
     "control": "sparsifier",  # dense first; "fixed": sparse from the start; "none": no target density
+    "frozen": 0,  # 1: what chooses stays as it began, so that learning to choose is all that differs from a run without
 }  # fmt: skip
 DCMM_OPTIONS: dict[str, Any] = {
     "num_blocks": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",
@@ -47,7 +49,7 @@ DCMM_OPTIONS: dict[str, Any] = {
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "bernoulli",  # or "top_k"
     "estimator": "distill",  # top_k: "imitate" or "none"
-    "detach": 0, "control": "sparsifier",
+    "detach": 0, "control": "sparsifier", "frozen": 0,
 }  # fmt: skip
 OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
 
@@ -177,14 +179,24 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         target, detach = None if options["control"] == "none" else density, bool(options["detach"])
         own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
         selected = indexer.IndexerSource(scorer, target_density=target, **own)
-        return AttentionConv(channels, width, heads, selected, estimator=options["estimator"], is_causal=True)
+        conv = AttentionConv(channels, width, heads, selected, estimator=options["estimator"], is_causal=True)
+        return freeze(conv) if options["frozen"] else conv
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size")}
     rest["detach"] = bool(options["detach"])
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
-    return SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
+    conv = SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
+    return freeze(conv) if options["frozen"] else conv
+
+
+def freeze(conv: AttentionConv) -> AttentionConv:
+    """The layer, whose source does not learn; queries and keys still learn what the graphs make of them."""
+    assert conv.source is not None
+    conv.source.requires_grad_(False)
+    conv.estimator = NoEstimator()
+    return conv
 
 
 class Layer(nn.Module):
