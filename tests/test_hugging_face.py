@@ -426,7 +426,7 @@ def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: P
     half = load(tmp_path, attn_implementation="sbm", dtype=torch.bfloat16)
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
     assert run(half, given).logits.isfinite().all()
-    assert sources(half)[0].head.num_blocks == 128
+    assert sources(half)[0].head.num_blocks == 64
 
 
 def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_long_sequences_take_some_more() -> None:
     y, z, _, _, *law = model("all", 1, 20_000, 1, blocks=4)
     with plain_torch() as counted:
         torch.ops.sbm_pyg.sample_sbm(y[:, :60], z, torch.tensor([0, 60]), torch.tensor([0, 20_000]), *law)
-    assert counted.launches <= 378
+    assert counted.launches <= 379
     assert counted.waits == 2
 
 
