@@ -740,8 +740,10 @@ def mask_tokens(
     if tokens.dtype != torch.int64 or not tokens.numel():
         got = f"{list(tokens.shape)} {tokens.dtype}"
         raise ValueError(f"Expected 'tokens' to be int64, at least one (got {got}). They are token numbers.")
-    checks.integer("mask_token", mask_token, 0, "It is the number of the mask in the vocabulary.")
-    checks.integer("num_tokens", num_tokens, 1, "It is the number of tokens that random ones are drawn from.")
+    mask_token = checks.integer("mask_token", mask_token, 0, "It is the number of the mask in the vocabulary.")
+    num_tokens = checks.integer(
+        "num_tokens", num_tokens, 1, "It is the number of tokens that random ones are drawn from."
+    )
     checks.number("probability", probability, "(0, 1]", "BERT has 0.15.")
     checks.number("masked", masked, "[0, 1]", "BERT has 0.8.")
     checks.number("random", random, "[0, 1]", "BERT has 0.1.")
