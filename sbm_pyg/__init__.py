@@ -13,6 +13,7 @@ from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .distributed import HeadParallel
 from .graph import AttentionGraph
+from .learned_graph import LearnedGraph
 from .models import (
     EncoderTrace,
     MaskedLM,
@@ -54,6 +55,7 @@ __all__ = [
     "FullAttention",
     "GraphSource",
     "HeadParallel",
+    "LearnedGraph",
     "LearnedSource",
     "MaskedLM",
     "PairClassifier",

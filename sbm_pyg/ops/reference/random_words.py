@@ -17,7 +17,7 @@ MIX = (0x7FEB352D, 0x846CA68B)
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
 BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
-DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR = (number << 24 for number in range(5, 10))
+DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR, PAIR = (number << 24 for number in range(5, 11))
 
 
 def split_ids(sequence_ids: Tensor) -> tuple[Tensor, Tensor]:

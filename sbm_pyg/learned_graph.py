@@ -1,0 +1,383 @@
+r"""``LearnedGraph``: a graph source for any layer of PyG that takes ``edge_weight``, trained by the loss of the task.
+
+In: node features, and optionally edges to keep or candidates. Out: ``edge_index`` and ``edge_weight``, whose gradient
+goes on to the edge probabilities of the source. Not here: graph sources (``sources``), the convolutions, and attention,
+which has a layer of its own (``attention``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch_geometric.typing import SparseTensor
+
+from .estimators import draw_probes
+from .graph import AttentionGraph
+from .ops import checks
+from .ops.reference.random_words import PAIR, philox, split_ids
+from .ops.reference.segments import upcast
+from .ops.schemas import weigh_effect
+from .ragged import Tokens, draw_seed, resolve_ptr, resolve_sequence_ids
+from .sources.interface import Choice, EdgeProbability, GraphSource, min_probability
+from .sources.learned import LearnedSource
+
+__all__ = ["LearnedGraph", "edge_weights"]
+
+Adjacency: TypeAlias = "AttentionGraph | Tensor | SparseTensor"
+OF_ALL_PAIRS = {"window": None, "self_loops": False, "budget": None, "k": None, "select": "bernoulli"}
+"""Options with which a source chooses among all pairs, and their values that also suit candidates."""
+PATIENCE = 16
+"""Training calls in a row without a gradient after which a LearnedGraph warns."""
+
+
+class LearnedGraph(nn.Module):
+    r"""Learns ``edge_index`` for any graph convolution that takes ``edge_weight``.
+
+    A source gives each pair of nodes a probability, and a graph is drawn: independently, each pair is an edge or not.
+    In training, a few other pairs, the *probes*, are added with weight 0, while edges have weight 1. A convolution that
+    multiplies messages by their weights then computes the same output as without probes. The backward pass gives the
+    gradient of each weight, and so, to first order,
+
+    .. math:: \frac{\partial L}{\partial w_{ij}} \approx L(\text{with edge } ij) - L(\text{without}) ,
+
+    for edges and probes at the cost of one backward pass, whatever layers lie in between. Divided by the probability
+    to see the pair, this is the gradient of its probability: the weights are those of
+    :func:`~sbm_pyg.estimators.attach_local_expectation`. In evaluation mode there are no probes and all weights are 1.
+
+    ================================================  ==========================================================
+    layer                                             gradient of the probabilities
+    ================================================  ==========================================================
+    sum of messages (``GraphConv``, ``SGConv(...,     unbiased if the loss is linear in each edge: one layer,
+    normalize=False)``, own layers)                   linear loss; to first order for other losses
+    degree normalization by the weights (``GCNConv``, to first order, since an edge also changes the weights of
+    ``ChebConv``, ``TAGConv``, ``ARMAConv``)          others
+    mean, max, attention (``GATConv``), and layers    do not use them: a probe of weight 0 changes their output,
+    without ``edge_weight`` (``SAGEConv``)            or they learn nothing; the guide has what to do
+    ================================================  ==========================================================
+
+    Cost: that of the source, messages along E + E' pairs in place of E, and O((E + E') K) for the probabilities, with
+    E' the probes. A source of one head is needed, and edges are directed, from source to target.
+
+    Args:
+        source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
+            :class:`~sbm_pyg.sources.indexer.IndexerSource`, or your own. It sees the features of all nodes as one head.
+        probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
+            them. With 0, pairs without an edge get no gradient.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The number of probes is out of range, or the source has several heads, blocks of tokens or the
+            method ``"fastrg"``.
+
+    Shapes:
+        - features ``[N, C]``;
+        - output ``edge_index`` ``[2, E + E']`` int64, the edges first, and ``edge_weight`` ``[E + E']`` in the dtype of
+          the features.
+
+    Example:
+        >>> from sbm_pyg import SBMHead, SBMSource
+        >>> from torch_geometric.nn import GraphConv
+        >>> learned = LearnedGraph(SBMSource(SBMHead(16, num_blocks=8), target_density=0.1))
+        >>> conv, x = GraphConv(16, 2), torch.randn(50, 16)
+        >>> edge_index, edge_weight = learned(x)
+        >>> conv(x, edge_index, edge_weight).square().mean().backward()
+        >>> learned.source.head.clusters.grad is not None
+        True
+
+    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
+    2015; docs/concepts.md derives the weights. There the expectation over one variable is exact; here it is computed
+    to first order, from one pass for all pairs.
+    """
+
+    def __init__(self, source: GraphSource, *, probes: float = 8.0) -> None:
+        super().__init__()
+        way_out = "Build an SBMSource, an IndexerSource, or a subclass of LearnedSource."
+        checks.kind("source", source, GraphSource, "a GraphSource", way_out)
+        checks.number("probes", probes, "[0, inf]", "It is the mean number of probes per node.")
+        for part in (source, *(getattr(source, name, None) for name in ("head", "scorer"))):
+            heads = getattr(part, "heads", 1)
+            if heads != 1:
+                raise ValueError(
+                    f"Expected 'source' with one head, as a convolution has one graph (got {heads}). Use heads=1."
+                )
+        if getattr(source, "block_size", 1) != 1:
+            raise ValueError(
+                f"Expected 'source' with block_size=1 (got {source.block_size}). Nodes of a graph have no order."
+            )
+        if getattr(source, "method", "bernoulli") != "bernoulli":
+            raise ValueError(
+                f"Expected 'source' with method='bernoulli' (got {source.method!r}). The gradient is derived for it."
+            )
+        self.source, self.probes = source, probes
+        self._unanswered = 0
+
+    def reset_parameters(self) -> None:
+        """Reset the parameters of the source, with random numbers of torch's default generator."""
+        self.source.reset_parameters()
+
+    @overload
+    def forward(self, x: Tensor, *, keep: Adjacency | None = None, candidates: Adjacency | None = None,
+                ptr: Tensor | None = None, batch: Tensor | None = None, seed: int | None = None,
+                sequence_ids: Tensor | None = None, return_graph: Literal[False] = False,
+                return_choice: Literal[False] = False) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, keep: Adjacency | None = None, candidates: Adjacency | None = None,
+                ptr: Tensor | None = None, batch: Tensor | None = None, seed: int | None = None,
+                sequence_ids: Tensor | None = None, return_graph: bool = False,
+                return_choice: bool = False) -> Any: ...  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        keep: Adjacency | None = None,
+        candidates: Adjacency | None = None,
+        ptr: Tensor | None = None,
+        batch: Tensor | None = None,
+        seed: int | None = None,
+        sequence_ids: Tensor | None = None,
+        return_graph: bool = False,
+        return_choice: bool = False,
+    ) -> Any:
+        """Choose the edges.
+
+        Args:
+            x: Node features ``[N, C]``.
+            keep: Edges that the graph always has, in addition to the drawn ones: an ``edge_index``, any other adjacency
+                of PyG, or an :class:`AttentionGraph`. They send no gradient to the source. With the edges of a data
+                set, the source adds edges to them.
+            candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
+                the edges of a data set, the source thins them. The source then computes probabilities of these pairs
+                alone, a target density is a part of them, and so is the expected density. Needs a
+                :class:`~sbm_pyg.LearnedSource`.
+            ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
+            batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
+            seed: Fixes the edges and the probes; from torch's default generator if None.
+            sequence_ids: Number of each graph, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a graph gets
+                the same edges in any batch.
+            return_graph: Also return the chosen :class:`AttentionGraph`, without probes.
+            return_choice: Also return the :class:`Choice`: the graph and its probabilities, e.g. for a price on edges,
+                ``choice.probability.expected_density().mean()``.
+
+        Returns:
+            ``(edge_index, edge_weight)``, and what was asked for, in the order graph, choice. Without gradients, and in
+            evaluation mode, these are the edges of the graph and ones. At a target density of 1, as in the dense phase
+            of a :class:`~sbm_pyg.Sparsifier`, all candidates are edges, O(N^2) unless they are given, and the source
+            learns nothing.
+
+        Raises:
+            TypeError: An argument has the wrong type, or the source cannot score candidates.
+            ValueError: Shapes or offsets do not fit, an edge joins two graphs, or the source has no probabilities, or
+                selects edges by rank in training.
+        """
+        checks.tensors(x=x)
+        checks.floating(x=x)
+        checks.shape("x", x, (None, None), "[N, C]", "It holds the features of each node.")
+        for name, value in (("return_graph", return_graph), ("return_choice", return_choice)):
+            checks.flag(name, value, "It asks for an extra output.")
+        tokens = Tokens(
+            x[None], query_ptr=resolve_ptr(x.size(0), ptr, batch, device=x.device), seed=draw_seed(seed),
+            sequence_ids=sequence_ids,
+        )  # fmt: skip
+        kept, among = (
+            None if edges is None else AttentionGraph.over(edges, *x.shape[:1] * 2, ptr=tokens.query_ptr)
+            for edges in (keep, candidates)
+        )
+        choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
+        if kept is not None:
+            choice = choice.force(kept)
+        edge_index, edge_weight = self._weigh(choice, tokens, among)
+        found: list[Any] = [choice.graph] if return_graph else []
+        found += [choice] if return_choice else []
+        return edge_index, edge_weight, *found
+
+    def _choose(self, tokens: Tokens) -> Choice:
+        """The choice of the source among all pairs, without drawn pairs of a node and itself."""
+        choice = self.source(tokens)
+        dense, choice = not choice.is_stored, choice.stored()
+        if choice.probability is None and not dense:
+            raise ValueError(
+                f"Expected 'source' with probabilities (got {type(self.source).__name__}, which has none to learn). "
+                "Use `SourceGraph`, or pass the edges of the source to the layer."
+            )
+        if choice.graph.heads != 1 or choice.graph.block_size != 1:
+            raise ValueError(
+                "Expected 'source' to choose one graph of nodes (got "
+                f"{choice.graph.heads} heads and blocks of {choice.graph.block_size}). Use one head and no blocks."
+            )
+        own = choice.graph.lag == 0
+        return choice.select(~own if choice.forced is None else ~own | choice.forced)
+
+    def _choose_among(self, candidates: AttentionGraph, tokens: Tokens) -> Choice:
+        """Draw each candidate with its probability."""
+        source = self.source
+        if not isinstance(source, LearnedSource):
+            raise TypeError(
+                f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(source).__name__}). "
+                "Its `predict` computes their probabilities."
+            )
+        others = [name for name, usual in OF_ALL_PAIRS.items() if getattr(source, name, usual) != usual]
+        if others:
+            raise ValueError(
+                f"Expected 'source' without {others} with 'candidates' (got {source}). These choose among all pairs: "
+                "pass further edges as 'keep', and set a 'target_density' of the candidates."
+            )
+        if source.target_density == 1:
+            return Choice(candidates)
+        probability = source.predict(tokens.detached() if source.detach else tokens)
+        over = _OverCandidates(probability, candidates, source.target_density)
+        exploration = source._exploration
+        with torch.no_grad():
+            drawn = _draw(candidates, over.on_candidates + exploration, tokens, 0)
+        return Choice(candidates.select(drawn), over, exploration=exploration)
+
+    def _weigh(self, choice: Choice, tokens: Tokens, among: AttentionGraph | None) -> tuple[Tensor, Tensor]:
+        """Edges and their weights, with probes in training."""
+        graph, probability, like = choice.graph, choice.probability, tokens.query
+        if probability is None or not self.training or not torch.is_grad_enabled():
+            return graph.edge_index, like.new_ones(graph.num_edges)
+        if not choice.independent:
+            raise ValueError(
+                "Expected 'source' to draw edges independently in training (got edges selected by rank). "
+                "Use select='bernoulli'."
+            )
+        probes, chance = _probes_of(tokens, self.probes, among)
+        probes = probes.select(~graph.contains(probes.edge_index))
+        weight = edge_weights(graph, probability, probes, chance, forced=choice.forced,
+                              exploration=choice.exploration, dtype=like.dtype)  # fmt: skip
+        if weight.requires_grad:
+            self._expect_gradient(weight)
+        return torch.cat([graph.edge_index, probes.edge_index], 1), weight
+
+    def _expect_gradient(self, weight: Tensor) -> None:
+        """Warn, once, after several training calls in a row whose weights got no gradient."""
+        if self._unanswered == PATIENCE:
+            warnings.warn(
+                f"Expected a backward pass to reach 'edge_weight' (got none in {PATIENCE} training calls). Pass it to "
+                "a layer that multiplies messages by it, or call `eval()` where nothing learns.",
+                stacklevel=4,
+            )
+        self._unanswered += 1
+        weight.register_hook(self._answer)
+
+    def _answer(self, grad: Tensor) -> None:
+        self._unanswered = 0
+
+    def extra_repr(self) -> str:
+        """Its options."""
+        return f"probes={self.probes}"
+
+
+def edge_weights(
+    graph: AttentionGraph, probability: EdgeProbability, probes: AttentionGraph, chance: Tensor, *,
+    forced: Tensor | None = None, exploration: float = 0.0, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Weights 1 of edges and 0 of probes, ``[E + E']``, whose gradient goes on to the probabilities.
+
+    The gradient of a weight times the weight of the pair in :func:`sbm_pyg.ops.edge_effect` is that of its probability.
+    Cost: that of the probabilities.
+
+    Args:
+        graph: The graph of one head.
+        probability: The probabilities that it was drawn with.
+        probes: Pairs that are not edges.
+        chance: Probability of a pair of each target to be a probe, ``[N]``.
+        forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient.
+        exploration: Added to each probability when the graph was drawn.
+        dtype: Type of the weights. None: that of the probabilities.
+    """
+    p, probe_p = probability.on(graph), probability.on(probes)
+    both = (graph.rowptr, probes.rowptr, chance, forced)
+    weight: Tensor = _Weights.apply(p, probe_p, *both, exploration, dtype or p.dtype)
+    return weight
+
+
+class _Weights(torch.autograd.Function):
+    """Weights 1 of edges and 0 of probes; their gradients, weighted, are those of the probabilities."""
+
+    @staticmethod
+    def forward(
+        prob: Tensor, probe_prob: Tensor, rowptr: Tensor, probe_rowptr: Tensor, chance: Tensor, forced: Tensor | None,
+        exploration: float, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        return torch.cat([torch.ones_like(prob, dtype=dtype), torch.zeros_like(probe_prob, dtype=dtype)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:6])
+        ctx.exploration = inputs[6]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *probs, rowptr, probe_rowptr, chance, forced = ctx.saved_tensors
+        wide = torch.promote_types(upcast(grad).dtype, upcast(probs[0]).dtype)
+        effects = grad.to(wide).split([each.numel() for each in probs])
+        edges = weigh_effect(effects[0], probs[0], rowptr, chance, forced, ctx.exploration, False)
+        probes = weigh_effect(effects[1], probs[1], probe_rowptr, chance, None, ctx.exploration, True)
+        return edges, probes, *[None] * 6
+
+
+def _draw(pairs: AttentionGraph, p: Tensor, tokens: Tokens, word: int) -> Tensor:
+    """Bernoulli draws of pairs, ``[E]`` bool; edges use word 0, and probes word 1, of the counter of a pair."""
+    key, query = pairs.edge_index
+    ids, first_head = split_ids(resolve_sequence_ids(tokens.sequence_ids, pairs.num_sequences, pairs.device))
+    sequence = tokens.query_sequence[query]
+    positions = tokens.key_position[key], tokens.query_position[query]
+    words = philox(*positions, ids[sequence], first_head[sequence] | PAIR, tokens.seed)
+    threshold = p.to(checks.widest(p.device)).nan_to_num(0.0).clamp(0, 1) * 2.0**32
+    return words[word] < threshold.long()
+
+
+def _probes_of(tokens: Tokens, per_node: float, among: AttentionGraph | None) -> tuple[AttentionGraph, Tensor]:
+    """Probes among all pairs of different nodes, or among candidates; and the probability of a pair to be one."""
+    if among is None:
+        ptr = tokens.query_ptr
+        empty = tokens.query_position.new_zeros(tokens.num_queries + 1), tokens.query_position.new_zeros(0)
+        nothing = AttentionGraph._trusted(*empty, tokens.num_queries, tokens.num_keys, 1, ptr, ptr)
+        probes, chance = draw_probes(nothing, per_node, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
+        return probes.select(probes.lag != 0), chance
+    chance = (per_node / among.degree[0].clamp(min=1)).clamp(max=1).float()
+    return among.select(_draw(among, chance[among.edge_row], tokens, 1)), chance
+
+
+class _OverCandidates(EdgeProbability):
+    """Probabilities of candidates, scaled to a target density among them; other pairs have probability 0.
+
+    Args:
+        probability: Probabilities of all pairs.
+        candidates: The candidates.
+        density: Mean probability over the candidates of each graph, or None for that of ``probability``.
+    """
+
+    def __init__(self, probability: EdgeProbability, candidates: AttentionGraph, density: float | None) -> None:
+        self.probability, self.candidates = probability, candidates
+        p = probability.on(candidates)
+        self.factor = None
+        if density is not None:
+            mean = self._mean(p)
+            self.factor = density / mean.clamp(min=min_probability(p))  # [B]
+        self.on_candidates = self._scale(p, candidates)
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        """Probability of each edge of a graph, ``[E]``."""
+        p = self._scale(self.probability.on(graph), graph)
+        return p * self.candidates.contains(graph.edge_index, graph.edge_head)
+
+    def expected_density(self) -> Tensor:
+        """Mean probability over the candidates of each graph, ``[B, 1]``."""
+        return self._mean(self.on_candidates)[:, None]
+
+    def _scale(self, p: Tensor, graph: AttentionGraph) -> Tensor:
+        return p if self.factor is None else p * self.factor.to(p.dtype)[self._sequence(graph)]
+
+    def _sequence(self, graph: AttentionGraph) -> Tensor:
+        return torch.repeat_interleave(graph.edges_per_sequence[:, 0], output_size=graph.num_edges)
+
+    def _mean(self, p: Tensor) -> Tensor:
+        count = self.candidates.edges_per_sequence[:, 0]
+        total = upcast(p).new_zeros(count.numel()).index_add(0, self._sequence(self.candidates), upcast(p))
+        return total / count.clamp(min=1)

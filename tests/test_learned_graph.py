@@ -1,0 +1,640 @@
+"""Learned graphs for layers of PyG: what they get, gradients by enumeration of all graphs, candidates, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import draw
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import (
+    ARMAConv,
+    ChebConv,
+    GCNConv,
+    GINEConv,
+    GraphConv,
+    MessagePassing,
+    SAGEConv,
+    Sequential,
+    SGConv,
+    TAGConv,
+)
+from torch_geometric.nn.models import GCN
+from torch_geometric.utils import scatter
+
+import sbm_pyg
+from sbm_pyg import (
+    AttentionGraph,
+    Choice,
+    EdgeProbability,
+    GraphSource,
+    LearnedGraph,
+    LearnedSource,
+    SBMHead,
+    SBMSource,
+    Sparsifier,
+    Tokens,
+    learned_graph,
+)
+from sbm_pyg.learned_graph import edge_weights
+from sbm_pyg.sources import patterns, selectors
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+GUIDE = Path(sbm_pyg.__file__).parents[1] / "docs" / "guides" / "learned_graph.md"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Pairs(EdgeProbability):
+    """A number for each pair of positions, ``[n, n]`` for all graphs of n nodes, or ``[B, n, n]``."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.p = p
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        (key, query), n = graph.edge_index, self.p.size(-1)
+        return self.p.expand(graph.num_sequences, n, n)[query // n, query % n, key % n]
+
+    def expected_density(self) -> Tensor:
+        return self.p.mean((-1, -2)).view(-1, 1)
+
+
+class PairSource(LearnedSource):
+    """A parameter for each pair of positions."""
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        super().__init__()
+        self.logit = nn.Parameter(draw(seed, n, n))
+
+    def predict(self, tokens: Tokens) -> Pairs:
+        return Pairs(self.logit.sigmoid())
+
+    def choose(self, tokens: Tokens) -> Choice:
+        p, random = self.predict(tokens), torch.Generator().manual_seed(tokens.seed)
+        batch, n = tokens.query_ptr.numel() - 1, len(self.logit)
+        return Choice(AttentionGraph.from_dense(torch.rand(batch, 1, n, n, generator=random) < p.p.detach()), p)
+
+
+def block_source(channels: int = 8, **options: Any) -> SBMSource:
+    torch.manual_seed(0)
+    return SBMSource(SBMHead(channels, num_blocks=4), **options)
+
+
+def edges_of(graph: AttentionGraph) -> set[tuple[int, int]]:
+    return set(map(tuple, graph.edge_index.T.tolist()))
+
+
+# ------------------------------------------------------------------ what a layer gets
+
+
+def test_edges_come_first_with_weight_1_and_then_probes_with_weight_0() -> None:
+    learned, x = LearnedGraph(block_source(), probes=3), draw(1, 40, 8).float()
+    edge_index, edge_weight, graph, choice = learned(x, seed=5, return_graph=True, return_choice=True)
+    edges = graph.num_edges
+    assert choice.graph is graph
+    assert torch.equal(edge_index[:, :edges], graph.edge_index)
+    assert edge_weight.dtype == x.dtype
+    assert torch.equal(edge_weight, (torch.arange(edge_index.size(1)) < edges).float())
+    assert 40 < edge_index.size(1) - edges <= 3 * 40
+    assert bool((edge_index[0] != edge_index[1]).all())
+    assert len(set(map(tuple, edge_index.T.tolist()))) == edge_index.size(1)
+
+
+@pytest.mark.parametrize("calls", ["evaluation", "no gradients", "a frozen source"])
+def test_no_probes_where_nothing_learns(calls: str) -> None:
+    learned, x = LearnedGraph(block_source()), draw(1, 40, 8).float()
+    _, weight, graph = learned(x, seed=5, return_graph=True)
+    assert len(weight) > graph.num_edges
+    if calls == "evaluation":
+        learned.eval()
+    if calls == "a frozen source":
+        learned.requires_grad_(False)
+    with torch.set_grad_enabled(calls != "no gradients"):
+        edge_index, weight, other = learned(x, seed=5, return_graph=True)
+    assert other == graph
+    assert torch.equal(edge_index, graph.edge_index)
+    assert torch.equal(weight, torch.ones(graph.num_edges))
+    assert not weight.requires_grad
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "GraphConv": GraphConv, "GCNConv": GCNConv, "TAGConv": lambda i, o: TAGConv(i, o, K=2), "ARMAConv": ARMAConv,
+    "ChebConv": lambda i, o: ChebConv(i, o, K=3), "SGConv": lambda i, o: SGConv(i, o, K=2, normalize=False),
+    "GCN": lambda i, o: GCN(i, 6, num_layers=3, out_channels=o, norm="layer_norm", jk="cat"),
+    "Sequential": lambda i, o: Sequential("x, e, w", [
+        (GraphConv(i, 6), "x, e, w -> x"), nn.ReLU(), (GraphConv(6, o), "x, e, w -> x")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_probes_change_no_output_and_train_the_source(name: str) -> None:
+    torch.manual_seed(0)
+    layer, learned, x = LAYERS[name](8, 3).double(), LearnedGraph(block_source().double()), draw(1, 30, 8)
+    edge_index, weight, graph = learned(x, seed=1, return_graph=True)
+    out = layer(x, edge_index, weight)
+    torch.testing.assert_close(out, layer(x, graph.edge_index), rtol=1e-10, atol=1e-12)
+    out.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in learned.source.head.parameters())
+
+
+def test_gradients_of_weights_are_differences_of_losses() -> None:
+    torch.manual_seed(0)
+    conv, learned, x = GraphConv(8, 3).double(), LearnedGraph(block_source().double()), draw(1, 20, 8)
+    edge_index, weight, graph = learned(x, seed=1, return_graph=True)
+    coefficient = draw(2, 20, 3)
+
+    def loss(pairs: Tensor, weight: Tensor | None) -> Tensor:
+        return (conv(x, pairs, weight) * coefficient).sum()
+
+    (found,) = torch.autograd.grad(loss(edge_index, weight), weight)
+    for number in range(edge_index.size(1)):
+        pair, edges = edge_index[:, number : number + 1], graph.edge_index
+        others = edges[:, (edges != pair).any(0)]
+        wanted = loss(torch.cat([others, pair], 1), None) - loss(others, None)
+        torch.testing.assert_close(found[number], wanted, rtol=1e-9, atol=1e-11)
+
+
+# ------------------------------------------------------------------ against the gradient of the expected loss
+
+
+PAIRS = torch.tensor([[1, 2, 0, 1], [0, 0, 1, 2]])  # sources and targets among three nodes
+SUBSETS = torch.tensor([*product([False, True], repeat=4)])
+X = draw(3, 3, 4)
+
+
+def chances(p: Tensor) -> Tensor:
+    """Probability of each subset of the pairs, ``[16]``."""
+    return torch.where(SUBSETS, p, 1 - p).prod(1)
+
+
+def graph_of(masks: Tensor) -> AttentionGraph:
+    """The pairs of each mask, ``[B, 4]``, over three nodes each."""
+    dense = torch.zeros(len(masks), 1, 3, 3, dtype=torch.bool)
+    dense[:, 0, PAIRS[1], PAIRS[0]] = masks
+    return AttentionGraph.from_dense(dense)
+
+
+def enumerate_gradients(
+    layer: Layer, loss: Callable[[Tensor], Tensor], p: Tensor, eta: float = 0.3, exploration: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Expected estimate of the gradient to p over all graphs and all sets of probes, and the true gradient, ``[4]``."""
+    drawn, probed = SUBSETS.repeat_interleave(16, 0), SUBSETS.repeat(16, 1)
+    law = (p + exploration).clamp(max=1)
+    weight = (chances(law)[:, None] * chances(torch.full((4,), eta, dtype=p.dtype))).flatten()
+    table = torch.zeros(256, 3, 3, dtype=p.dtype)
+    table[:, PAIRS[1], PAIRS[0]] = p
+    table.requires_grad_()
+    graph, probes = graph_of(drawn), graph_of(probed & ~drawn)
+    chance = torch.full((3 * 256,), eta)
+    edge_weight = edge_weights(graph, Pairs(table), probes, chance, exploration=exploration)
+    out = layer(X.repeat(256, 1), torch.cat([graph.edge_index, probes.edge_index], 1), edge_weight)
+    (found,) = torch.autograd.grad(loss(out.view(256, 3, -1)).sum(), table)
+    mean = (weight[:, None] * found[:, PAIRS[1], PAIRS[0]]).sum(0)
+    every = graph_of(SUBSETS)
+    with torch.no_grad():
+        values = loss(layer(X.repeat(16, 1), every.edge_index, X.new_ones(every.num_edges)).view(16, 3, -1))
+    law = law.clone().requires_grad_()
+    (true,) = torch.autograd.grad((chances(law) * values).sum(), law)
+    return mean, true * (p + exploration < 1)
+
+
+def linear(out: Tensor) -> Tensor:
+    return (out * draw(4, *out.shape[1:])).sum((1, 2))
+
+
+def squared(out: Tensor) -> Tensor:
+    return (out - draw(5, *out.shape[1:])).square().sum((1, 2))
+
+
+def stack(*layers: Any, between: Callable[[Tensor], Tensor] = lambda x: x) -> Layer:
+    def run(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        for number, layer in enumerate(layers):
+            x = layer(x if number == 0 else between(x), edge_index, weight)
+        return x
+
+    return run
+
+
+def weighted_mean(conv: GraphConv) -> Layer:
+    """The mean of the neighbours, as a sum with weights: the way out of the guide."""
+
+    def run(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        total = scatter(weight, edge_index[1], dim_size=len(x))
+        return conv(x, edge_index, weight / total.clamp(min=1)[edge_index[1]])
+
+    return run
+
+
+def made(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(1)
+    return make().double()
+
+
+P = torch.tensor([0.1, 0.3, 0.6, 0.9], dtype=torch.float64)
+SUM, SECOND = made(lambda: GraphConv(4, 4)), made(lambda: GraphConv(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.3, 0.2), (0.0, 0.0), (0.0, 0.2)]
+)
+@pytest.mark.parametrize("layer", [SUM, stack(SUM, SECOND)], ids=["one layer", "two layers"])
+def test_sums_are_unbiased_for_a_linear_loss(layer: Layer, eta: float, exploration: float) -> None:
+    """Two linear layers too: a path of two edges has each edge once, as there are no self-loops."""
+    mean, true = enumerate_gradients(layer, linear, P, eta, exploration)
+    assert float(true.abs().max()) > 0.1
+    torch.testing.assert_close(mean, true, rtol=1e-10, atol=1e-12)
+
+
+def test_a_squared_loss_is_unbiased_where_edges_and_probes_count_one_half_each() -> None:
+    """The mean of the slopes at both ends is the difference of a quadratic function."""
+    for p, unbiased in (([0.2, 0.3, 0.4, 0.5], True), ([0.05, 0.3, 0.4, 0.8], False)):
+        mean, true = enumerate_gradients(SUM, squared, torch.tensor(p, dtype=torch.float64), eta=1 / 6)
+        error = float((mean - true).norm() / true.norm())
+        assert (error < 1e-10) if unbiased else (error > 1e-3)
+
+
+BIAS: dict[str, Layer] = {
+    "`GraphConv`": SUM,
+    "`GraphConv`, ReLU, `GraphConv`": stack(SUM, SECOND, between=torch.relu),
+    "`GCNConv`": made(lambda: GCNConv(4, 4)),
+    "`TAGConv(K=2)`": made(lambda: TAGConv(4, 4, K=2)),
+    "`ChebConv(K=3)`": made(lambda: ChebConv(4, 4, K=3)),
+    "`ARMAConv`": made(lambda: ARMAConv(4, 4, act=None)),
+    "mean, by weights over their sum": weighted_mean(SUM),
+    "`GraphConv(aggr=\"mean\")`": made(lambda: GraphConv(4, 4, aggr="mean")),
+    "`GraphConv(aggr=\"max\")`": made(lambda: GraphConv(4, 4, aggr="max")),
+}  # fmt: skip
+
+
+def bias_of(layer: Layer, loss: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    """Bias relative to the true gradient, and the cosine between the expected estimate and the true gradient."""
+    mean, true = enumerate_gradients(layer, loss, P)
+    return float((mean - true).norm() / true.norm()), float(torch.cosine_similarity(mean, true, dim=0))
+
+
+@pytest.mark.parametrize("name", BIAS)
+def test_the_guide_has_the_bias_of_each_layer(name: str) -> None:
+    (row,) = (line for line in GUIDE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    written = [cell.strip() for cell in row.split("|")[2:-1]]
+    found = [f"{number:.2f}" for loss in (linear, squared) for number in bias_of(BIAS[name], loss)]
+    assert written == found
+
+
+# ------------------------------------------------------------------ batches and seeds
+
+
+@pytest.mark.parametrize("kind", ["block model", "indexer", "candidates"])
+def test_a_batch_equals_its_graphs(kind: str) -> None:
+    """Edges, probes and gradients, with the number of each graph in the data set."""
+    torch.manual_seed(0)
+    source = IndexerSource(Indexer(8), target_density=0.3) if kind == "indexer" else block_source()
+    learned, conv = LearnedGraph(source.double(), probes=2.5), GraphConv(8, 3).double()
+    lengths, ids = [5, 1, 12], torch.tensor([7, 3, 11])
+    ptr = torch.tensor([0, 5, 6, 18])
+    x = draw(1, 18, 8)
+    ring = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in lengths]
+    among = torch.cat([each + start for each, start in zip(ring, ptr, strict=False)], 1)
+
+    def run(x: Tensor, among: Tensor, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        options |= {"candidates": among} if kind == "candidates" else {}
+        edge_index, weight = learned(x, seed=4, **options)
+        loss = conv(x, edge_index, weight).square().sum()
+        return edge_index, weight, [*torch.autograd.grad(loss, [*learned.parameters()], allow_unused=True)]
+
+    whole = run(x, among, ptr=ptr, sequence_ids=ids)
+    by_batch = run(x, among, batch=torch.repeat_interleave(ptr.diff()), sequence_ids=ids)
+    assert torch.equal(whole[0], by_batch[0])
+    parts = [
+        run(x[start : start + n], ring[number], sequence_ids=ids[number : number + 1])
+        for number, (n, start) in enumerate(zip(lengths, ptr.tolist(), strict=False))
+    ]
+    for value in (0, 1):  # probes, and edges
+        mine = whole[0][:, whole[1] == value]
+        theirs = torch.cat([part[0][:, part[1] == value] + start for part, start in zip(parts, ptr, strict=False)], 1)
+        assert torch.equal(mine, theirs)
+    for mine, *theirs in zip(whole[2], *(part[2] for part in parts), strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine, torch.stack(theirs).sum(0), rtol=1e-9, atol=1e-11)
+    assert sum(mine is not None and bool(mine.any()) for mine in whole[2]) >= 3
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_seeds_fix_edges_and_probes(candidates: bool) -> None:
+    learned, x = LearnedGraph(block_source()), draw(1, 40, 8).float()
+    given = {"candidates": patterns.window(40, 6)} if candidates else {}
+    first, second, other = (learned(x, seed=seed, **given) for seed in (3, 3, 4))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert first[0].shape != other[0].shape or not torch.equal(first[0], other[0])
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(learned(x, **given)[0])
+    assert torch.equal(drawn[0], drawn[1])
+    assert drawn[0].shape != drawn[2].shape or not torch.equal(drawn[0], drawn[2])
+
+
+def test_gradients_scale_with_the_loss_and_survive_checkpointing() -> None:
+    learned, conv, x = LearnedGraph(block_source()), GraphConv(8, 3), draw(1, 30, 8).float()
+
+    def out(x: Tensor) -> Tensor:
+        return conv(x, *learned(x, seed=2))
+
+    losses = [factor * out(x).square().mean() for factor in (1, 8)]
+    losses.append(checkpoint(out, x, use_reentrant=False).square().mean())
+    found = [torch.autograd.grad(loss, learned.source.head.clusters)[0] for loss in losses]
+    assert torch.equal(8 * found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+# ------------------------------------------------------------------ existing edges
+
+
+def test_kept_edges_are_always_there_and_send_no_gradient() -> None:
+    source = PairSource(6)
+    learned, conv, x = LearnedGraph(source, probes=math.inf), GraphConv(4, 3).double(), draw(1, 6, 4)
+    ring = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 5]])  # the last is a self-loop
+    found = []
+    for seed in range(30):
+        edge_index, weight, choice = learned(x, keep=ring, seed=seed, return_choice=True)
+        assert bool(choice.graph.contains(ring).all())
+        assert edges_of(choice.graph.select(choice.forced)) == set(map(tuple, ring.T.tolist()))
+        found.append(choice.graph.num_edges)
+        conv(x, edge_index, weight).square().sum().backward()
+    assert min(found) < max(found)
+    grad = source.logit.grad
+    assert grad is not None
+    kept = torch.eye(6, dtype=torch.bool)
+    kept[ring[1], ring[0]] = True
+    assert not bool(grad[kept].any())
+    assert bool((grad[~kept] != 0).all())
+
+
+@pytest.mark.parametrize("form", ["edge_index", "graph", "sparse"])
+def test_candidates_limit_edges_and_probes(form: str) -> None:
+    learned, x = LearnedGraph(PairSource(8), probes=1.5), draw(1, 8, 4)
+    among = AttentionGraph.from_edge_index(torch.tensor([[1, 2, 5, 0, 3, 7, 4, 6], [0, 0, 0, 1, 2, 2, 3, 7]]), 8)
+    given: Any = among
+    if form == "edge_index":
+        given = among.edge_index[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    if form == "sparse":
+        given = torch.sparse_coo_tensor(among.edge_index.flip(0), torch.ones(8), (8, 8))
+    seen, probed = set(), set()
+    for seed in range(60):
+        edge_index, weight, graph = learned(x, candidates=given, seed=seed, return_graph=True)
+        seen |= edges_of(graph)
+        probed |= set(map(tuple, edge_index[:, weight == 0].T.tolist()))
+    assert seen == probed == edges_of(among)
+
+
+def test_rewiring_keeps_edges_and_adds_candidates() -> None:
+    learned, x = LearnedGraph(PairSource(6)), draw(1, 6, 4)
+    kept, among = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 3, 0], [2, 4, 1]])
+    seen = set()
+    for seed in range(40):
+        edge_index, weight, choice = learned(x, keep=kept, candidates=among, seed=seed, return_choice=True)
+        assert {(0, 1), (1, 2)} <= edges_of(choice.graph)
+        seen |= set(map(tuple, edge_index.T.tolist()))
+        weight.sum().backward()
+    assert seen == {(0, 1), (1, 2), (0, 2), (3, 4)}
+    grad = learned.source.logit.grad
+    assert [tuple(pair) for pair in grad.nonzero().tolist()] == [(2, 0), (4, 3)]  # targets and sources
+
+
+def test_candidates_are_drawn_independently_with_their_probabilities() -> None:
+    """Chi-square over the 16 graphs, and the frequency of probes; a transposed law fails."""
+    count = 20000
+    source = PairSource(3)
+    learned, x = LearnedGraph(source, probes=0.6), draw(1, 3 * count, 2)
+    ptr = torch.arange(count + 1) * 3
+    among = (PAIRS + ptr[:-1, None, None]).permute(1, 0, 2).flatten(1)
+    edge_index, weight = learned(x, candidates=among, ptr=ptr, seed=1)
+
+    def masks(edges: Tensor) -> Tensor:
+        dense = torch.zeros(count, 3, 3, dtype=torch.bool)
+        dense[edges[1] // 3, edges[1] % 3, edges[0] % 3] = True
+        return dense[:, PAIRS[1], PAIRS[0]]
+
+    p = source.logit.detach().sigmoid()
+    drawn = (masks(edge_index[:, weight == 1]) * torch.tensor([8, 4, 2, 1])).sum(1).bincount(minlength=16)
+    statistics = []
+    for law in (p, p.T):
+        expected = count * chances(law[PAIRS[1], PAIRS[0]])
+        statistics.append(float(((drawn - expected) ** 2 / expected).sum()))
+    assert statistics[0] < 61 < statistics[1]  # quantile 1 - 1e-6... of chi-square with 15 degrees of freedom
+    absent = ~masks(edge_index[:, weight == 1])
+    frequency = (masks(edge_index[:, weight == 0]) & absent).sum(0) / absent.sum(0)
+    eta = torch.tensor([0.3, 0.3, 0.6, 0.6])
+    assert bool(((frequency - eta).abs() < 5 * (eta * (1 - eta) / absent.sum(0)).sqrt()).all())
+
+
+@pytest.mark.parametrize("kind", ["block model", "indexer", "own"])
+def test_a_target_density_is_one_of_the_candidates(kind: str) -> None:
+    torch.manual_seed(0)
+    sources: dict[str, LearnedSource] = {
+        "block model": block_source(), "indexer": IndexerSource(Indexer(8), target_density=0.5), "own": PairSource(50),
+    }  # fmt: skip
+    learned = LearnedGraph(sources[kind].double())
+    learned.source.target_density = 0.25
+    among = patterns.window(50, 10)
+    _, _, choice = learned(draw(1, 50, 8), candidates=among, seed=0, return_choice=True)
+    torch.testing.assert_close(choice.probability.expected_density(), torch.full((1, 1), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(choice.probability.on(among).mean(), torch.tensor(0.25, dtype=torch.float64))
+    outside = patterns.full(50).select(~among.contains(patterns.full(50).edge_index))
+    assert not bool(choice.probability.on(outside).any())
+    assert choice.exploration == 0.25**2
+    assert 0.15 < choice.graph.num_edges / among.num_edges < 0.42  # 0.25 plus exploration, 900 candidates
+
+
+def test_a_price_on_edges_thins_a_graph() -> None:
+    source = PairSource(12)
+    learned, x, ring = LearnedGraph(source), draw(1, 12, 4), patterns.window(12, 2)
+    optimizer = torch.optim.Adam(learned.parameters(), 0.1)
+    before = None
+    for seed in range(30):
+        _, _, choice = learned(x, candidates=ring, seed=seed, return_choice=True)
+        loss = choice.probability.expected_density().mean()
+        before = loss.detach() if before is None else before
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.3 * float(before)
+    outside = ~patterns.full(12).to_dense()[0] | ~ring.to_dense()[0]
+    assert not bool(source.logit.grad[outside].any())
+
+
+# ------------------------------------------------------------------ sources, the sparsifier, and state
+
+
+def test_forced_edges_of_a_source_stay_even_self_loops() -> None:
+    learned, x = LearnedGraph(block_source(window=1)), draw(1, 20, 8).float()
+    _, _, choice = learned(x, seed=0, return_choice=True)
+    assert choice.graph.select(choice.forced) == patterns.window(20, 1)
+    assert int((choice.graph.lag == 0).sum()) == 20
+
+
+class Plain(GraphSource):
+    """A source that is no LearnedSource: one probability for all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit = nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens: Tokens) -> Choice:
+        n = tokens.num_queries
+        p = Pairs(self.logit.sigmoid().expand(n, n))
+        random = torch.Generator().manual_seed(tokens.seed)
+        return Choice(AttentionGraph.from_dense(torch.rand(n, n, generator=random) < p.p.detach()), p)
+
+
+def test_a_source_of_ones_own_learns() -> None:
+    """Each edge costs 1, and 6 or fewer per node are free: p falls."""
+    learned, x = LearnedGraph(Plain()), torch.ones(16, 1)
+    conv = MessagePassing()
+    conv.message = lambda x_j, w: w[:, None] * x_j  # type: ignore[assignment, method-assign]
+    for seed in range(20):
+        edge_index, weight = learned(x, seed=seed)
+        total = torch.zeros(16).index_add(0, edge_index[1], weight)
+        total.mean().backward()
+    assert float(learned.source.logit.grad) > 0
+    # d E[degree] / d logit is 15 p (1 - p) in each call
+    assert float(learned.source.logit.grad) / 20 == pytest.approx(15 / 4, rel=0.1)
+
+
+def test_a_sparsifier_starts_with_all_candidates() -> None:
+    learned, conv, x = LearnedGraph(block_source()), GraphConv(8, 3), draw(1, 20, 8).float()
+    model = nn.ModuleList([learned, conv])
+    sparsifier = Sparsifier(model, density=0.2, total_steps=10, dense_part=0.5, every=5)
+    among = patterns.window(20, 4)
+    counts = []
+    for given in (None, among):
+        sparsifier.set_density(1.0)
+        edge_index, weight, choice = learned(x, candidates=given, return_choice=True)
+        assert choice.probability is None
+        assert bool((weight == 1).all())
+        counts.append(edge_index.size(1))
+    assert counts == [20 * 19, among.num_edges]
+    sparsifier.set_density()
+    densities = []
+    for _ in range(10):
+        edge_index, weight = learned(x, candidates=among)
+        densities.append(float((weight == 1).sum()) / among.num_edges)
+        loss = conv(x, edge_index, weight).square().mean()
+        model.zero_grad()
+        loss.backward()
+        trained = learned.source.head.clusters.grad is not None
+        assert trained == (sparsifier.next_density < 1)
+        sparsifier.step(loss)
+    assert [density == 1 for density in densities] == [True] * 4 + [False] * 6
+    assert max(densities[5:]) < 0.5
+    assert float(sbm_pyg.auxiliary_loss(model)) == 0
+
+
+def test_copies_state_and_repr() -> None:
+    learned, x = LearnedGraph(block_source(target_density=0.3), probes=2), draw(1, 20, 8).float()
+    learned(x, seed=0)
+    for other in (copy.deepcopy(learned), pickle.loads(pickle.dumps(learned))):
+        assert torch.equal(other.eval()(x, seed=1)[0], learned.eval()(x, seed=1)[0])
+        learned.train()
+    fresh = LearnedGraph(block_source(target_density=0.5))
+    fresh.reset_parameters()
+    fresh.load_state_dict(learned.state_dict())
+    assert torch.equal(fresh.eval()(x, seed=1)[0], learned.eval()(x, seed=1)[0])
+    assert repr(learned).startswith("LearnedGraph(\n  probes=2\n  (source): SBMSource(")
+
+
+# ------------------------------------------------------------------ layers without weights, and refusals
+
+
+def test_a_layer_that_ignores_weights_is_noticed() -> None:
+    learned, x = LearnedGraph(block_source()), draw(1, 20, 8).float()
+    sage, conv = SAGEConv(8, 3), GraphConv(8, 3)
+
+    def train(calls: int, layer: Callable[..., Tensor], use: bool) -> None:
+        for _ in range(calls):
+            edge_index, weight = learned(x)
+            (layer(x, edge_index, weight) if use else layer(x, edge_index)).square().mean().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(learned_graph.PATIENCE, sage, False)
+        assert learned.source.head.clusters.grad is None
+        train(2, conv, True)
+        train(learned_graph.PATIENCE, sage, False)
+        learned.eval()
+        train(2, sage, False)
+        learned.train()
+    with pytest.warns(UserWarning, match=r"reach 'edge_weight' \(got none in 16 training calls\)"):
+        train(1, sage, False)
+    train(2, sage, False)  # once
+
+
+def test_a_hook_weighs_the_messages_of_a_layer_without_weights() -> None:
+    """The way out of the guide for layers that sum messages."""
+    torch.manual_seed(0)
+    conv = GINEConv(nn.Linear(8, 3), edge_dim=2).double()
+    learned, x = LearnedGraph(block_source().double()), draw(1, 20, 8)
+    edge_index, weight, graph = learned(x, seed=0, return_graph=True)
+    attr = draw(2, edge_index.size(1), 2)
+    hook = conv.register_message_forward_hook(lambda module, inputs, message: weight[:, None] * message)
+    out = conv(x, edge_index, attr)
+    hook.remove()
+    torch.testing.assert_close(out, conv(x, graph.edge_index, attr[: graph.num_edges]))
+    out.square().mean().backward()
+    assert bool(learned.source.head.clusters.grad.any())
+
+
+X8 = torch.ones(6, 8)
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no source": (lambda: LearnedGraph(SBMHead(8)), TypeError, "'source' to be a GraphSource (got SBMHead)"),  # type: ignore[arg-type]
+    "probes": (lambda: LearnedGraph(block_source(), probes=-1), ValueError, "'probes' in [0, inf] (got -1)"),
+    "heads": (lambda: LearnedGraph(SBMSource(SBMHead(8, 2))), ValueError, "'source' with one head, as a convolution has one graph (got 2)"),
+    "index heads": (lambda: LearnedGraph(IndexerSource(Indexer(8, 2))), ValueError, "with one head"),
+    "blocks": (lambda: LearnedGraph(block_source(block_size=4)), ValueError, "'source' with block_size=1 (got 4)"),
+    "fastrg": (lambda: LearnedGraph(block_source(method="fastrg")), ValueError, "method='bernoulli' (got 'fastrg')"),
+    "features": (lambda: LearnedGraph(block_source())(torch.ones(6)), ValueError, "'x' to be [N, C] = [any, any] (got [6])"),
+    "integers": (lambda: LearnedGraph(block_source())(X8.long()), TypeError, "'x' to be a floating tensor"),
+    "no tensor": (lambda: LearnedGraph(block_source())([1.0]), TypeError, "'x' to be a tensor (got list)"),  # type: ignore[call-overload]
+    "offsets": (lambda: LearnedGraph(block_source())(X8, ptr=torch.tensor([0, 4])), ValueError, "'ptr' to run from 0 to 6"),
+    "both": (lambda: LearnedGraph(block_source())(X8, ptr=torch.tensor([0, 6]), batch=torch.zeros(6).long()), ValueError, "'ptr' or 'batch' (got both)"),
+    "between graphs": (lambda: LearnedGraph(block_source())(X8, keep=torch.tensor([[0], [5]]), ptr=torch.tensor([0, 3, 6])), ValueError, "keys of the sequence of their query"),
+    "candidates between graphs": (lambda: LearnedGraph(block_source())(X8, candidates=torch.tensor([[0], [5]]), ptr=torch.tensor([0, 3, 6])), ValueError, "keys of the sequence of their query"),
+    "a node that is not there": (lambda: LearnedGraph(block_source())(X8, keep=torch.tensor([[0], [6]])), ValueError, "'edge_index[1]' in 0..5"),
+    "no probabilities": (lambda: LearnedGraph(selectors.SelectorSource(selectors.top_k, k=2))(X8), ValueError, "with probabilities (got SelectorSource"),
+    "ranks": (lambda: LearnedGraph(IndexerSource(Indexer(8), select="top_k", k=2))(X8), ValueError, "select='bernoulli'"),
+    "own heads": (lambda: LearnedGraph(Two())(X8), ValueError, "2 heads and blocks of 1"),
+    "candidates of a plain source": (lambda: LearnedGraph(Plain())(X8, candidates=patterns.full(6)), TypeError, "LearnedSource with 'candidates' (got Plain)"),
+    "a window and candidates": (lambda: LearnedGraph(block_source(window=1, budget=2.0))(X8, candidates=patterns.full(6)), ValueError, "without ['window', 'budget'] with 'candidates'"),
+    "flag": (lambda: LearnedGraph(block_source())(X8, return_graph=1), TypeError, "'return_graph' to be a bool"),  # type: ignore[call-overload]
+}  # fmt: skip
+
+
+class Two(GraphSource):
+    """A source whose choice has two heads."""
+
+    def forward(self, tokens: Tokens) -> Choice:
+        n = tokens.num_queries
+        return Choice(patterns.full(n, heads=2), Pairs(torch.full((n, n), 0.5)))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_argument_and_the_way_out(name: str) -> None:
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=re.escape(words)) as error:
+        call()
+    assert re.match(r"Expected .*\(got [\s\S]*\)", str(error.value))
+
+
+def test_ranks_may_be_evaluated() -> None:
+    learned = LearnedGraph(IndexerSource(Indexer(8), select="top_k", k=2)).eval()
+    assert learned(draw(1, 10, 8).float())[0].size(1) <= 20
