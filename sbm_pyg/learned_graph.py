@@ -51,10 +51,10 @@ class LearnedGraph(nn.Module):
     ================================================  ==========================================================
     layer                                             gradient of the probabilities
     ================================================  ==========================================================
-    sum of messages (``GraphConv``, ``SGConv(...,     unbiased if the loss is linear in each edge: one layer,
-    normalize=False)``, own layers)                   linear loss; to first order for other losses
+    sum of messages (``GraphConv``, ``SimpleConv``,   unbiased if the loss is linear in each edge, as a linear
+    ``TAGConv(normalize=False)``, your own)           loss of one or two linear layers; else to first order
     degree normalization by the weights (``GCNConv``, to first order, since an edge also changes the weights of
-    ``ChebConv``, ``TAGConv``, ``ARMAConv``)          others
+    ``ChebConv``, ``TAGConv``, ``ARMAConv``)          others; only ``GCNConv`` counts probes of a node without edges
     mean, max, attention (``GATConv``), and layers    do not use them: a probe of weight 0 changes their output,
     without ``edge_weight`` (``SAGEConv``)            or they learn nothing; the guide has what to do
     ================================================  ==========================================================
@@ -237,8 +237,12 @@ class LearnedGraph(nn.Module):
     def _weigh(self, choice: Choice, tokens: Tokens, among: AttentionGraph | None) -> tuple[Tensor, Tensor]:
         """Edges and their weights, with probes in training."""
         graph, probability, like = choice.graph, choice.probability, tokens.query
+        fixed = graph.edge_index, like.new_ones(graph.num_edges)
         if probability is None or not self.training or not torch.is_grad_enabled():
-            return graph.edge_index, like.new_ones(graph.num_edges)
+            return fixed
+        p = probability.on(graph)
+        if not p.requires_grad:
+            return fixed
         if not choice.independent:
             raise ValueError(
                 "Expected 'source' to draw edges independently in training (got edges selected by rank). "
@@ -246,10 +250,9 @@ class LearnedGraph(nn.Module):
             )
         probes, chance = _probes_of(tokens, self.probes, among)
         probes = probes.select(~graph.contains(probes.edge_index))
-        weight = edge_weights(graph, probability, probes, chance, forced=choice.forced,
-                              exploration=choice.exploration, dtype=like.dtype)  # fmt: skip
-        if weight.requires_grad:
-            self._expect_gradient(weight)
+        both = (p, probability.on(probes))
+        weight = edge_weights(graph, probes, both, chance, choice.forced, choice.exploration, like.dtype)
+        self._expect_gradient(weight)
         return torch.cat([graph.edge_index, probes.edge_index], 1), weight
 
     def _expect_gradient(self, weight: Tensor) -> None:
@@ -272,31 +275,34 @@ class LearnedGraph(nn.Module):
 
 
 def edge_weights(
-    graph: AttentionGraph, probability: EdgeProbability, probes: AttentionGraph, chance: Tensor, *,
+    graph: AttentionGraph, probes: AttentionGraph, prob: tuple[Tensor, Tensor], chance: Tensor,
     forced: Tensor | None = None, exploration: float = 0.0, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Weights 1 of edges and 0 of probes, ``[E + E']``, whose gradient goes on to the probabilities.
 
-    The gradient of a weight times the weight of the pair in :func:`sbm_pyg.ops.edge_effect` is that of its probability.
-    Cost: that of the probabilities.
+    The gradient of a probability is that of the weight of its pair, times the factor of the pair in
+    :func:`sbm_pyg.ops.edge_effect`. Cost O(E + E').
 
     Args:
-        graph: The graph of one head.
-        probability: The probabilities that it was drawn with.
+        graph: The graph, of one head.
         probes: Pairs that are not edges.
+        prob: Probabilities of the edges ``[E]`` and of the probes ``[E']``.
         chance: Probability of a pair of each target to be a probe, ``[N]``.
         forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient.
         exploration: Added to each probability when the graph was drawn.
         dtype: Type of the weights. None: that of the probabilities.
     """
-    p, probe_p = probability.on(graph), probability.on(probes)
     both = (graph.rowptr, probes.rowptr, chance, forced)
-    weight: Tensor = _Weights.apply(p, probe_p, *both, exploration, dtype or p.dtype)
+    weight: Tensor = _Weights.apply(*prob, *both, exploration, dtype or prob[0].dtype)
     return weight
 
 
 class _Weights(torch.autograd.Function):
-    """Weights 1 of edges and 0 of probes; their gradients, weighted, are those of the probabilities."""
+    """Weights 1 of edges and 0 of probes; their gradients, weighted, are those of the probabilities.
+
+    Gradients that are not finite count as 0: degrees normalized without self-loops have no slope at a node without
+    edges.
+    """
 
     @staticmethod
     def forward(
@@ -315,7 +321,7 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *probs, rowptr, probe_rowptr, chance, forced = ctx.saved_tensors
         wide = torch.promote_types(upcast(grad).dtype, upcast(probs[0]).dtype)
-        effects = grad.to(wide).split([each.numel() for each in probs])
+        effects = grad.to(wide).nan_to_num(0.0, 0.0, 0.0).split([each.numel() for each in probs])
         edges = weigh_effect(effects[0], probs[0], rowptr, chance, forced, ctx.exploration, False)
         probes = weigh_effect(effects[1], probs[1], probe_rowptr, chance, None, ctx.exploration, True)
         return edges, probes, *[None] * 6

@@ -1,0 +1,91 @@
+"""Learns the graph of a PyG layer: 128 nodes in 16 hidden groups; is the sum of the values of a node's group positive?
+
+    python examples/learned_graph.py
+
+The features hold a noisy code of the group in 8 channels and the value in another; 23 are noise. A `GraphConv` sums its
+neighbours. Which edges? Learned ones, as many random ones, and the true graph of the groups are compared on new graphs.
+"""
+
+import argparse
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name, default in (("steps", 500), ("seed", 0), ("density", 0.1), ("probes", 32.0)):
+    parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parser.parse_args()
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch_geometric.nn import GraphConv
+
+from sbm_pyg import Choice, LearnedGraph, patterns
+from sbm_pyg.info import tqdm
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
+
+NODES, GROUPS, CODE, CHANNELS, BATCH = 128, 16, 8, 32, 16
+Edges = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor | None, Choice | None]]
+
+
+def make_data(count: int, codes: Tensor, random: torch.Generator) -> list[Tensor]:
+    """Features of the nodes of all graphs, offsets, the group of each node among those of all graphs, and labels."""
+    group = torch.randint(GROUPS, (count * NODES,), generator=random)
+    x = torch.randn(count * NODES, CHANNELS, generator=random)
+    x[:, :CODE] = codes[group] + 0.5 * x[:, :CODE]
+    group += torch.arange(count).repeat_interleave(NODES) * GROUPS
+    total = torch.zeros(count * GROUPS).index_add(0, group, x[:, CODE])
+    return [x, torch.arange(count + 1) * NODES, group, (total[group] > 0).float()]
+
+
+def train(edges: Edges, learned: LearnedGraph, options: argparse.Namespace, name: str) -> tuple[float, float, str]:
+    """Accuracy and edges per node on new graphs, and mean probabilities if there are any."""
+    random = torch.Generator().manual_seed(options.seed)
+    codes = torch.randn(GROUPS, CODE, generator=random).sign()
+    conv = GraphConv(CHANNELS, 1)
+    optimizer = torch.optim.Adam([*conv.parameters(), *learned.parameters()], 1e-2)
+    for step in tqdm(range(options.steps), desc=name, unit="step"):
+        x, ptr, group, label = make_data(BATCH, codes, random)
+        edge_index, edge_weight, _ = edges(x, ptr, group, options.seed * 10**6 + step)
+        loss = binary_cross_entropy_with_logits(conv(x, edge_index, edge_weight)[:, 0], label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    learned.eval()
+    x, ptr, group, label = make_data(64, codes, torch.Generator().manual_seed(2**32))
+    with torch.no_grad():
+        edge_index, edge_weight, choice = edges(x, ptr, group, 0)
+        right = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0)
+        words = ""
+        if choice is not None and choice.probability is not None:
+            pairs = patterns.full(None, ptr=ptr)
+            pairs = pairs.select(pairs.lag != 0)
+            p, same = choice.probability.on(pairs).clamp(max=1), group[pairs.edge_index].diff(dim=0)[0] == 0
+            words = f", p {float(p[same].mean()):.3f} in a group and {float(p[~same].mean()):.3f} between groups"
+    return float(right.double().mean()), edge_index.size(1) / len(x), words
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser.parse_args(arguments)
+    torch.manual_seed(options.seed)
+    learned = LearnedGraph(IndexerSource(Indexer(CHANNELS), target_density=options.density), probes=options.probes)
+    degree = 0.0
+
+    def of_source(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, Tensor, Choice]:
+        return learned(x, ptr=ptr, seed=seed, return_choice=True)
+
+    def at_random(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, None, None]:
+        return patterns.random(None, round(degree), ptr=ptr, seed=seed).edge_index, None, None
+
+    def of_groups(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, None, None]:
+        return (group[:, None] == group).fill_diagonal_(False).nonzero().T, None, None
+
+    for name, edges in (("learned", of_source), ("random", at_random), ("true", of_groups)):
+        accuracy, found, words = train(edges, learned, options, name)
+        degree = degree or found
+        print(f"{name:<8} accuracy {accuracy:.1%}, {found:.1f} edges per node{words}")
+
+
+if __name__ == "__main__":
+    main()
