@@ -48,16 +48,18 @@ class LearnedGraph(nn.Module):
     to see the pair, this is the gradient of its probability: the weights are those of
     :func:`~sbm_pyg.estimators.attach_local_expectation`. In evaluation mode there are no probes and all weights are 1.
 
-    ================================================  ==========================================================
-    layer                                             gradient of the probabilities
-    ================================================  ==========================================================
-    sum of messages (``GraphConv``, ``SimpleConv``,   unbiased if the loss is linear in each edge, as a linear
-    ``TAGConv(normalize=False)``, your own)           loss of one or two linear layers; else to first order
-    degree normalization by the weights (``GCNConv``, to first order, since an edge also changes the weights of
-    ``ChebConv``, ``TAGConv``, ``ARMAConv``)          others; only ``GCNConv`` counts probes of a node without edges
-    mean, max, attention (``GATConv``), and layers    do not use them: a probe of weight 0 changes their output,
-    without ``edge_weight`` (``SAGEConv``)            or they learn nothing; the guide has what to do
-    ================================================  ==========================================================
+    Where this is exact depends on the layer; docs/guides/learned_graph.md has the bias of each.
+
+    * Sums of messages, as in ``GraphConv``, ``SimpleConv`` and ``TAGConv(normalize=False)``: the gradient is unbiased
+      if the loss is linear in each edge, as a linear loss of one or two linear layers. Otherwise it is a first-order
+      approximation.
+    * Degrees normalized by the weights, as in ``GCNConv``, ``ChebConv``, ``TAGConv`` and ``ARMAConv``: it is a
+      first-order approximation, since an edge also changes the weights of others. Without self-loops, a probe of a
+      node without edges counts as 0.
+    * Means, maxima and attention over messages: a probe of weight 0 changes the output of training. The guide has
+      other forms of means and attention.
+    * Layers without ``edge_weight``, as ``GATConv``, ``GINEConv`` and ``SAGEConv``: nothing learns, and the module
+      warns after 16 training calls in a row without a gradient. The guide has a hook for those that sum messages.
 
     Cost: that of the source, messages along E + E' pairs in place of E, and O((E + E') K) for the probabilities, with
     E' the probes. A source of one head is needed, and edges are directed, from source to target.
@@ -182,10 +184,11 @@ class LearnedGraph(nn.Module):
             x[None], query_ptr=resolve_ptr(x.size(0), ptr, batch, device=x.device), seed=draw_seed(seed),
             sequence_ids=sequence_ids,
         )  # fmt: skip
-        kept, among = (
+        kept, given = (
             None if edges is None else AttentionGraph.over(edges, *x.shape[:1] * 2, ptr=tokens.query_ptr)
             for edges in (keep, candidates)
         )
+        among = None if given is None else _Candidates(given, tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
         if kept is not None:
             choice = choice.force(kept)
@@ -211,7 +214,7 @@ class LearnedGraph(nn.Module):
         own = choice.graph.lag == 0
         return choice.select(~own if choice.forced is None else ~own | choice.forced)
 
-    def _choose_among(self, candidates: AttentionGraph, tokens: Tokens) -> Choice:
+    def _choose_among(self, among: _Candidates, tokens: Tokens) -> Choice:
         """Draw each candidate with its probability."""
         source = self.source
         if not isinstance(source, LearnedSource):
@@ -226,15 +229,14 @@ class LearnedGraph(nn.Module):
                 "pass further edges as 'keep', and set a 'target_density' of the candidates."
             )
         if source.target_density == 1:
-            return Choice(candidates)
+            return Choice(among.graph)
         probability = source.predict(tokens.detached() if source.detach else tokens)
-        over = _OverCandidates(probability, candidates, source.target_density)
+        over = _OverCandidates(probability, among.graph, source.target_density)
         exploration = source._exploration
-        with torch.no_grad():
-            drawn = _draw(candidates, over.on_candidates + exploration, tokens, 0)
-        return Choice(candidates.select(drawn), over, exploration=exploration)
+        graph = among.draw(over.on_candidates.detach() + exploration, 0)
+        return Choice(graph, over, exploration=exploration)
 
-    def _weigh(self, choice: Choice, tokens: Tokens, among: AttentionGraph | None) -> tuple[Tensor, Tensor]:
+    def _weigh(self, choice: Choice, tokens: Tokens, among: _Candidates | None) -> tuple[Tensor, Tensor]:
         """Edges and their weights, with probes in training."""
         graph, probability, like = choice.graph, choice.probability, tokens.query
         fixed = graph.edge_index, like.new_ones(graph.num_edges)
@@ -327,18 +329,24 @@ class _Weights(torch.autograd.Function):
         return edges, probes, *[None] * 6
 
 
-def _draw(pairs: AttentionGraph, p: Tensor, tokens: Tokens, word: int) -> Tensor:
-    """Bernoulli draws of pairs, ``[E]`` bool; edges use word 0, and probes word 1, of the counter of a pair."""
-    key, query = pairs.edge_index
-    ids, first_head = split_ids(resolve_sequence_ids(tokens.sequence_ids, pairs.num_sequences, pairs.device))
-    sequence = tokens.query_sequence[query]
-    positions = tokens.key_position[key], tokens.query_position[query]
-    words = philox(*positions, ids[sequence], first_head[sequence] | PAIR, tokens.seed)
-    threshold = p.to(checks.widest(p.device)).nan_to_num(0.0).clamp(0, 1) * 2.0**32
-    return words[word] < threshold.long()
+class _Candidates:
+    """Candidates with the random words of each pair, which depend on seed, graph and positions of its nodes."""
+
+    def __init__(self, graph: AttentionGraph, tokens: Tokens) -> None:
+        self.graph = graph
+        key, query = graph.edge_index
+        ids, first_head = split_ids(resolve_sequence_ids(tokens.sequence_ids, graph.num_sequences, graph.device))
+        sequence = tokens.query_sequence[query]
+        positions = tokens.key_position[key], tokens.query_position[query]
+        self.words = philox(*positions, ids[sequence], first_head[sequence] | PAIR, tokens.seed)
+
+    def draw(self, p: Tensor, word: int) -> AttentionGraph:
+        """Draw each pair with its probability ``[E]``: edges by word 0, and probes by word 1."""
+        threshold = p.to(checks.widest(p.device)).nan_to_num(0.0).clamp(0, 1) * 2.0**32
+        return self.graph.select(self.words[word] < threshold.long())
 
 
-def _probes_of(tokens: Tokens, per_node: float, among: AttentionGraph | None) -> tuple[AttentionGraph, Tensor]:
+def _probes_of(tokens: Tokens, per_node: float, among: _Candidates | None) -> tuple[AttentionGraph, Tensor]:
     """Probes among all pairs of different nodes, or among candidates; and the probability of a pair to be one."""
     if among is None:
         ptr = tokens.query_ptr
@@ -346,8 +354,8 @@ def _probes_of(tokens: Tokens, per_node: float, among: AttentionGraph | None) ->
         nothing = AttentionGraph._trusted(*empty, tokens.num_queries, tokens.num_keys, 1, ptr, ptr)
         probes, chance = draw_probes(nothing, per_node, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
         return probes.select(probes.lag != 0), chance
-    chance = (per_node / among.degree[0].clamp(min=1)).clamp(max=1).float()
-    return among.select(_draw(among, chance[among.edge_row], tokens, 1)), chance
+    chance = (per_node / among.graph.degree[0].clamp(min=1)).clamp(max=1).float()
+    return among.draw(chance[among.graph.edge_row], 1), chance
 
 
 class _OverCandidates(EdgeProbability):

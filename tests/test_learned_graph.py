@@ -386,6 +386,18 @@ def test_gradients_scale_with_the_loss_and_survive_checkpointing() -> None:
     assert torch.equal(found[0], found[2])
 
 
+def test_autocast_trains_the_source_as_full_precision_does() -> None:
+    learned, conv, x = LearnedGraph(block_source()), GraphConv(8, 3), draw(1, 30, 8).float()
+    found = []
+    for low in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            edge_index, weight = learned(x, keep=patterns.window(30, 1), candidates=patterns.full(30), seed=2)
+            loss = conv(x, edge_index, weight).square().mean()
+        assert weight.dtype == torch.float32
+        found.append(torch.autograd.grad(loss, clusters(learned))[0].flatten())
+    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > 0.9
+
+
 # ------------------------------------------------------------------ existing edges
 
 
