@@ -263,7 +263,7 @@ class LearnedGraph(nn.Module):
             warnings.warn(
                 f"Expected a backward pass to reach 'edge_weight' (got none in {PATIENCE} training calls). Pass it to "
                 "a layer that multiplies messages by it, or call `eval()` where nothing learns.",
-                stacklevel=4,
+                stacklevel=6,
             )
         self._unanswered += 1
         weight.register_hook(self._answer)

@@ -105,6 +105,17 @@ def test_edges_come_first_with_weight_1_and_then_probes_with_weight_0() -> None:
     assert len(set(map(tuple, edge_index.T.tolist()))) == edge_index.size(1)
 
 
+@pytest.mark.parametrize("candidates", [False, True])
+def test_the_number_of_probes_goes_from_none_to_all_other_pairs(candidates: bool) -> None:
+    x, pairs = draw(1, 20, 8).float(), patterns.full(20)
+    pairs = pairs.select(pairs.lag != 0)
+    for probes in (0.0, math.inf):
+        learned = LearnedGraph(block_source(), probes=probes)
+        edge_index, _, graph = learned(x, candidates=pairs if candidates else None, seed=1, return_graph=True)
+        assert edge_index.size(1) == (graph.num_edges if probes == 0 else 20 * 19)
+        assert 0 < graph.num_edges < 20 * 19
+
+
 @pytest.mark.parametrize("calls", ["evaluation", "no gradients", "a frozen source"])
 def test_no_probes_where_nothing_learns(calls: str) -> None:
     learned, x = LearnedGraph(block_source()), draw(1, 40, 8).float()

@@ -192,7 +192,7 @@ def test_learned_graph(lines: Callable[..., list[str]]) -> None:
     learned, random, true = lines(learned_graph.main)
     assert number(learned, "accuracy") > number(random, "accuracy") + 6
     assert number(true, "accuracy") > 95
-    assert number(learned, "p") > 8 * number(learned, "in a group and")
+    assert number(learned, ", p") > 8 * number(learned, "in a group and")
 
 
 @pytest.mark.slow
