@@ -237,12 +237,10 @@ class Local(Estimator):
             blocks, edge = graph.blocks._select_queries(kept)
             graph = graph.with_blocks(blocks)
             prob, forced = (x if x is None else x[edge] for x in (prob, forced))
-            if bias is not None and graph.block_size == 1:
-                bias = bias[edge]
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(call.query, call.key, probes)
-            if bias is not None and kept is not None and graph.block_size > 1:
-                bias = call.score_bias(call.query, call.key, graph)
+            if kept is not None and bias is not None:  # of tokens, also where edges join blocks
+                bias = bias[edge] if graph.block_size == 1 else call.score_bias(call.query, call.key, graph)
         return attach_local_expectation(
             out, call.query, call.key, call.value, choice.probability, graph, probes, chance, bias=bias,
             probe_bias=probe_bias, forced=forced, scale=call.scale, exploration=choice.exploration, prob=prob,
