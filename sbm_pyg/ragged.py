@@ -256,7 +256,7 @@ def resolve_ptr(
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
     total = checks.integer("total", total, 0, "It is the number of tokens.")
-    if not torch.compiler.is_compiling() and total == checks.INT64:
+    if ptr is None and batch is None and not torch.compiler.is_compiling() and total == checks.INT64:
         raise ValueError("Expected 'total' below 2**63 - 1 (got more). It is the number of tokens.")
     if device is not None and not isinstance(device, torch.device):
         device = checks.device(device)
