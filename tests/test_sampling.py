@@ -249,6 +249,16 @@ def test_some_heads_alone_draw_the_edges_of_these_heads(draw: Any, method: str) 
     assert not same(draw(y[1:3], z[1:3], *ptr, ids, *more), found)
 
 
+def test_rates_and_memberships_of_any_layout_draw_the_same_edges(way: str) -> None:
+    """Also where rows are views into columns of another tensor."""
+    generator = torch.Generator().manual_seed(0)
+    rate, member = (torch.rand(1, 5, 200, generator=generator).mul(0.3).mT for _ in range(2))
+    ptr, ids = torch.tensor([0, 80, 200]), torch.arange(2)
+    found = ops.sample_sbm(rate, member, ptr, ptr, ids, 1, "bernoulli")
+    plain = ops.sample_sbm(rate.contiguous(), member.contiguous(), ptr, ptr, ids, 1, "bernoulli")
+    assert all(map(torch.equal, found, plain))
+
+
 def test_the_rows_mix_all_ways() -> None:
     """Dense and sparse queries in one graph, as large as the default thresholds need; marginals by degree."""
     keys, blocks = 4000, 40

@@ -289,6 +289,7 @@ def sample_sbm(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     reference_sampling.check_keys(int(key_ptr[-1]))
+    rate = rate.contiguous()  # rows are read through pointers
     heads, queries, blocks = rate.shape
     dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32
     rates = rate.detach().to(dtype).reshape(heads * queries, blocks).numpy()
