@@ -299,12 +299,11 @@ def _pass_through(out: Tensor) -> Tensor:
 
 def _weighted(
     effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], rowptrs: tuple[Tensor, Tensor], chance: Tensor,
-    forced: Tensor | None, exploration: float, factor: float,
+    forced: Tensor | None, exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the probabilities of edges and of probes, times a factor, from their effects."""
+    """Gradients of the probabilities of edges and of probes, from their effects."""
     edges = weigh_effect(effects[0], probs[0], rowptrs[0], chance, forced, exploration, False)
-    probes = weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
-    return (edges, probes) if factor == 1 else (edges * factor, probes * factor)
+    return edges, weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
 
 
 class LocalExpectation(torch.autograd.Function):
@@ -332,16 +331,16 @@ class LocalExpectation(torch.autograd.Function):
         rate, member, prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
         scale, exploration, factor = ctx.options
         grad = grad.contiguous()  # which attention below needs as well
+        scaled = grad if factor == 1 else grad * factor  # effects are linear in it
         rows, probe_rows = attention[3:5], attention[6:8]
         need = ctx.needs_input_grad[1:5]
         grads: list[Tensor | None] = [None] * 4
         if rate is None:
-            effects = edge_effect(grad, *attention, scale, None, None, None, 0.0)
+            effects = edge_effect(scaled, *attention, scale, None, None, None, 0.0)
             rowptrs = rows[0], probe_rows[0]
-            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration, factor)
+            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
         else:
-            effects = edge_effect(grad, *attention, scale, rate, member, chance, exploration)
-            effect, probe_effect = effects if factor == 1 else (each * factor for each in effects)
+            effect, probe_effect = edge_effect(scaled, *attention, scale, rate, member, chance, exploration)
             effect = effect if forced is None else effect.masked_fill_(forced, 0)
             one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
             two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
@@ -370,7 +369,8 @@ class BlockExpectation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
         *layout, exploration, factor = ctx.options
-        effects = block_effect(grad.contiguous(), *attention, *layout)
+        scaled = grad if factor == 1 else grad * factor  # effects are linear in it
+        effects = block_effect(scaled.contiguous(), *attention, *layout)
         rowptrs = attention[3], attention[6]
-        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration, factor)
+        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
         return grad, *found, *[None] * 18
