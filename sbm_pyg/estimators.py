@@ -38,10 +38,9 @@ from torch import Tensor
 from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
-from .ops.reference.random_words import WORD_MASK, chosen
 from .ops.reference.segments import allowed_keys, segment_log_softmax, segments, upcast
 from .ops.values import can_read, require_values
-from .ragged import Tokens, check_record, count_positions, draw_seed, resolve_sequence_ids
+from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, min_probability
 from .sources.learned import LearnedSource, sample_rows, sample_sequences
 
@@ -228,9 +227,11 @@ class Local(Estimator):
                 f"Expected 'estimator' other than {type(self).__name__} with a source that selects edges by rank (got "
                 "edges that were not drawn independently). Take 'imitate', or a source that samples."
             )
-        graph, bias, forced = choice.graph, call.bias, choice.forced
-        kept = None if self.rows == 1 else _sample_queries(graph.blocks, self.rows, call.seed, call.sequence_ids)
-        ids = call.sequence_ids
+        graph, bias, forced, ids, kept = choice.graph, call.bias, choice.forced, call.sequence_ids, None
+        if self.rows < 1:
+            ptr = graph.blocks.query_ptr
+            number = resolve_sequence_ids(ids, graph.num_sequences, ptr.device)
+            kept = ops.sample_queries(ptr, number, graph.blocks.num_queries, self.rows, draw_seed(call.seed))
         probes, chance = draw_probes(graph, self.probes, seed=call.seed, sequence_ids=ids, queries=kept)
         probes = call.limit(probes)
         if kept is not None:
@@ -406,14 +407,6 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
     gate = probability.gate(graph)
     ops.checks.forced(forced, graph.col)
     return gate if forced is None else torch.where(forced, gate.detach(), gate)
-
-
-def _sample_queries(blocks: AttentionGraph, part: float, seed: int, sequence_ids: Tensor | None) -> Tensor:
-    """A random part of the queries, ``[N]`` bool, that depends in each sequence on its number alone."""
-    ptr = blocks.query_ptr
-    ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, ptr.device)
-    ids = torch.repeat_interleave(ids & WORD_MASK, ptr.diff(), output_size=blocks.num_queries)
-    return chosen(part, count_positions(ptr, blocks.num_queries), ids, seed)
 
 
 def draw_probes(

@@ -446,10 +446,10 @@ class CompressedRows:
         """
         rows = kept.repeat(self.heads)
         degree = self.rowptr.diff() * rows
-        if torch.compiler.is_compiling():  # which must not know how many there are
-            edge = unmerged(rows[self.edge_row]).nonzero().flatten()
-        else:
+        if can_read(degree):
             edge = runs(self.rowptr[:-1], degree)
+        else:  # how many there are is unknown
+            edge = unmerged(rows[self.edge_row]).nonzero().flatten()
         return self._with(offsets(degree), self.col[edge], self.heads), edge
 
     def causal(self) -> Self:

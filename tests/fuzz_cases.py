@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, ops, sample_edges
-from sbm_pyg.ops.reference import effects, reach, validate
+from sbm_pyg.ops.reference import effects, reach, systematic, validate
 from sbm_pyg.sources import patterns
 
 
@@ -432,6 +432,18 @@ def _sample_sbm(d: Draw) -> Case:
 
     arguments |= {"exploration": d.choice((0.0, 0.0, 0.2)), "clamp": d.random() < 0.5, "is_causal": d.random() < 0.3}
     return Case(ops.sample_sbm, arguments, check, unchecked=("query_ptr", "key_ptr"))
+
+
+@case("ops.sample_queries")
+def _sample_queries(d: Draw) -> Case:
+    sbm = d.sbm()
+    arguments: dict[str, Any] = {"query_ptr": sbm.query_ptr, "sequence_ids": d.whole(9, sbm.num_sequences)}
+    arguments |= {"num_queries": sbm.num_queries, "part": d.random(), "seed": d.getrandbits(60)}
+
+    def check(result: Any, **given: Any) -> None:
+        expect(torch.equal(result, systematic.sample_queries(**given)), "other queries")
+
+    return Case(ops.sample_queries, arguments, check, unchecked=("query_ptr",))
 
 
 @case("ops.sample_systematic")

@@ -26,7 +26,6 @@ from sbm_pyg.estimators import (
 )
 from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import effects as reference_effects
-from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.sources import patterns
 
@@ -735,8 +734,11 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
 @pytest.mark.parametrize("part", [0.1, 0.25, 0.9])
 def test_queries_are_chosen_with_their_probability(part: float) -> None:
     """Singly, in pairs of neighbours, in pairs of sequences, and over seeds; within five standard deviations."""
-    number, group = torch.arange(4_000), torch.arange(50)[:, None]
-    first, second = (random_words.chosen(part, number, group, seed).double() for seed in (1, 2**63 + 12345))
+    ptr, ids, seeds = torch.arange(51) * 4_000, torch.arange(50), (1, 2**62 + 12345)
+    drawn = [ops.sample_queries(ptr, ids, 200_000, part, seed) for seed in seeds]
+    for found, seed in zip(drawn, seeds, strict=True):
+        assert torch.equal(found, reference_systematic.sample_queries(ptr, ids, 200_000, part, seed))
+    first, second = (found.view(50, 4_000).double() for found in drawn)
     both = {
         "one": first, "neighbours": first[:, 1:] * first[:, :-1], "sequences": first[1:] * first[:-1],
         "distant": first[:, 64:] * first[:, :-64], "seeds": first * second,
@@ -746,6 +748,8 @@ def test_queries_are_chosen_with_their_probability(part: float) -> None:
         assert abs(float(found.mean()) - chance) < 5 * (chance * (1 - chance) / found.numel()) ** 0.5, name
     by_row = first.mean(0)
     assert float((by_row - part).square().mean()) == pytest.approx(part * (1 - part) / 50, rel=0.1)
+    alone = ops.sample_queries(torch.tensor([0, 3, 3_000]), torch.tensor([99, 7 + (5 << 32)]), 3_000, part, 1)
+    assert torch.equal(alone[3:], first[7, :2_997].bool())
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

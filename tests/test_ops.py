@@ -738,6 +738,9 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
         (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
         (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
+        (lambda: ops.sample_queries(ptr, sequence_ids, 5, 1.5, 0), r"Expected 'part' in \[0, 1\]"),
+        (lambda: ops.sample_queries(ptr, sequence_ids, 4, 0.5, 0), "Expected 'query_ptr' to "),
+        (lambda: ops.sample_queries(ptr, sequence_ids[:0], 5, 0.5, 0), r"Expected 'sequence_ids' to be \[B\]"),
         (
             lambda: ops.sample_systematic(chance, ptr, ptr, sequence_ids.to("meta"), 2, 0),
             r"Expected 'sequence_ids' on cpu, as 'chance' is \(got meta\)",
@@ -1048,6 +1051,7 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
+        "sample_queries": (ptr, torch.tensor([0]), 3, 0.5, 5),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }
 

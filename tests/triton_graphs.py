@@ -17,6 +17,7 @@ from triton_contract import MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contra
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, ops
+from sbm_pyg.estimators import Local
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import sampling as reference_sampling
@@ -89,6 +90,12 @@ def test_entmax_in_half_precision(dtype: torch.dtype) -> None:
 test_probes = contract(
     test_estimators.test_systematic_samples_are_those_of_the_reference, (0.3, torch.float64), (7.0, torch.float32)
 )
+
+
+@pytest.mark.parametrize("seed", [3, -1, 2**40 + 5, 2**63 - 1])
+def test_queries_are_those_of_the_reference(seed: int) -> None:
+    given = (torch.tensor([0, 9, 9, 300]), torch.tensor([7, 2**32 - 1, 5 + (3 << 32)]), 300, 0.3, seed)
+    assert torch.equal(ops.sample_queries(*given), reference_systematic.sample_queries(*given))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -342,11 +349,19 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     assert kernels.waits == waits
 
 
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 155), (True, 159)])
-def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels: Kernels) -> None:
-    """Of the default layer. Most are for projections and their gradients."""
+def layer(rows: float = 1, **options: Any) -> tuple[SBMAttentionConv, torch.Tensor]:
+    """The default layer, or one whose probabilities get the gradients of all queries, and its input."""
     torch.manual_seed(0)
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal), torch.randn(14, 8, requires_grad=True)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, estimator=Local(rows=rows), **options)
+    return conv, torch.randn(14, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize("rows", [1, 0.25])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 155), (True, 159)])
+def test_a_training_step_takes_few_launches(is_causal: bool, most: int, rows: float, kernels: Kernels) -> None:
+    """Of the default layer, whose rows are 0.25, and with all rows. Most are for projections and their gradients."""
+    conv, x = layer(rows, is_causal=is_causal)
+    more = 0 if rows == 1 else 28
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
@@ -365,21 +380,21 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, kernels:
     assert kernels.started == [
         *sampling,
         "_edge_attention_kernel",
+        *(["_sample_queries_kernel"] if more else []),
         "_start_kernel",
         "_step_kernel",
         *effects,
         *BACKWARD,
     ]
-    assert kernels.launches - launches <= most
-    assert kernels.launches - launches - (kernels.allocations - allocations) <= 134
-    assert kernels.waits - waits <= 3
+    assert kernels.launches - launches <= most + more
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 134 + more
+    assert kernels.waits - waits <= (4 if more else 3)
 
 
 def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the default layer: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
+    """With all rows: eight kernels unite rows, and pieces are counted for both sides of edges and of probes."""
     monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 8)
-    torch.manual_seed(0)
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=4), torch.randn(14, 8, requires_grad=True)
+    conv, x = layer()
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
@@ -394,9 +409,8 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
-    torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, is_causal=is_causal, block_size=2)
-    x, ptr, grad = torch.randn(14, 8, requires_grad=True), torch.tensor([0, 5, 14]), torch.randn(14, 8)
+    conv, x = layer(is_causal=is_causal, block_size=2)
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert [name for name in kernels.started if name.startswith("_block")] == [
@@ -433,9 +447,8 @@ def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, mon
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels
 ) -> None:
-    torch.manual_seed(0)
-    conv, ptr = SBMAttentionConv(8, 4, heads=2, num_blocks=4, **option), torch.tensor([0, 5, 14])
-    x, grad = torch.randn(14, 8, requires_grad=True), torch.randn(14, 8)
+    conv, x = layer(**option)
+    ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, waited = kernels.launches, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert kernels.launches - launches <= most

@@ -101,7 +101,8 @@ def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "segment_entmax, backward": lambda: cuda_entmax.segment_entmax_backward(x, x, rows, alpha, True),
     }
     return with_long_rows(over_rows) | {
-        "sample_systematic": lambda: cuda_systematic.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True)
+        "sample_queries": lambda: cuda_systematic.sample_queries(rows, rows[:1], length, 0.5, 1),
+        "sample_systematic": lambda: cuda_systematic.sample_systematic(x[0, :0], ptr, ptr, rows[:1], 2, 1, True),
     }
 
 

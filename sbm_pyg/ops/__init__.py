@@ -34,6 +34,7 @@ __all__ = [
     "invalid_row",
     "local_expectation",
     "reach_dot",
+    "sample_queries",
     "sample_sbm",
     "sample_systematic",
     "segment_entmax",
@@ -769,6 +770,30 @@ def sample_sbm(
     checks.not_captured(rate.device)
     more = (checks.seed(seed), method, exploration, clamp, is_causal)
     return schemas.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
+
+
+def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
+    """A random part of the queries, each independently with the same probability.
+
+    What is drawn for a sequence depends on its number and the seed alone: it is the same in every batch, and for all
+    heads. Cost O(N).
+
+    Args:
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        sequence_ids: Number of each sequence, ``[B]`` int64; its lower 32 bits count.
+        num_queries: Number of queries N.
+        part: Probability of a query, in [0, 1].
+        seed: 64-bit seed.
+
+    Returns:
+        True for the queries that are drawn, ``[N]`` bool.
+    """
+    num_queries = checks.integer("num_queries", num_queries, 0, "It is the number of queries.")
+    checks.number("part", part, "[0, 1]", "It is the probability of a query.")
+    checks.tensors(query_ptr=query_ptr, sequence_ids=sequence_ids)
+    _check_sequences(("query_ptr", query_ptr), (num_queries, None), query_ptr, query_ptr, sequence_ids)
+    checks.memory("num_queries", num_queries, 32, query_ptr.device, "Take shorter sequences.", "queries")
+    return schemas.sample_queries(query_ptr, sequence_ids, num_queries, float(part), checks.seed(seed))
 
 
 def sample_systematic(

@@ -133,6 +133,10 @@ def _fake_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, T
     return torch.empty_like(rowptr), rowptr.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
+def _fake_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
+    return query_ptr.new_empty(num_queries, dtype=torch.bool)
+
+
 def _fake_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -164,6 +168,7 @@ segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.emp
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
 entmax_support = _declare("entmax_support", _fake_support, "entmax")
 sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
+sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
 reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
 reach_dot_backward = _declare("reach_dot_backward", _fake_reach_backward, "reach", ("cpu",))

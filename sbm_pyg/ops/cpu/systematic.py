@@ -1,7 +1,7 @@
 """Keys at equal distances from a random start, on the CPU: a row costs one random word, and a key one multiplication.
 
 In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`. Not here: graphs of a block model
-(:mod:`.sampling`).
+(:mod:`.sampling`); queries, which plain torch samples in a few microseconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ..reference.random_words import SYSTEMATIC, split_ids
 from .draws import philox_once
 from .sampling import even_ranges
 from .threads import numba_kernel, run, task_count
+
+sample_queries = reference_systematic.sample_queries
 
 STEPS_PER_WORD = 128
 """Products of two numbers that take as long as a random word."""

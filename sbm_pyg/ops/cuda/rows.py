@@ -37,7 +37,7 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 UNSPECIALISED = (
     "block_size", "count", "exploration", "gap_cost", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
     "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments",
-    "sequences", "side", "writing",
+    "sequences", "side", "start_word", "writing",
 )  # fmt: skip
 triton_kernel = triton.jit(do_not_specialize=UNSPECIALISED)
 
@@ -312,9 +312,15 @@ def keeps_edges(query_word, key_words, ends, there, least):
 @triton.jit
 def keeps_words(word, least):
     """True for the words, of a query xor a key, that keep their edge."""
+    return mix_words(word) >= least
+
+
+@triton.jit
+def mix_words(word):
+    """A permutation of 32-bit words in which each bit depends on all, as int64."""
     word = tl.mul(word ^ word >> 16, _MIX_FIRST, sanitize_overflow=False)
     word = tl.mul(word ^ word >> 15, _MIX_SECOND, sanitize_overflow=False)
-    return (word ^ word >> 16).to(tl.int64) >= least
+    return (word ^ word >> 16).to(tl.int64)
 
 
 @triton_kernel

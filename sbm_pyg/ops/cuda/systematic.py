@@ -1,7 +1,7 @@
-"""Keys at equal distances from a random start, for CUDA devices, in Triton.
+"""Random queries, and keys at equal distances from a random start, for CUDA devices, in Triton.
 
-In and out: the tensors of ``sample_systematic`` in :mod:`sbm_pyg.ops`, on one device. Not here: graphs of a block
-model (:mod:`.sampling`).
+In and out: the tensors of ``sample_queries`` and ``sample_systematic`` in :mod:`sbm_pyg.ops`, on one device. Not here:
+graphs of a block model (:mod:`.sampling`).
 
 One kernel draws a word for each row and counts its keys; the counts are summed up; another kernel writes the keys.
 Arithmetic is in float64 and keeps its order. Multiplications and additions are not fused, for that would round once
@@ -17,22 +17,51 @@ from torch import Tensor
 
 from ..reference import random_words
 from ..reference import sampling as reference_sampling
-from .rows import launch, row_span, triton_kernel
+from .rows import launch, mix_words, row_span, triton_kernel
 
-_PURPOSE_SYSTEMATIC = tl.constexpr(random_words.SYSTEMATIC)
+_PURPOSE_SYSTEMATIC, _QUERY_STEP = tl.constexpr(random_words.SYSTEMATIC), tl.constexpr(random_words.QUERY_STEP)
 ROWS_PER_PROGRAM, KEYS_PER_PROGRAM = 128, 64
 
 
 @triton.jit
-def _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
-    """Sequence of queries, or of one, their positions, the keys they may attend to, and the probability of each key."""
+def _find_sequences(query_ptr, query, sequences):
+    """Sequence of queries, or of one, and their positions."""
     low, high, size = query * 0, query * 0 + sequences, sequences
     while size > 0:
         middle, some = (low + high) // 2, high - low > 1
         below = some & (tl.load(query_ptr + middle, mask=some, other=0) <= query)
         low, high = tl.where(below, middle, low), tl.where(some & (below == 0), middle, high)
         size //= 2
-    position = query - tl.load(query_ptr + low)
+    return low, query - tl.load(query_ptr + low)
+
+
+@triton_kernel
+def _sample_queries_kernel(
+    query_ptr, sequence_ids, kept, queries: tl.int64, sequences: tl.int64, start_word: tl.int64, least: tl.int64,
+    ROWS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """True for the queries whose word is small; see :func:`.random_words.query_words`."""
+    query = tl.program_id(0).to(tl.int64) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
+    sequence, position = _find_sequences(query_ptr, query, sequences)
+    step = tl.mul(tl.load(sequence_ids + sequence).to(tl.uint32), _QUERY_STEP, sanitize_overflow=False)
+    word = (step.to(tl.int64) + position + start_word).to(tl.uint32)
+    tl.store(kept + query, mix_words(word) < least, mask=query < queries)
+
+
+def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
+    kept = query_ptr.new_empty(num_queries, dtype=torch.bool)
+    launch(
+        _sample_queries_kernel, triton.cdiv(num_queries, ROWS_PER_PROGRAM), query_ptr.contiguous(),
+        sequence_ids.contiguous(), kept, num_queries, query_ptr.numel() - 1, random_words.query_start(seed),
+        round(part * 2**32), ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
+    )  # fmt: skip
+    return kept
+
+
+@triton.jit
+def _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
+    """Sequence of queries, or of one, their positions, the keys they may attend to, and the probability of each key."""
+    low, position = _find_sequences(query_ptr, query, sequences)
     allowed = tl.load(key_ptr + low + 1) - tl.load(key_ptr + low)
     if CAUSAL:
         allowed = tl.minimum(allowed, position + 1)

@@ -13,7 +13,9 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
-"""Factors of the permutation of words by which dropout decides."""
+"""Factors of the permutation of words by which dropout decides, and by which queries are sampled."""
+QUERY_STEP = _WEYL[0]
+"""Distance of two sequences in the words by which queries are sampled."""
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
 BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
@@ -80,16 +82,14 @@ def _mixed(word: Tensor) -> Tensor:
     return word ^ word >> 16
 
 
-def chosen(part: float, number: Tensor, group: Tensor, seed: int) -> Tensor:
-    """Whether each number of a group is chosen, bool: independently, with probability ``part``.
+def query_words(position: Tensor, sequence_id: Tensor, seed: int) -> Tensor:
+    """A random word for each position of a sequence, int64, by their numbers in ``0 .. 2**32-1``, which broadcast."""
+    return _mixed((sequence_id * QUERY_STEP + position + query_start(seed)) & WORD_MASK)
 
-    Args:
-        part: Probability, in [0, 1].
-        number, group: Integers in ``0 .. 2**32-1`` that broadcast, int64.
-        seed: 64 bits.
-    """
-    start = seed * 0x9E3779B97F4A7C15 >> 32 & WORD_MASK
-    return _mixed((group * _WEYL[0] + number + start) & WORD_MASK) < round(part * 2**32)
+
+def query_start(seed: int) -> int:
+    """What :func:`query_words` adds to all positions, 32 bits."""
+    return seed * 0x9E3779B97F4A7C15 >> 32 & WORD_MASK
 
 
 def dropout_words(

@@ -1,6 +1,6 @@
-"""Probes at equal distances in plain torch: the reference of ``sample_systematic``.
+"""Queries, and probes at equal distances, in plain torch: reference of ``sample_queries`` and ``sample_systematic``.
 
-In and out: the tensors of :func:`sbm_pyg.ops.sample_systematic`.
+In and out: the tensors of these functions in :mod:`sbm_pyg.ops`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .random_words import SYSTEMATIC, philox, split_ids
+from .random_words import SYSTEMATIC, philox, query_words, split_ids
 from .sampling import check_keys
 from .segments import allowed_keys, edge_row
+
+
+def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
+    shift = torch.stack([split_ids(sequence_ids)[0], query_ptr[:-1]])
+    sequence_id, first = torch.repeat_interleave(shift, query_ptr.diff(), dim=1, output_size=num_queries)
+    position = torch.arange(num_queries, device=query_ptr.device) - first
+    return query_words(position, sequence_id, seed) < round(part * 2**32)
 
 
 def cut_chance(chance: Tensor) -> Tensor:
