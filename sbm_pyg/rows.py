@@ -446,10 +446,8 @@ class CompressedRows:
         """
         rows = kept.repeat(self.heads)
         degree = self.rowptr.diff() * rows
-        if can_read(degree):
-            edge = runs(self.rowptr[:-1], degree)
-        else:  # how many there are is unknown
-            edge = unmerged(rows[self.edge_row]).nonzero().flatten()
+        known = can_read(degree)  # otherwise how many edges there are is unknown
+        edge = runs(self.rowptr[:-1], degree) if known else unmerged(rows[self.edge_row]).nonzero().flatten()
         return self._with(offsets(degree), self.col[edge], self.heads), edge
 
     def causal(self) -> Self:
