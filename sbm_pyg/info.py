@@ -16,15 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
 import torch
 import torch_geometric.typing
-from numba.core import config as numba_config
 from tqdm import auto
 
 from . import __version__, ops
-from .ops import cuda
-from .ops.cpu import amx, threads
+from .ops import cpu, cuda
+from .ops.cpu import threads
 from .ops.reference import edges as reference_edges
 from .ops.reference import sampling as reference_sampling
 
@@ -59,11 +57,9 @@ def collect(test: bool = True) -> dict[str, Any]:
         },
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "kernels": {
-            "cpu": "numba",
+            "cpu": "numba" if cpu.INSTALLED else "plain torch",
             "cuda": "triton" if cuda.installed() else "plain torch",
-            "processor": getattr(numba_config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name(),
-            "instructions": _instructions(),
-            "tiles": amx.AVAILABLE,
+            **_processor(),
         },
         "threads": {
             "torch": torch.get_num_threads(),
@@ -149,14 +145,23 @@ def _torch_sparse() -> str | None:
     return _version("torch-sparse") if torch_geometric.typing.WITH_TORCH_SPARSE else None
 
 
-def _instructions() -> str:
-    """The widest vector instructions that numba compiles for."""
-    chosen = getattr(numba_config, "CPU_FEATURES", None)
+def _processor() -> dict[str, Any]:
+    """What numba compiles for; without it the machine that Python names, and nothing more."""
+    if not cpu.INSTALLED:
+        return {"processor": platform.machine(), "instructions": "unknown", "tiles": False}
+    import llvmlite.binding
+    from numba.core import config
+
+    from .ops.cpu import amx
+
+    chosen = getattr(config, "CPU_FEATURES", None)
     if chosen is not None:
         known = {name[1:] for name in chosen.split(",") if name.startswith("+")}
     else:
         known = {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
-    return next((name for name in VECTORS if name in known), "scalar")
+    name = getattr(config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name()
+    widest = next((name for name in VECTORS if name in known), "scalar")
+    return {"processor": name, "instructions": widest, "tiles": amx.AVAILABLE}
 
 
 def _caches() -> dict[str, Any]:
@@ -198,7 +203,8 @@ def _text(info: dict[str, Any]) -> str:
         "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a folder that only you "
         "can write to (the cache holds pickles, which run code when they are loaded)"
     )
-    section("compiled kernels", folders or {"no cache": nowhere})
+    if info["kernels"]["cpu"] == "numba":
+        section("compiled kernels", folders or {"no cache": nowhere})
     if tested is not None:
         rows = {}
         for device, row in ((device, row) for device, row in tested.items() if isinstance(row, dict)):

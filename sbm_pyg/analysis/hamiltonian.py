@@ -19,10 +19,10 @@ from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
-from numba.core.event import TimingListener, install_listener
 
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
+from ..ops.cpu.threads import compilation
 from ..ops.values import require_values
 from ..ragged import draw_seed
 from .walks import Array, breadth_first, match, merge_cycles, parts_without, rotate, topological_order
@@ -231,9 +231,9 @@ def check_time_limit(time_limit: float) -> float:
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
     """Yield a function that returns the seconds since the start, without the compilation of kernels."""
-    start, compiling = time.perf_counter(), TimingListener()
-    with install_listener("numba:compile", compiling):
-        yield lambda: time.perf_counter() - start - (compiling.duration if compiling.done else 0.0)
+    start = time.perf_counter()
+    with compilation() as compiling:
+        yield lambda: time.perf_counter() - start - compiling()
 
 
 def first_few(tokens: Sequence[int], count: int = 8) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cuda, flops
+from . import cpu, cuda, flops
 
 
 def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def _declare(name: str, fake: Callable[..., Any], file: str, kernels: tuple[str,
     given = [each for each in signature(reference).parameters.values() if each.kind is not Parameter.KEYWORD_ONLY]
     reference.__signature__ = signature(reference).replace(parameters=given)
     op = torch.library.custom_op(f"sbm_pyg::{name}", reference, mutates_args=())
-    kernel = getattr(import_module(f".cpu.{file}", __package__), name)  # every op has one
+    kernel = getattr(import_module(f".{'cpu' if cpu.INSTALLED else 'reference'}.{file}", __package__), name)
     op.register_kernel("cpu")(_as_given(kernel))
     op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
     if "cuda" in kernels:

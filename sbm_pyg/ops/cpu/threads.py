@@ -29,8 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
-from numba.core import event
+
+from . import INSTALLED
+
+if INSTALLED:
+    from numba import njit
+    from numba.core import event
 
 __all__ = ["flushed_subnormals", "on_each"]
 
@@ -59,7 +63,10 @@ def numba_kernel(function: Callable, reorder: bool = False) -> Callable:
     A sum keeps its order (:func:`.simd.exp` needs that) unless ``reorder`` lets the compiler take several terms at a
     time. If the cache folder cannot be written, each process compiles once. A kernel is compiled again after any file
     has changed that its code or its constants can come from; numba by itself compares the file of the kernel alone.
+    Without numba the function is returned as it is.
     """
+    if not INSTALLED:
+        return function
     options: dict[str, Any] = {
         "nogil": True,
         "boundscheck": False,
@@ -217,25 +224,38 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Announcer(event.Listener):
-    """Logs compilations: one warning in a process, and the name of each kernel."""
-
-    announced = False
-
-    def on_start(self, event):
-        numba_kernel = event.data["dispatcher"]
-        if numba_kernel not in _kernels:
-            return
-        if not self.announced:
-            self.announced = True
-            folder = getattr(numba_kernel._cache, "cache_path", None)
-            kept = "in every process anew, as no folder can be written to" if folder is None else f"once, into {folder}"
-            log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)
-        log.info("compiling %s", numba_kernel.__name__)
-
-    def on_end(self, event):
-        pass
+@contextlib.contextmanager
+def compilation() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds for which kernels have been compiled since the start."""
+    if not INSTALLED:
+        yield lambda: 0.0
+        return
+    found = event.TimingListener()
+    with event.install_listener("numba:compile", found):
+        yield lambda: found.duration if found.done else 0.0
 
 
-_announcer = _Announcer()
-event.register("numba:compile", _announcer)
+if INSTALLED:
+
+    class _Announcer(event.Listener):
+        """Logs compilations: one warning in a process, and the name of each kernel."""
+
+        announced = False
+
+        def on_start(self, event):
+            numba_kernel = event.data["dispatcher"]
+            if numba_kernel not in _kernels:
+                return
+            if not self.announced:
+                self.announced = True
+                folder = getattr(numba_kernel._cache, "cache_path", None)
+                anew = "in every process anew, as no folder can be written to"
+                kept = anew if folder is None else f"once, into {folder}"
+                log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)
+            log.info("compiling %s", numba_kernel.__name__)
+
+        def on_end(self, event):
+            pass
+
+    _announcer = _Announcer()
+    event.register("numba:compile", _announcer)
