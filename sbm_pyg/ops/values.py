@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 
 __all__ = ["can_read", "can_read_without_sync", "is_batched", "is_capturing", "require_unbatched", "require_values"]
@@ -28,22 +28,35 @@ def is_batched(x: Tensor) -> bool:
     return False
 
 
+def is_plain(x: Tensor) -> bool:
+    """True if a tensor is no subclass but a parameter, and no mode and no transform of torch is active.
+
+    It answers in a microsecond what the questions below otherwise take twenty for.
+    """
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and TracingContext.try_get() is None
+    )
+
+
 def can_read(x: Tensor) -> bool:
     """True if the values of a tensor can be read.
 
     They cannot in compiled code, nor of meta and fake tensors, of any tensor where new ones are fake, and of tensors of
     :func:`torch.vmap`.
     """
-    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x) or detect_fake_mode() or is_batched(x))
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return is_plain(x) or not (is_fake(x) or detect_fake_mode() or is_batched(x))
 
 
 def can_read_without_sync(*given: Tensor) -> bool:
     """True if the values of tensors can be read without waiting for a device."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.device.type == "cpu" and not is_batched(x) for x in given)
-        and not detect_fake_mode(given)
-    )
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in given):
+        return False
+    return all(map(is_plain, given)) or not (any(map(is_batched, given)) or detect_fake_mode(given))
 
 
 def require_unbatched(**given: Tensor | None) -> None:
