@@ -300,7 +300,8 @@ class AttentionConv(EdgeAttention):
                 choice = choice.stored()
         unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=self._dense_bias)
         if unstored is not None:
-            out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, type(self.estimator).__name__)
+            whose, is_needed = type(self.estimator).__name__, self.estimator.needs_loss
+            out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, whose, is_needed)
             return self._pack_outputs(out, choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         choice = limit(estimator.prepare(choice, self.training))
@@ -314,7 +315,8 @@ class AttentionConv(EdgeAttention):
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
         loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
-        out = self.auxiliary_losses.add(out, loss, type(self.estimator).__name__)
+        is_needed = dense_loss is None or self.estimator.needs_loss
+        out = self.auxiliary_losses.add(out, loss, type(self.estimator).__name__, is_needed)
         return self._pack_outputs(out, choice, weights, returns)
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:

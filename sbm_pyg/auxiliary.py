@@ -6,6 +6,7 @@ the losses themselves (``estimators``, ``dcmm``).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,9 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
     sequences, like the losses of most tasks, so gradient accumulation, several processes and
     :class:`torch.amp.GradScaler` treat both alike.
 
-    A backward pass through such a layer raises RuntimeError if its loss was not taken by this function.
+    A backward pass through such a layer raises RuntimeError if its loss was not taken by this function. Other
+    estimators have a loss only while the target density is 1, and then a backward pass without it warns: attention
+    trains, and its source does not.
 
     Args:
         model: Module whose submodules are searched.
@@ -60,33 +63,40 @@ class AuxiliaryLosses:
     """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them.
 
     A loss lives as long as the output of its call, whose backward pass checks that it was taken. Copies and pickles of
-    the module start without losses.
+    the module start without losses, and join later ones as the module does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float | None = None, scaled: bool = False) -> None:
         self.calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
         self.count = 0
         self.compiled: Tensor | None = None
-        self.weight: float | None = None
+        self.weight = weight
         """Weight with which losses join the backward pass of their calls. None: :func:`auxiliary_loss` takes them."""
-        self.scaled = False
+        self.scaled = scaled
         """Whether the weight follows a GradScaler."""
         self.passes = 0
         """Calls that had a loss, since it was set to 0."""
 
-    def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[()]]:
-        return AuxiliaryLosses, ()
+    def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[float | None, bool]]:
+        return AuxiliaryLosses, (self.weight, self.scaled)
 
-    def add(self, out: Tensor, loss: Tensor | None, whose: str) -> Tensor:
-        """Store the loss of a call and return its output. ``whose`` names the module in errors."""
+    def add(self, out: Tensor, loss: Tensor | None, whose: str, is_needed: bool = True) -> Tensor:
+        """Store the loss of a call and return its output.
+
+        Args:
+            out: The output.
+            loss: The loss, or None.
+            whose: Name of the module in errors.
+            is_needed: Whether a backward pass raises an error if the loss was not taken; otherwise it warns.
+        """
         if loss is None:
             return out
         if self.weight is not None:
             return self._join(out, loss)
         if torch.compiler.is_compiling():  # its backward pass cannot check the loss
-            self.compiled = loss if self.compiled is None else self.compiled + loss
+            self.compiled = loss if self.compiled is None or not is_needed else self.compiled + loss
             return out
-        call = _Call(loss, whose)
+        call = _Call(loss, whose, is_needed)
         if not in_backward():  # a repeated call of checkpointing: the first call stored its loss
             self.count += 1
             self.calls[self.count] = call
@@ -133,9 +143,9 @@ class _Join(torch.autograd.Function):
 class _Call:
     """The auxiliary loss of one call; None after it was taken."""
 
-    def __init__(self, loss: Tensor, whose: str) -> None:
+    def __init__(self, loss: Tensor, whose: str, is_needed: bool) -> None:
         self.loss: Tensor | None = loss
-        self.whose = whose
+        self.whose, self.is_needed = whose, is_needed
 
     def take(self) -> Tensor:
         loss, self.loss = self.loss, None
@@ -144,7 +154,7 @@ class _Call:
 
 
 class _Reminder(torch.autograd.Function):
-    """Identity whose backward pass raises an error if the auxiliary loss of the call was not taken."""
+    """Identity whose backward pass raises an error, or warns, if the auxiliary loss of the call was not taken."""
 
     @staticmethod
     def forward(out: Tensor, call: _Call) -> Tensor:
@@ -156,11 +166,18 @@ class _Reminder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.call.loss is not None:
+        if ctx.call.loss is not None and ctx.call.is_needed:
             raise RuntimeError(
                 f"Expected the loss to hold the auxiliary loss of {ctx.call.whose} (got a backward pass without it). "
-                "Add it, `loss = task_loss + sbm_pyg.auxiliary_loss(model)`; activation checkpointing needs "
-                "`use_reentrant=False`."
+                "Add it, `loss = task_loss + sbm_pyg.auxiliary_loss(model)`, or train with a Sparsifier, which does; "
+                "activation checkpointing needs `use_reentrant=False`."
+            )
+        if ctx.call.loss is not None:
+            warnings.warn(
+                "Attention is dense (target_density=1), and its graph source learns nothing: no Sparsifier trains it. "
+                "Make one, `Sparsifier(model, density, total_steps)`, or set another target density.",
+                UserWarning,
+                stacklevel=1,
             )
         return grad, None
 

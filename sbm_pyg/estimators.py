@@ -128,6 +128,8 @@ class Estimator:
     """True if the estimator is derived for softmax only."""
     methods: tuple[str, ...] = ops.METHODS
     """Sampling methods for which the estimator is derived."""
+    needs_loss = False
+    """True if training without :func:`~sbm_pyg.auxiliary_loss` is an error also while attention is dense."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
@@ -265,6 +267,7 @@ class Imitate(Estimator):
 
     exploration = None
     softmax_only = True
+    needs_loss = True
 
     def __init__(self, weight: float = 1.0, over: str = "selected") -> None:
         ops.checks.number("weight", weight, "[0, inf)", "It is the weight of the auxiliary loss.")
@@ -292,6 +295,8 @@ class Distill(Local):
         weight: Weight of the distillation loss, in [0, inf).
         probes, rows: As :class:`Local`.
     """
+
+    needs_loss = True
 
     def __init__(self, weight: float = 1.0, probes: float = 16.0, rows: float = 0.25) -> None:
         super().__init__(probes, rows)

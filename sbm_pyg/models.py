@@ -200,7 +200,7 @@ class SequenceEncoder(Pretrained):
         channels: Width of the tokens between layers.
         num_layers: Number of layers L.
         heads: Attention heads per layer H.
-        head_channels: Channels per head C; ``channels // heads`` if None.
+        head_channels: Channels per head C; ``channels // heads`` if None, which ``heads`` has to divide.
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
         max_length: Length of the longest sequence, the number of learned position embeddings.
         dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
@@ -262,7 +262,12 @@ class SequenceEncoder(Pretrained):
             self._options["attention_options"] = dict(attention_options)
         channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
         heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
-        head_channels = channels // heads if head_channels is None else head_channels
+        if head_channels is None:
+            if channels % heads:
+                raise ValueError(
+                    f"Expected 'heads' to divide 'channels' (got {heads} and {channels}). Or pass 'head_channels'."
+                )
+            head_channels = channels // heads
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         if (num_tokens is None) == (in_channels is None):
             raise ValueError(

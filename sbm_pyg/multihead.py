@@ -389,7 +389,9 @@ class SBMMultiheadAttention(nn.Module):
 def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **options: Any) -> list[str]:
     """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
 
-    Make the optimizer afterwards. A :class:`~sbm_pyg.Sparsifier` then makes the model sparse.
+    The outputs stay those of the dense model: the target density of a new block model is 1 unless you pass another. A
+    :class:`~sbm_pyg.Sparsifier` then trains the block models and makes the model sparse. Make the optimizer after this
+    call, because parameters are copied.
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
@@ -414,7 +416,12 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **option
     found = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     if not found or "" in found:
         got = "a layer itself; use `SBMMultiheadAttention.from_torch`" if found else "none"
-        raise ValueError(f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}).")
+        raise ValueError(
+            f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
+            "`sbm_pyg.integrations.hugging_face.replace_attention`."
+        )
+    if num_blocks is not None:
+        options.setdefault("target_density", 1.0)
     for name in found:
         parent, _, child = name.rpartition(".")
         layer = cast(nn.MultiheadAttention, model.get_submodule(name))
@@ -452,7 +459,7 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     if not mask.is_floating_point():
         raise TypeError(
             f"Expected '{name}' to be boolean or floating (got {mask.dtype}). "
-            "Convert it with `.bool()`, True = leave out."
+            "Convert it with `.bool()`, True = leave out; if it is 1 for tokens and 0 for padding, pass `mask == 0`."
         )
     masked = mask == -torch.inf
     known = (masked | (mask == 0)).all()
@@ -461,7 +468,7 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     elif not known:
         raise ValueError(
             f"Expected '{name}' to hold 0 and minus infinity alone (got other values). "
-            "Use the option `score_bias` to add to the scores of edges."
+            "Pass `mask == 0` of a mask with 1 for tokens; use the option `score_bias` to add to the scores of edges."
         )
     return masked
 

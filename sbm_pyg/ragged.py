@@ -283,7 +283,7 @@ def resolve_ptr(
     if ptr.dim() != 1 or ptr.numel() < 2:
         raise ValueError(
             f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). "
-            f"Pass the offsets of the sequences, from 0 to {total}."
+            f"Pass the offsets of the sequences, from 0 to {total}: `ptr` of a PyG batch, not `batch`."
         )
     if ptr.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"Expected '{name}' to be int64 (got {ptr.dtype}). Convert it with `.long()`.")
@@ -369,7 +369,7 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(
             f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). "
-            "Use offsets, not lengths, of all sequences."
+            "Use offsets, not lengths or sequence numbers, of all sequences."
         )
     if not all(map(lt, ends, ends[1:])):
         sequence, (start, end) = next(each for each in enumerate(pairwise(ends)) if each[1][0] >= each[1][1])

@@ -100,7 +100,9 @@ class Sparsifier:
         if not self.sources:
             raise ValueError(
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
-                "SBMAttentionConv. Fixed patterns have none, nor do ranks with a number of keys 'k'."
+                "SBMAttentionConv; `sbm_pyg.replace_attention` does it for models of torch, and that of "
+                "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none, nor do "
+                "ranks with a number of keys 'k'."
             )
         self.every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
         self.density, self.total_steps = density, total_steps
@@ -187,11 +189,14 @@ class Sparsifier:
         """Set the target density of all sources, e.g. for an evaluation, without a change of the schedule.
 
         Args:
-            density: The density in (0, 1]; None: that of the next training step.
+            density: The density in (0, 1]; None: that of the next training step. A trial step is for training mode
+                alone: in evaluation mode attention is dense until training is sparse.
         """
-        density = self.next_density if density is None else density
+        usual = self.density if self.is_sparse else 1.0
         for source, detach in zip(self.sources, self._detach, strict=True):
-            source.target_density = density
+            source.target_density = usual if density is None else density
+            if density is None and self._is_trial:
+                source.trial_density = self.density
             source.detach = detach or not self.is_sparse
 
     @contextmanager
@@ -217,7 +222,7 @@ class Sparsifier:
         return state | {"history": [tuple(map(_none_if_nan, each)) for each in self.history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
+        """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
 
         Raises:
             ValueError: The state lacks a number.
@@ -225,8 +230,11 @@ class Sparsifier:
         missing = [name for name in (*STATE, "history") if name not in state]
         if missing:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
+        dense_steps = self.dense_steps
         for name in STATE:
             setattr(self, name, math.nan if state[name] is None else state[name])
+        was_sparse = self.is_sparse
+        self.dense_steps = min(dense_steps, self.steps) if was_sparse else dense_steps  # sparse models stay so
         self._join_losses()
         self.history = [Loss._make(math.nan if x is None else x for x in each) for each in state["history"]]
         self.set_density()
@@ -238,10 +246,11 @@ class Sparsifier:
         return f"{losses}, {self.steps:,} steps{', sparse' if self.is_sparse else ''}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.sources)} sources, density={self.density}, {self})"
+        sources = f"{len(self.sources)} source{'' if len(self.sources) == 1 else 's'}"
+        return f"{type(self).__name__}({sources}, density={self.density}, {self})"
 
 
-STATE = ("steps", "_dense", "_sparse", "_passes")
+STATE = ("steps", "dense_steps", "_dense", "_sparse", "_passes")
 """Attributes of a state."""
 
 

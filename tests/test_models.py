@@ -291,7 +291,7 @@ def test_constructor_errors() -> None:
         ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
         ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
         ({"heads": 0}, ValueError, r"Expected 'heads' to be at least 1 \(got 0\)"),
-        ({"heads": 128}, ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
+        ({"heads": 128}, ValueError, r"Expected 'heads' to divide 'channels' \(got 128 and 64\)"),
         ({"heads": "2"}, TypeError, r"Expected 'heads' to be an int \(got str\)"),
         ({"num_layers": 2.0}, TypeError, r"Expected 'num_layers' to be an int \(got float\)"),
         ({"ffn_channels": -1}, ValueError, r"Expected 'ffn_channels' to be at least 1 \(got -1\)"),
@@ -385,7 +385,7 @@ def test_inputs_of_layers() -> None:
         (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
         (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
         (lambda: patterns.PatternSource(cast(Any, 3)), TypeError, r"Expected 'rule' to be callable \(got int\)"),
-        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
+        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'heads' to divide 'channels' \(got 128 and 64\)"),
         (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
         (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
         (

@@ -161,6 +161,16 @@ def test_layers_of_one_model_are_replaced_where_they_are() -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_replaced_layers_are_dense_at_first() -> None:
+    model, x = encoder().eval(), draw(2, 7, 16)
+    wanted = model(x)
+    replace_attention(model, num_blocks=4)
+    torch.testing.assert_close(model(x), wanted)
+    model = encoder().eval()
+    replace_attention(model, num_blocks=4, target_density=0.2)
+    assert not torch.allclose(model(x), wanted, atol=1e-3)
+
+
 def test_dropout_acts_in_training_only() -> None:
     layer, x = sampling_layer(dropout=0.5), draw(2, 7, 16)
     graph = patterns.full(None, ptr=torch.tensor([0, 7, 14]))

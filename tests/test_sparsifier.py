@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -60,7 +61,7 @@ def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
     assert sparsifier.history[-1].sparse == pytest.approx(2 + 3 * 0.95**20)
     assert sparsifier.losses == sparsifier.history[-1]
     assert str(sparsifier) == "dense 4, at 10 % 3.075, 50 steps, sparse"
-    assert repr(sparsifier) == f"Sparsifier(1 sources, density=0.1, {sparsifier})"
+    assert repr(sparsifier) == f"Sparsifier(1 source, density=0.1, {sparsifier})"
 
 
 def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
@@ -258,12 +259,69 @@ def test_a_restored_sparsifier_continues_alike() -> None:
         one.load_state_dict({})
 
 
-def test_a_model_with_a_sparsifier_copies_and_pickles_without_it() -> None:
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_copies_of_a_model_with_a_sparsifier_train_alike(is_sparse: bool) -> None:
+    conv, x = layer(), torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
+    sparsifier = Sparsifier(conv, 0.2, 10, dense_part=0.0 if is_sparse else 0.7)
+    pair = copy.deepcopy((conv, sparsifier))
+    grads = []
+    for each in (conv, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv)), pair[0]):
+        each.zero_grad()
+        each(x, seed=1).square().mean().backward()
+        grads.append([parameter.grad for parameter in each.parameters()])
+        assert cast(Any, each).source.target_density == (0.2 if is_sparse else 1)
+    assert all(torch.equal(*both) for other in grads[1:] for both in zip(other, grads[0], strict=True))
+    pair[1].step(1.0)
+    pair[1].set_density(0.5)
+    assert [cast(Any, each).source.target_density for each in (conv, pair[0])] == [0.2 if is_sparse else 1, 0.5]
+
+
+def test_trial_steps_are_for_training_mode_alone() -> None:
     conv = layer()
-    Sparsifier(conv, 0.2, 10)
-    for again in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
-        assert again.auxiliary_losses.weight is None
-        assert cast(Any, again).source.target_density == 1
+    sparsifier = Sparsifier(conv, 0.2, total_steps=10, every=2)
+    sparsifier.step(1.0)
+    source: Any = conv.source
+    assert source.target_density == 0.2
+    assert conv.state_dict()["source.target_density"] == 1
+    conv.eval()
+    assert source.target_density == 1
+    with sparsifier.sparse():
+        assert source.target_density == 0.2
+    assert source.target_density == 1
+    conv.train()
+    assert source.target_density == 0.2
+    source.target_density = 0.5  # by hand
+    assert source.target_density == 0.5
+
+
+def test_a_sparse_model_stays_sparse_in_a_longer_training() -> None:
+    first, second, third = (Sparsifier(layer(), 0.2, total_steps=steps) for steps in (10, 1_000, 1_000))
+    for _ in range(8):
+        first.step(1.0)
+    for old, new in ((first, second), (second, third)):
+        new.load_state_dict(old.state_dict())
+        assert new.is_sparse
+    early, later = (Sparsifier(layer(), 0.2, total_steps=steps) for steps in (10, 1_000))
+    early.step(1.0)
+    later.load_state_dict(early.state_dict())
+    assert (later.steps, later.dense_steps) == (1, 700)
+
+
+def test_dense_attention_trains_without_a_sparsifier_and_warns() -> None:
+    """The queries and keys train; the source does not, unless its loss is added."""
+    conv, x = layer(target_density=1.0), torch.randn(30, 8)
+    with pytest.warns(
+        UserWarning, match=r"Attention is dense \(target_density=1\), and its graph source learns nothing"
+    ):
+        conv(x, seed=1).square().mean().backward()
+    assert conv.lin_query.weight.grad is not None
+    assert all(parameter.grad is None for parameter in cast(Any, conv.source).parameters())
+    loss = conv(x, seed=1).square().mean() + auxiliary_loss(conv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+        layer(target_density=1.0, estimator="none")(x).square().mean().backward()
+    assert any(parameter.grad is not None for parameter in cast(Any, conv.source).parameters())
 
 
 # ------------------------------------------------------------------ errors

@@ -175,8 +175,9 @@ class GraphAttention(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The target density, or NaN."""
-        density = getattr(self.conv.source, "target_density", None)
-        return torch.tensor(math.nan if density is None else density, dtype=torch.float64)
+        source = self.conv.source
+        density = source.state_dict().get("target_density") if isinstance(source, LearnedSource) else None
+        return torch.tensor(math.nan, dtype=torch.float64) if density is None else density
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the target density."""

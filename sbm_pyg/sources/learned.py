@@ -256,6 +256,9 @@ class LearnedSource(GraphSource):
     """Stop gradients from the probabilities to queries and keys."""
     block_size = 1
     """Tokens of a block of the graph."""
+    trial_density: float | None = None
+    """Target density of calls in training mode, in place of :attr:`target_density`, or None. A
+    :class:`~sbm_pyg.Sparsifier` sets it for trial steps; ``state_dict`` does not contain it."""
     _density: float | None = None
 
     @abstractmethod
@@ -281,13 +284,13 @@ class LearnedSource(GraphSource):
     @property
     def target_density(self) -> float | None:
         """Density of the graphs among all allowed pairs, in (0, 1], or None. It may change between calls."""
-        return self._density
+        return self.trial_density if self.training and self.trial_density is not None else self._density
 
     @target_density.setter
     def target_density(self, density: float | None) -> None:
         if density is not None:
             checks.number("target_density", density, "(0, 1]", "It is a fraction of the pairs; 1 is dense attention.")
-        self._density = density
+        self._density, self.trial_density = density, None
         self._prepare()
 
     @property
@@ -307,8 +310,8 @@ class LearnedSource(GraphSource):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.target_density is not None:
-            destination[f"{prefix}target_density"] = torch.tensor(self.target_density, dtype=torch.float64)
+        if self._density is not None:
+            destination[f"{prefix}target_density"] = torch.tensor(self._density, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         density = state_dict.pop(f"{prefix}target_density", None)

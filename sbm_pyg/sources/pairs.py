@@ -155,7 +155,9 @@ def check_vectors(query: Tensor, key: Tensor, heads: int, channels: int) -> None
     checks.tensors(query=query, key=key)
     checks.floating(query=query, key=key)
     for name, x in (("query", query), ("key", key)):
-        checks.shape(name, x, (heads, None, channels), "[H, N, C]", "They are those of the heads that it was made for.")
+        checks.shape(
+            name, x, (heads, None, channels), "[H, N, C]", "The module was made with these heads and channels."
+        )
 
 
 Score = Callable[[Tensor, Tensor], Tensor]
