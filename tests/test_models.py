@@ -385,7 +385,7 @@ def test_inputs_of_layers() -> None:
         (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
         (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
         (lambda: patterns.PatternSource(cast(Any, 3)), TypeError, r"Expected 'rule' to be callable \(got int\)"),
-        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'heads' to divide 'channels' \(got 128 and 64\)"),
+        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
         (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
         (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
         (
