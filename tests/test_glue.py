@@ -75,6 +75,7 @@ def write_glue(folder: Path, count: int = 60) -> Path:
             words = [WORDS[int(w)] for w in torch.randint(len(WORDS), (6,), generator=random)]
             rows.append(f"{' '.join(words)}\t{int('film' in words)}")
         (folder / "SST-2" / f"{name}.tsv").write_text("\n".join(rows) + "\n")
+    (folder / "SST-2" / "test.tsv").write_text("index\tsentence\n0\ta film\n1\ta train\n2\ta story\n")
     return folder
 
 
@@ -273,6 +274,26 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "out" / "finetune" / "sst2" / "rows.csv").read_text() == before
     best = torch.load(next((tmp_path / "out" / "finetune" / "sst2").glob("*scratch*.best.pt")), weights_only=True)
     assert best["run"]["scratch"]
+    program.main(["evaluate", "--glue", str(glue), *out])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| sst2")]
+    best_rows: dict[Any, float] = {}
+    for row in report.read(tmp_path / "out" / "finetune" / "sst2" / "rows.csv"):
+        key = row["run"], row["start"]
+        best_rows[key] = max(best_rows.get(key, 0.0), row["accuracy"])
+    found = {}
+    for line in table:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found[cells[2], cells[3]] = float(cells[6])
+        assert cells[1] == "dev"
+        assert cells[5] == "20"
+    assert found == {key: pytest.approx(100 * value, abs=0.06) for key, value in best_rows.items()}
+    written = sorted((tmp_path / "out" / "finetune" / "sst2" / "predictions").glob("*.tsv"))
+    assert len(written) == 2 * len(best_rows)  # of the dev and of the test set
+    for file in written:
+        first, *guesses = file.read_text().splitlines()
+        assert first == "index\tprediction"
+        assert len(guesses) == (3 if "-test" in file.name else 20)
+        assert all(guess in (f"{at}\t0", f"{at}\t1") for at, guess in enumerate(guesses))
     # other sizes, other texts, and models that are not there
     for words, message in (
         (["pretrain", "--texts", str(glue / "SST-2" / "dev.tsv"), *SIZES, *out], "was prepared with (got others)"),
@@ -314,6 +335,7 @@ def test_a_pretrained_encoder_is_loaded_with_its_graphs(tmp_path: Path) -> None:
         ("pretrain --texts . --vocabulary 256", "Expected 'vocabulary' of at least 300"),
         ("finetune --glue absent", "Expected 'glue' to be a folder (got absent)"),
         ("finetune --glue . --output absent", "Pretrain a model into this --output first"),
+        ("evaluate --glue . --output absent", "Pretrain a model into this --output first"),
         ("finetune --glue . --hold-out 1", "Expected 'hold-out' below 1 (got 1.0)"),
         ("finetune --glue . --methods sbn", "Expected 'methods' among full, sbm"),
         ("table --output absent", "Expected 'output' to hold finished runs (got none in absent)"),

@@ -2,6 +2,7 @@
 
     python -m examples.glue pretrain --texts imdb.txt.gz --methods full sbm
     python -m examples.glue finetune --glue GLUE --tasks sst2 --methods full sbm --seeds 0 1 2
+    python -m examples.glue evaluate --glue GLUE --tasks sst2
     python -m examples.glue table
 
 Texts are files, plain or gzip, with an empty line between documents, or a folder of `datasets`. GLUE is a folder with SST-2, QQP, QNLI
@@ -107,6 +108,22 @@ def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
+def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
+    about = (
+        "Evaluates the best model of each fine-tuning on the dev sets, and writes its predictions of dev and test sets."
+    )
+    command = _command("evaluate", about)
+    command.add_argument("--glue", type=Path, required=True, metavar="DIR", help="as in finetune")
+    command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
+    command.option("threads", 1, "of the CPU", above=0)
+    command.option("hold-out", 0.1, "as in finetune", above=0)
+    command.add_argument("--skip-damaged", action="store_true", help="as in finetune")
+    given = command.read(arguments)
+    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
+    given.limit = 1  # examples of train, which are not evaluated
+    return given
+
+
 def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
     return _command("table", "Prints the tables of what has ended, and draws the curves.").read(arguments)
 
@@ -167,6 +184,40 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         yield folder / "rows.csv"
 
 
+def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
+    import torch
+
+    from examples.common.runs import write_text
+    from examples.common.tables import markdown
+    from examples.glue import data, train
+
+    torch.set_num_threads(given.threads)
+    tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
+    lines = []
+    for name in given.tasks:
+        task, folder = data.TASKS[name], given.output / "finetune" / name
+        if not (paths := sorted(folder.glob("*.best.pt"))):
+            raise ValueError(f"Expected '{folder}' to hold fine-tuned models (got none). Fine-tune one first.")
+        for path in paths:
+            run, model = train.load_best(path, task, tokenizer.get_vocab_size())
+            given.length = run.length
+            sets = data.read_task(given, task, tokenizer) | data.read_tests(given, task, tokenizer)
+            for part, examples in sets.items():
+                if part == "train":
+                    continue
+                guessed, densities = train.predict(model, examples)
+                if part in task.dev:
+                    row = train.score(guessed, densities, examples, len(task.classes))
+                    shares = (f"{100 * row[key]:.1f}" for key in ("accuracy", "f1", "density"))
+                    lines.append([name, part, *map(str, list(run.known.values())[1:]), len(examples), *shares])
+                rows = (f"{number}\t{task.classes[guess]}" for number, guess in enumerate(guessed.tolist()))
+                file = folder / "predictions" / f"{path.name.removesuffix('.best.pt')}-{part}.tsv"
+                file.parent.mkdir(exist_ok=True)
+                write_text(file, "\n".join(["index\tprediction", *rows]) + "\n")
+                yield file
+    print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
+
+
 def work_table(given: argparse.Namespace) -> Iterator[Path]:
     from examples.glue import report
 
@@ -176,6 +227,7 @@ def work_table(given: argparse.Namespace) -> Iterator[Path]:
 STAGES = {
     "pretrain": program(parse_pretrain, work_pretrain),
     "finetune": program(parse_finetune, work_finetune),
+    "evaluate": program(parse_evaluate, work_evaluate),
     "table": program(parse_table, work_table),
 }
 

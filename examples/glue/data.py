@@ -123,8 +123,12 @@ def _read_datasets(folder: Path) -> Iterator[str]:
         yield from (text for text in part["text"] if text.strip())
 
 
-def read_glue(path: Path, task: Task, skip_damaged: bool = False) -> tuple[list[tuple[str, ...]], list[int]]:
+def read_glue(
+    path: Path, task: Task, skip_damaged: bool = False, labels: bool = True
+) -> tuple[list[tuple[str, ...]], list[int]]:
     """Texts and classes of a file of GLUE, whose columns are found by their names. Quotes are part of the texts.
+
+    Without ``labels``, as in test sets, no label is read and all classes are 0.
 
     Raises:
         ValueError: A column or a file is missing; or, without ``skip_damaged``, a line has another number of cells, an empty text
@@ -132,7 +136,7 @@ def read_glue(path: Path, task: Task, skip_damaged: bool = False) -> tuple[list[
     """
     lines = read_lines(path)
     names = next(lines, "").lstrip("\ufeff").split("\t")
-    wanted = (*task.texts, task.label)
+    wanted = (*task.texts, *([task.label] if labels else []))
     missing = [name for name in wanted if name not in names]
     if missing:
         has_none = "Files of GLUE's test sets have no labels: take train and dev." if missing == [task.label] else ""
@@ -146,15 +150,15 @@ def read_glue(path: Path, task: Task, skip_damaged: bool = False) -> tuple[list[
         found = [cells[place].strip() for place in places] if len(cells) == len(names) else []
         wrong = (
             f"{len(cells)} cells, not {len(names)}" if not found
-            else f"the label {found[-1]!r}" if found[-1] not in task.classes
+            else f"the label {found[-1]!r}" if labels and found[-1] not in task.classes
             else "an empty text" if not all(found) else ""
         )  # fmt: skip
         if wrong and not skip_damaged:
             words = f"Expected line {number} of '{path}' to be an example (got {wrong})."
             raise ValueError(f"{words} Mend it, or leave such lines out with --skip-damaged.")
         if not wrong:
-            texts.append(tuple(found[:-1]))
-            classes.append(task.classes.index(found[-1]))
+            texts.append(tuple(found[: len(task.texts)]))
+            classes.append(task.classes.index(found[-1]) if labels else 0)
     if not texts:
         raise ValueError(f"Expected '{path}' to have examples (got none). Take the official files.")
     return texts, classes
@@ -314,3 +318,14 @@ def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
         if name != "train":
             examples[name] = encode_examples(tokenizer, *pair, given.length)
     return examples
+
+
+def read_tests(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
+    """Examples of the test sets that are in the folder of a task, without their labels."""
+    found = {}
+    for name in (each.replace("dev", "test") for each in task.dev):
+        path = given.glue / task.folder / f"{name}.tsv"
+        if path.exists():
+            texts, classes = read_glue(path, task, given.skip_damaged, labels=False)
+            found[name] = encode_examples(tokenizer, texts, classes, given.length)
+    return found

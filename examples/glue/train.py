@@ -207,8 +207,7 @@ def finetune(
     encoder = make_encoder(run, num_tokens)
     if not run.scratch:
         load_encoder(encoder, pretrained / file_name(run.method, run.density, pretrained_seed), run)
-    torch.manual_seed(run.seed)
-    model = SequenceClassifier(encoder, len(task.classes))
+    model = _make_classifier(run, task, encoder)
     sparsifier = make_sparsifier(run, model, dense_part=0.4 if run.scratch else 0.0)
     train, path = data["train"], folder / run.file
     per_epoch = -(-len(train) // run.batch_size)
@@ -237,6 +236,20 @@ def finetune(
         return [row]
 
     return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
+
+
+def _make_classifier(run: FineTune, task: Task, encoder: SequenceEncoder) -> SequenceClassifier:
+    torch.manual_seed(run.seed)
+    return SequenceClassifier(encoder, len(task.classes))
+
+
+def load_best(path: Path, task: Task, num_tokens: int) -> tuple[FineTune, SequenceClassifier]:
+    """The best model of a run that :func:`finetune` has saved, and the run."""
+    state = read_checkpoint(path, "Fine-tune it again.")
+    run = FineTune(**state["run"])
+    model = _make_classifier(run, task, make_encoder(run, num_tokens))
+    model.load_state_dict(state["model"])
+    return run, model
 
 
 def load_encoder(encoder: SequenceEncoder, path: Path, run: Run) -> None:
@@ -268,11 +281,14 @@ def _rows(path: Path, run: Run) -> list[Row]:
     return read_state(path, dataclasses.asdict(run)).get("rows", [])
 
 
-@torch.no_grad()
 def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int = 64) -> Row:
     """Accuracy and F1 as GLUE defines them, of the second class of two; of more classes, the mean over them."""
-    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+    return score(*predict(model, examples, batch_size), examples, model.num_classes)
 
+
+@torch.no_grad()
+def predict(model: SequenceClassifier, examples: Examples, batch_size: int = 64) -> tuple[Tensor, Row]:
+    """The class of each example, ``[B]``, and the densities of the graphs."""
     model.eval()
     found, densities = [], []
     for which in torch.arange(len(examples)).split(batch_size):
@@ -280,8 +296,14 @@ def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int = 64
         logits, trace = model(part.tokens, part.ptr, seed=int(which[0]), return_trace=True)
         found.append(logits.argmax(1))
         densities.append([edges(choice) for choice in trace.choices])
-    guessed, classes = torch.cat(found), model.num_classes
+    return torch.cat(found), _parts(densities)
+
+
+def score(guessed: Tensor, densities: Row, examples: Examples, classes: int) -> Row:
+    """Accuracy and F1 of guessed classes, see :func:`evaluate`."""
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+
     scores = multiclass_f1_score(guessed, examples.labels, classes, average=None)
     f1 = float(scores[1] if classes == 2 else scores.mean())
     accuracy = float(multiclass_accuracy(guessed, examples.labels, classes, average="micro"))
-    return {"accuracy": accuracy, "f1": f1, "examples": len(examples), **_parts(densities)}
+    return {"accuracy": accuracy, "f1": f1, "examples": len(examples), **densities}
