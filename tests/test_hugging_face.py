@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from sbm_pyg import AttentionConv, SBMSource, Sparsifier, auxiliary_loss
+from sbm_pyg import AttentionConv, Choice, GraphSource, SBMSource, Sparsifier, Tokens, auxiliary_loss, patterns
+from sbm_pyg.integrations import hugging_face
 from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
@@ -580,3 +581,50 @@ assert transformers.PreTrainedModel.post_init._sbm_original is before
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------ sources of users
+
+
+class Even(GraphSource):
+    """Learned scores of keys alone, over keys at even positions; it has a parameter, an option and a target density."""
+
+    def __init__(self, channels: int, heads: int, start: float = 0.5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads, channels), start))
+
+    def forward(self, tokens: Tokens) -> Choice:
+        graph = patterns.full(None, ptr=tokens.query_ptr)
+        return Choice(graph.select(graph.edge_index[0] % 2 == 0)).expand(tokens.heads)
+
+
+def test_sources_of_users_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "SOURCES", {})
+    for name, made, error, message in (
+        ("sbm", Even, ValueError, "Expected 'name' to be new"),
+        ("even", 3, TypeError, "Expected 'make' to be a function"),
+    ):
+        with pytest.raises(error, match=message):
+            hugging_face.register_source(name, cast(Any, made))
+    model = bert().eval()
+    with pytest.raises(ValueError, match=r"Expected 'source' to be one of .*Call `register_source`"):
+        hugging_face.replace_attention(model, source="even")
+    hugging_face.register_source("even", Even)
+    hugging_face.register_source("wrong", cast(Any, lambda *_: nn.Identity()))
+    with pytest.raises(TypeError, match="Expected 'source' to be a GraphSource, made by 'wrong'"):
+        hugging_face.replace_attention(model, source="wrong")
+    hugging_face.replace_attention(model, source="even", start=0.25)
+    source = cast(Any, model).bert.encoder.layer[1].attention.self.sbm.conv.source
+    assert isinstance(source, Even)
+    assert bool((source.weight == 0.25).all())
+    with torch.no_grad():
+        source.weight.fill_(3.0)
+    tokens = torch.randint(2, 50, (2, 9))
+    wanted = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(tokens).logits, wanted)
+    assert bool((cast(Any, again).bert.encoder.layer[1].attention.self.sbm.conv.source.weight == 3).all())
+    hugging_face.SOURCES.clear()
+    with pytest.raises(ValueError, match=r"\(got 'even'\)\. Call `register_source`"):
+        transformers.BertForSequenceClassification.from_pretrained(tmp_path)

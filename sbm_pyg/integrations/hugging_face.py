@@ -25,13 +25,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.trainer_callback import ExportableState
 
 from ..attention import AttentionConv, SBMAttentionConv
+from ..ops import checks
 from ..sources import patterns, selectors
 from ..sources.indexer import Indexer, IndexerSource
 from ..sources.interface import GraphSource
 from ..sparsifier import Sparsifier
 from .hugging_face_attention import NAME, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback", "replace_attention"]
+__all__ = ["SparsifierCallback", "register_source", "replace_attention"]
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads")
 CHANNELS = ("head_dim", "attention_head_size")
@@ -39,6 +40,9 @@ LAYER_OPTIONS = ("estimator", "normalizer")
 INDEXER_OPTIONS = ("index_heads", "index_channels")
 PATTERNS = [name for name in patterns.__all__ if name != "PatternSource"]
 RULES = [name for name in selectors.__all__ if name.islower() and name != "routing"]
+BUILT_IN = ["sbm", "indexer", "routing", *RULES, *PATTERNS]
+SOURCES: dict[str, Callable[..., GraphSource]] = {}
+"""Sources of users, by their names."""
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
@@ -57,7 +61,8 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     Args:
         model: Model of ``transformers`` whose attention can be selected by ``attn_implementation``.
         source: ``"sbm"``, a block model; ``"indexer"``, an :class:`~sbm_pyg.indexer.Indexer` with its source; a pattern
-            of :mod:`sbm_pyg.patterns` such as ``"window"``; or a rule of :mod:`sbm_pyg.selectors` such as ``"top_k"``.
+            of :mod:`sbm_pyg.patterns` such as ``"window"``; a rule of :mod:`sbm_pyg.selectors` such as ``"top_k"``; or
+            the name of your own, see :func:`register_source`.
         **options: Options of :class:`~sbm_pyg.SBMAttentionConv`, or of the source and its layer, as numbers, strings,
             lists and dicts. The model sets sizes, dropout and causality.
 
@@ -83,6 +88,32 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     names = _attach(model, options, replaced=True)
     model.set_attn_implementation(NAME)
     return names
+
+
+def register_source(name: str, make: Callable[..., GraphSource]) -> None:
+    """Name a source of your own, which :func:`replace_attention`, configs and ``from_pretrained`` then know.
+
+    Call it before a model with this source is loaded, as a module of yours does when it is imported. A second call with
+    the same name replaces the source.
+
+    Args:
+        name: The value of the option ``source``.
+        make: ``make(channels, heads, **options)`` returns a :class:`~sbm_pyg.GraphSource` for queries and keys
+            ``[H, N, C]``; a class with such a constructor will do. Options are those of the config.
+
+    Raises:
+        TypeError: ``make`` cannot be called.
+        ValueError: The name is that of a source of this library.
+
+    Example:
+        >>> from sbm_pyg import SBMHead, SBMSource
+        >>> register_source("tied", lambda channels, heads, **options: SBMSource(SBMHead(channels, heads), **options))
+    """
+    if not callable(make):
+        raise TypeError(f"Expected 'make' to be a function (got {type(make).__name__}). It returns a GraphSource.")
+    if name in BUILT_IN:
+        raise ValueError(f"Expected 'name' to be new (got {name!r}, which the library has). Choose another.")
+    SOURCES[name] = make
 
 
 # ------------------------------------------------------------------ sources in models
@@ -158,7 +189,7 @@ def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"Expected 'options' to be what a config can save (got {error}). Take numbers, strings, lists and dicts, "
-            "or set `module.sbm.conv.source` afterwards."
+            "and make the rest in a source of your own, see `register_source`."
         ) from None
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     usual = torch.get_default_dtype()
@@ -209,9 +240,13 @@ def _make_source(kind: Any, channels: int, heads: int, options: dict[str, Any]) 
         return selectors.SelectorSource(getattr(selectors, kind), **options)
     if kind in PATTERNS:
         return patterns.PatternSource(getattr(patterns, kind), **options)
+    if kind in SOURCES:
+        made: Any = SOURCES[kind](channels, heads, **options)
+        checks.kind("source", made, GraphSource, f"a GraphSource, made by {kind!r}", "See `register_source`.")
+        return made
     raise ValueError(
-        f"Expected 'source' to be one of {['sbm', 'indexer', 'routing', *RULES, *PATTERNS]} (got {kind!r}). Set "
-        "`module.sbm.conv.source` for one of your own."
+        f"Expected 'source' to be one of {[*BUILT_IN, *SOURCES]} (got {kind!r}). Call `register_source` for one of "
+        "your own, before the model is loaded."
     )
 
 
