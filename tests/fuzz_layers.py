@@ -1791,7 +1791,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     **dict.fromkeys(("LearnedGraph", *(f"LearnedGraph.{name}" for name in ("extra_repr", "forward", "reset_parameters"))), "a source for layers of PyG, see test_learned_graph.py"),
     "replace_attention": "it changes a model in place, see test_multihead.py",
-    **dict.fromkeys(("analysis.Head", "analysis.HeadTable", "analysis.HeadTable.diffuse", "analysis.HeadTable.heads", "analysis.compare_heads"), "it listens to a model, see test_heads.py"),
+    **dict.fromkeys(("analysis.Attention", "analysis.Head", "analysis.HeadTable", "analysis.HeadTable.diffuse", "analysis.HeadTable.heads", "analysis.compare_heads", "analysis.record_attention"), "it listens to a model, see test_heads.py"),
     **dict.fromkeys(("Tokens.detached", "Tokens.first_head"), "for sources"),
     "patterns.PatternSource.take_heads": "for HeadParallel, see test_distributed.py",
     **dict.fromkeys(("Choice.attend", "Choice.check_tokens", "Choice.is_stored", "Choice.stored"), "for layers, see test_choice.py and test_learned.py"),

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import same
 from torch import Tensor, nn
 
-from sbm_pyg import AttentionConv, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Sparsifier, patterns
-from sbm_pyg.analysis import Head, compare_heads
+from sbm_pyg import AttentionConv, AttentionGraph, Rotary, SBMAttentionConv, SBMMultiheadAttention, Sparsifier, patterns
+from sbm_pyg.analysis import Head, compare_heads, record_attention
 
 PTR = torch.tensor([0, 5, 12])
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -134,6 +135,51 @@ def test_diffuse_heads_are_named() -> None:
         table.diffuse(2.0)
 
 
+# ------------------------------------------------------------------ attention weights
+
+
+@pytest.mark.parametrize("how", ["sampled", "dense", "given", "blocks", "rotary", "entmax"])
+def test_recorded_weights_are_those_of_the_layer(how: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, dict[str, Any]] = {
+        "dense": {"target_density": 1.0}, "blocks": {"block_size": 2}, "rotary": {"rotary": Rotary(4)},
+        "entmax": {"normalizer": "entmax15"},
+    }  # fmt: skip
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=3, **options.get(how, {})).double().eval()
+    given: tuple[Any, ...] = (patterns.window(None, 2, ptr=PTR),) if how == "given" else ()
+    out, graph, (_, weight) = conv(X, *given, ptr=PTR, seed=1, return_graph=True, return_attention_weights=True)
+    with record_attention(nn.ModuleDict({"layer": conv})) as calls, compare_heads(conv) as table:
+        again = conv(X, *given, ptr=PTR, seed=1)
+        conv(X, *given, ptr=PTR, seed=2)
+    assert torch.equal(again, conv(X, *given, ptr=PTR, seed=1))
+    assert "attend" not in conv.__dict__
+    torch.testing.assert_close(again, out)
+    assert len(table.heads) == 2
+    assert [call.layer for call in calls] == ["layer", "layer"]
+    first = calls[0]
+    assert first.graph.heads == 2
+    assert same(first.graph, graph.expand_tokens().expand(2))
+    torch.testing.assert_close(first.weight, weight if weight.dim() == 1 else weight.T.flatten())
+    sums = torch.zeros(24, dtype=torch.float64).index_add_(0, first.graph.edge_row, first.weight)
+    torch.testing.assert_close(
+        sums[first.graph.degree.flatten() > 0], torch.ones_like(sums)[first.graph.degree.flatten() > 0]
+    )
+
+
+def test_weights_of_padded_layers_are_those_of_real_tokens() -> None:
+    torch.manual_seed(0)
+    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=None).double().eval()
+    x, padding = X[:10].view(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    with record_attention(layer) as calls:
+        _, weights = layer(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+    (call,) = calls
+    assert call.layer == "conv"
+    assert call.graph.query_ptr.tolist() == [0, 5, 8]
+    assert float(call.weight.sum()) == pytest.approx(2 * 8)
+    dense = weights.to_dense() if weights.layout != torch.strided else weights
+    torch.testing.assert_close(call.weight.sort().values, dense[dense > 0].sort().values)
+
+
 def test_errors() -> None:
     with (
         pytest.raises(ValueError, match="Expected 'model' to have AttentionConv layers"),
@@ -141,6 +187,8 @@ def test_errors() -> None:
     ):
         pass
     with pytest.raises(TypeError, match="Expected 'model' to be a module"), compare_heads("model"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="to have AttentionConv layers"), record_attention(nn.Linear(2, 2)):
         pass
     with pytest.raises(ValueError, match="Expected 'rows'"), compare_heads(SBMAttentionConv(8, 4), rows=0.0):
         pass

@@ -19,12 +19,12 @@ from .conditions import (
     universality,
 )
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
-from .heads import Head, HeadTable, compare_heads
+from .heads import Attention, Head, HeadTable, compare_heads, record_attention
 from .statistics import GraphStatistics, communities_of, graph_statistics, to_networkx
 
 __all__ = [
-    "Certificate", "GraphStatistics", "HamiltonianPath", "Head", "HeadTable", "Lemma1", "Lemma2", "Universality",
-    "communities_of", "compare_heads", "expected_graph", "graph_statistics", "hamiltonian_path",
-    "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "plots", "spread_steps",
-    "to_networkx", "universality",
+    "Attention", "Certificate", "GraphStatistics", "HamiltonianPath", "Head", "HeadTable", "Lemma1", "Lemma2",
+    "Universality", "communities_of", "compare_heads", "expected_graph", "graph_statistics", "hamiltonian_path",
+    "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "plots",
+    "record_attention", "spread_steps", "to_networkx", "universality",
 ]  # fmt: skip

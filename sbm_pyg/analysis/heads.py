@@ -1,7 +1,8 @@
-"""What sparse attention loses against dense attention, by layer and head.
+"""Attention weights of a running model, and what its sparse attention loses against dense attention.
 
-In: a running model with :class:`~sbm_pyg.AttentionConv` layers. Out: for each head the attention that its graphs keep,
-and the error of its output. Not here: the loss of the task, and training (``sparsifier``).
+In: a running model with :class:`~sbm_pyg.AttentionConv` layers. Out: the graph and weights of each call; for each head
+the attention that its graphs keep, and the error of its output. Not here: the loss of the task, and training
+(``sparsifier``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,21 @@ from ..normalizers import normalize
 from ..ops import checks, edge_attention
 from ..propagation import OUTPUT_ONLY, Returns
 from ..ragged import Tokens, draw_seed
+from ..sources.interface import Choice
 from ..sources.learned import sample_rows
 
-__all__ = ["Head", "HeadTable", "compare_heads"]
+__all__ = ["Attention", "Head", "HeadTable", "compare_heads", "record_attention"]
+
+
+class Attention(NamedTuple):
+    """Attention of one call of a layer."""
+
+    layer: str
+    """Name of the layer, as in ``model.named_modules()``."""
+    graph: AttentionGraph
+    """The graph, with the heads of the layer."""
+    weight: Tensor
+    """Attention weight of each edge of the graph before dropout, ``[E]``. Those of a query and head add up to 1."""
 
 
 class Head(NamedTuple):
@@ -117,42 +130,97 @@ def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]
         >>> head.layer, head.head, 0 < head.kept <= head.possible <= 1
         ('', 1, True)
     """
+    checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
+    table = HeadTable()
+
+    def measure(name: str, layer: AttentionConv, choice: Choice, inputs: _Inputs, edge_filter: _Filter) -> None:
+        if choice.is_stored:
+            table._add(name, _measure(layer, choice.graph, *inputs, rows, edge_filter))
+        else:  # dense attention loses nothing
+            table._add(name, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]).expand(layer.heads, -1))
+
+    with _watch(model, measure):
+        yield table
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
+    r"""Record the graph and the attention weights of each call of a layer.
+
+    Weights are those before dropout, and without gates. A call with dense attention stores all its pairs. Cost of a
+    call: O(E C), with E its edges.
+
+    Args:
+        model: A module with :class:`~sbm_pyg.AttentionConv` layers: one of this library, or one whose attention
+            ``replace_attention`` has replaced.
+
+    Returns:
+        A context manager that returns a list, to which calls of the model in the context add an :class:`Attention`.
+
+    Raises:
+        TypeError, ValueError: ``model`` is not a module or has no such layer.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, target_density=0.25).eval()
+        >>> with record_attention(conv) as calls:
+        ...     out = conv(torch.randn(40, 16), seed=0)
+        >>> graph, weight = calls[0].graph, calls[0].weight
+        >>> of_query_3 = (graph.edge_index[1] == 3) & (graph.edge_head == 0)
+        >>> float(weight[of_query_3].sum().round(decimals=4))
+        1.0
+    """
+    calls: list[Attention] = []
+
+    @torch.no_grad()
+    def record(name: str, layer: AttentionConv, choice: Choice, inputs: _Inputs, edge_filter: _Filter) -> None:
+        graph = choice.graph.expand_tokens().expand(layer.heads)
+        calls.append(Attention(name, graph, _weights(layer, *inputs[:2], graph)))
+
+    with _watch(model, record):
+        yield calls
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor]
+_Filter = Callable[[AttentionGraph], Tensor] | None
+
+
+@contextmanager
+def _watch(model: nn.Module, see: Callable[[str, AttentionConv, Choice, _Inputs, _Filter], None]) -> Iterator[None]:
+    """Show each call of an attention layer to a function: the graph, and queries, keys and values, rotated."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). It has attention layers.")
-    checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
     if not layers:
         raise ValueError(
             f"Expected 'model' to have AttentionConv layers (got {type(model).__name__}, which has none). Replace its "
             "attention first, e.g. by `replace_attention`."
         )
-    table = HeadTable()
+    before = {name: {"attend": layer.attend} if "attend" in layer.__dict__ else {} for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer.attend = partial(_attend, layer, layer.attend, name, table, rows)  # type: ignore[method-assign]
-        yield table
+            layer.attend = partial(_attend, layer, layer.attend, partial(see, name))  # type: ignore[method-assign]
+        yield
     finally:
-        for layer in layers.values():
+        for name, layer in layers.items():
             del layer.attend
+            layer.__dict__.update(before[name])  # that of a context around this one
 
 
 def _attend(
-    layer: AttentionConv, attend: Callable[..., Any], name: str, table: HeadTable, rows: float, query: Tensor,
-    key: Tensor, value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
+    layer: AttentionConv, attend: Callable[..., Any], see: Callable[..., None], query: Tensor, key: Tensor,
+    value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
 ) -> Any:  # fmt: skip
-    """Call ``attend`` of a layer, and add what its heads lose to a table."""
+    """Call ``attend`` of a layer, and show what it attended over."""
     wanted = Returns(returns.graph, True, returns.attention_weights)
     out, *more = attend(query, key, value, *graph, returns=wanted, **options)
     choice = more[1] if returns.graph else more[0]
     if not returns.choice:
         del more[1 if returns.graph else 0]
-    if choice.is_stored:
-        ptrs = choice.graph.query_ptr, choice.graph.key_ptr
-        rotated = layer._rotate(query.detach(), key.detach(), *ptrs, options.get("positions"))
-        inputs = (*rotated, value.detach())
-        table._add(name, _measure(layer, choice.graph, *inputs, rows, options.get("edge_filter")))
-    else:  # dense attention loses nothing
-        table._add(name, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]).expand(layer.heads, -1))
+    over = choice.graph if choice.is_stored else choice.tokens
+    ptrs = over.query_ptr, over.key_ptr
+    rotated = layer._rotate(query.detach(), key.detach(), *ptrs, options.get("positions"))
+    see(layer, choice, (*rotated, value.detach()), options.get("edge_filter"))
     return (out, *more) if more else out
 
 
