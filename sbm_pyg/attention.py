@@ -38,6 +38,7 @@ OneOrTwo: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`AttentionConv.forward` that do not change the type of its result."""
 
+    edge_attr: Tensor | None
     edge_head: Tensor | None
     ptr: OneOrTwo | None
     batch: OneOrTwo | None
@@ -87,6 +88,10 @@ class AttentionConv(EdgeAttention):
             -> [H, L, S]``, dense attention needs no stored edges.
         rotary: A :class:`~sbm_pyg.Rotary` that rotates queries and keys by their positions, or None.
         dropout: Probability that an attention weight is dropped in training.
+        edge_dim: Channels D of the edge features of a given graph. A linear map without bias, ``lin_edge``, takes them
+            to the heads, where they are added to the key and the value of their edge, as in
+            :class:`torch_geometric.nn.TransformerConv`. Each call then needs ``edge_index`` and ``edge_attr``. None:
+            edges have no features.
         **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
             sources; tokens are ``[N, C]``, so ``node_dim`` is 0 or -2, which is the same.
 
@@ -131,6 +136,7 @@ class AttentionConv(EdgeAttention):
         score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None = None,
         rotary: Rotary | None = None,
         dropout: float = 0.0,
+        edge_dim: int | None = None,
         **kwargs: Any,
     ) -> None:
         unknown = [name for name in kwargs if name not in {*inspect.signature(MessagePassing).parameters} - {"kwargs"}]
@@ -168,11 +174,20 @@ class AttentionConv(EdgeAttention):
         self.lin_key = Linear(pair[0], wide, bias=bias)
         self.lin_query = Linear(pair[1], wide, bias=bias)
         self.lin_value = Linear(pair[0], wide, bias=bias)
+        if edge_dim is not None:
+            edge_dim = checks.integer("edge_dim", edge_dim, 1, "It is the number of features of an edge.")
+            if rotary is not None:
+                raise ValueError(
+                    "Expected no 'rotary' with an 'edge_dim' (got both). Edge features have no position to rotate by: "
+                    "give the layer one of them."
+                )
+        self.lin_edge = None if edge_dim is None else Linear(edge_dim, wide, bias=False)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
         super().reset_parameters()
-        for module in (self.lin_key, self.lin_query, self.lin_value, self.source, self.score_bias, self.normalizer):
+        lins = (self.lin_key, self.lin_query, self.lin_value, self.lin_edge)
+        for module in (*lins, self.source, self.score_bias, self.normalizer):
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
@@ -198,6 +213,7 @@ class AttentionConv(EdgeAttention):
         x: OneOrTwo,
         edge_index: Adjacency | None = None,
         *,
+        edge_attr: Tensor | None = None,
         edge_head: Tensor | None = None,
         ptr: OneOrTwo | None = None,
         batch: OneOrTwo | None = None,
@@ -214,6 +230,8 @@ class AttentionConv(EdgeAttention):
             x: Tokens ``[N, C_in]``, or the pair (keys, queries).
             edge_index: The graph: an :class:`AttentionGraph` with H heads or one, any PyG adjacency (all heads share
                 it; repeated edges count once), or None to let the source choose.
+            edge_attr: Features of the edges of ``edge_index``, ``[E, D]`` with D the ``edge_dim`` of the layer, in the
+                order of its edges. If heads share the edges, they share the features.
             edge_head: Head of each edge of ``edge_index``, ``[E]`` int64. None: all heads share the edges.
             ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or
                 one sequence.
@@ -236,8 +254,9 @@ class AttentionConv(EdgeAttention):
 
         Raises:
             TypeError: The tokens are of another type than the layer.
-            ValueError: Shapes do not fit, there is neither a graph nor a source, or an explainer is at work and the
-                edges are not its own.
+            ValueError: Shapes do not fit, there is neither a graph nor a source, an explainer is at work and the edges
+                are not its own, or edge features come without ``edge_dim``, without a given graph of tokens, or with
+                repeated edges.
         """
         x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         for tokens, lin in ((x_key, self.lin_key), (x_query, self.lin_query)):
@@ -247,17 +266,18 @@ class AttentionConv(EdgeAttention):
             for lin, tokens in ((self.lin_query, x_query), (self.lin_key, x_key), (self.lin_value, x_key))
         )  # [H, N, C]
         return self.attend(
-            query, key, value, edge_index, bipartite=x_key is not x_query, edge_head=edge_head, ptr=ptr, batch=batch,
-            positions=positions, seed=seed, sequence_ids=sequence_ids,
+            query, key, value, edge_index, bipartite=x_key is not x_query, edge_attr=edge_attr, edge_head=edge_head,
+            ptr=ptr, batch=batch, positions=positions, seed=seed, sequence_ids=sequence_ids,
             returns=Returns(return_graph, return_choice, return_attention_weights),
         )  # fmt: skip
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None = None, *,
         bipartite: bool = False, is_causal: bool = False,
-        edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_head: Tensor | None = None,
-        ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None, positions: OneOrTwo | None = None,
-        seed: int | None = None, sequence_ids: Tensor | None = None, returns: Returns = OUTPUT_ONLY,
+        edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_attr: Tensor | None = None,
+        edge_head: Tensor | None = None, ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None,
+        positions: OneOrTwo | None = None, seed: int | None = None, sequence_ids: Tensor | None = None,
+        returns: Returns = OUTPUT_ONLY,
     ) -> Any:  # fmt: skip
         """Attend with given queries, keys and values, for models with their own projections.
 
@@ -272,6 +292,8 @@ class AttentionConv(EdgeAttention):
         """
         checks.flag("is_causal", is_causal, CAUSAL)
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
+        if edge_attr is not None or self.lin_edge is not None:
+            self._check_edge_attr(edge_attr, edge_index, value)
         drop = self.dropout if self.training else 0.0
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
@@ -304,13 +326,16 @@ class AttentionConv(EdgeAttention):
             out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, whose, is_needed)
             return self._pack_outputs(out, choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
-        choice = limit(estimator.prepare(choice, self.training))
+        given, choice = choice.graph, limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, noise)
         gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
         bias = self._score_bias(query, key, choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft
+        edge = None
+        if edge_attr is not None:
+            edge = self._project_edges(edge_attr, edge_index, edge_head, given, choice.graph)
         inputs = (query, key, value, gate, bias)
-        asked = (inputs, drop, noise, returns.attention_weights)
+        asked = (inputs, edge, drop, noise, returns.attention_weights)
         out, weights = self._attend_over_graph(choice.graph, edge_index, edge_head, *asked)
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
@@ -55,6 +56,7 @@ class EdgeAttention(MessagePassing):
     normalizer: str | Entmax
     estimator: Estimator
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None
+    lin_edge: Linear | None
     _alpha: Tensor | None = None  # read by PyG's AttentionExplainer in a hook of `message`
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
@@ -125,6 +127,77 @@ class EdgeAttention(MessagePassing):
                 "`edge_head=graph.edge_head`; or leave the layer out with `conv.explain = False`."
             )
 
+    def _check_edge_attr(self, edge_attr: Tensor | None, edge_index: Any, value: Tensor) -> None:
+        """Check that a layer with ``edge_dim``, and no other, gets features for the edges of a given graph."""
+        if edge_attr is None or self.lin_edge is None:
+            got, layer = ("none", "one") if edge_attr is None else ("some", "none")
+            raise ValueError(
+                f"Expected 'edge_attr' if the layer has an 'edge_dim', and only then (got {got}, and the layer has "
+                f"{layer}). Use both or neither."
+            )
+        if edge_index is None:
+            raise ValueError(
+                "Expected 'edge_index' with 'edge_attr' (got None). Edges that a source chooses have no features: "
+                "choose first, `graph = other(x, return_graph=True)[1]`, and pass the graph with features of its edges."
+            )
+        weight = self.lin_edge.weight
+        checks.tensors(edge_attr=edge_attr)
+        checks.shape("edge_attr", edge_attr, (None, weight.size(1)), "[E, D]", "D is the 'edge_dim' of the layer.")
+        checks.shape("value", value, (None, None, self.out_channels), "[H, M, C]", "Edge features are added to it.")
+        checks.same_device("value", value, edge_attr=edge_attr)
+        if edge_attr.dtype != weight.dtype and not (edge_attr.is_floating_point() and converts(edge_attr, weight)):
+            raise TypeError(
+                f"Expected 'edge_attr' to be {weight.dtype}, as the layer's parameters are (got {edge_attr.dtype}). "
+                "Convert it with `.to`."
+            )
+
+    def _project_edges(
+        self, edge_attr: Tensor, edge_index: Any, edge_head: Tensor | None, given: AttentionGraph, graph: AttentionGraph
+    ) -> Tensor:
+        """Projected features of the edges of ``graph``, the allowed ones of the ``given`` graph, ``[E, C]``."""
+        if graph.block_size != 1:
+            raise ValueError(
+                f"Expected 'edge_index' to be a graph of tokens with 'edge_attr' (got blocks of {graph.block_size}). "
+                "Call `expand_tokens()` on it."
+            )
+        shared = edge_head is None and getattr(edge_index, "heads", 1) == 1  # all heads have the same edges
+        one, mine = (given.head(0), graph.head(0)) if shared else (given, graph)
+        edges = one.edge_index if isinstance(edge_index, AttentionGraph) else edge_list(edge_index)
+        if not edge_attr.size(0) == edges.size(1) == one.num_edges:
+            raise ValueError(
+                f"Expected 'edge_attr' to be [E, D] for E = {one.num_edges} edges, each once (got "
+                f"{list(edge_attr.shape)} for {edges.size(1)} edges). Merge repeated edges by "
+                "`torch_geometric.utils.coalesce`."
+            )
+        if not isinstance(edge_index, AttentionGraph):  # sort them from the caller's order
+            edge_attr = edge_attr[one.find(edges, edge_head).argsort()]
+        if graph is not given:
+            edge_attr = edge_attr[one.find(mine.edge_index, mine.edge_head)]
+        assert self.lin_edge is not None
+        edge = self.lin_edge(edge_attr).unflatten(1, (self.heads, -1))
+        return edge.transpose(0, 1).flatten(0, 1) if shared else edge[torch.arange(len(edge)), graph.edge_head]
+
+    def _edges_as_keys(
+        self, graph: AttentionGraph, key: Tensor, value: Tensor, edge: Tensor
+    ) -> tuple[AttentionGraph, Tensor, Tensor]:
+        """The same attention with a key and a value for each edge, to which its features ``[E, C]`` are added.
+
+        Returns:
+            The graph from edges, numbered in each head, to queries, and keys and values ``[H, M, C]``. Heads with fewer
+            than M edges are padded.
+        """
+        first = graph.rowptr[:: graph.num_queries]  # [H+1]
+        numbers = torch.arange(max(1, int(first.diff().max())), device=edge.device)
+        padded = (first[:-1, None] + numbers).clamp(max=max(0, graph.num_edges - 1)).flatten()  # [H*M]
+        column = torch.arange(graph.num_edges, device=edge.device) - first[graph.edge_head]
+        over = AttentionGraph._trusted(graph.rowptr, column, graph.num_queries, numbers.numel(), graph.heads)
+        source = (graph.edge_head * graph.num_keys + graph.col)[padded]
+        if padded.numel() != graph.num_edges:
+            edge = edge.index_select(0, padded)
+        return over, *(
+            (x.flatten(0, 1).index_select(0, source) + edge).unflatten(0, (graph.heads, -1)) for x in (key, value)
+        )
+
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
         """The score bias of each edge, ``[E]``, or None."""
         if self.score_bias is None:
@@ -139,11 +212,15 @@ class EdgeAttention(MessagePassing):
         edge_index: Any,
         edge_head: Tensor | None,
         inputs: Inputs,
+        edge: Tensor | None,
         dropout: float,
         seed: int,
         return_weights: bool,
     ) -> tuple[Tensor, Any]:
         """Attend over a graph, built from ``edge_index`` or chosen by the source.
+
+        Args:
+            edge: Projected features of each edge, ``[E, C]``, or None.
 
         Returns:
             The output, ``[N, H, C']``, and the attention weights as PyG's layers return them, if asked for.
@@ -151,8 +228,12 @@ class EdgeAttention(MessagePassing):
         position, alpha, ordered = None, None, False
         if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):
             position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
+        tokens, shown = graph, None if edge_head is not None else edge_index
+        if edge is not None and graph.num_edges:
+            graph, keys, values = self._edges_as_keys(graph, inputs[1], inputs[2], edge)
+            inputs = (inputs[0], keys, values, *inputs[3:])
+            shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
         if self._explained:
-            shown = None if edge_head is not None else edge_index
             out, alpha = self._propagate_edges(graph, shown, position, inputs, dropout, seed)
             ordered = True
         elif self._edgewise:
@@ -167,7 +248,7 @@ class EdgeAttention(MessagePassing):
             logit = graph._logits(query, key, bias, self.scale)
             alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
         if position is None:
-            return out, (graph.edge_index, alpha[:, 0])
+            return out, (tokens.edge_index, alpha[:, 0])
         if not ordered:
             alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[position]
         alpha = alpha if edge_head is None else alpha[:, 0]

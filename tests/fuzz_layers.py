@@ -262,8 +262,10 @@ def two_sides(d: Draw, heads: int, queries: int, keys: int) -> dict[str, Any]:
 def _conv_forward(d: Draw) -> Case:
     lengths = d.lengths()
     g = d.graph(None, lengths, lengths)
-    conv = SBMAttentionConv(4, d.randint(1, 3), g.heads, 3, probes=2.0).train(d.random() < 0.5)
     x, how = float_tokens(d, sum(lengths), 4), d.choice(("graph", "edges", "typed", "sample", "pair"))
+    edge_attr = d.maybe(float_tokens(d, g.num_edges, 2)) if how in ("graph", "typed") else None
+    edge_dim = None if edge_attr is None else 2
+    conv = SBMAttentionConv(4, d.randint(1, 3), g.heads, 3, probes=2.0, edge_dim=edge_dim).train(d.random() < 0.5)
     given = {"graph": g, "edges": g.edge_index, "typed": g.edge_index, "sample": None, "pair": None}[how]
     head = g.edge_head if how == "typed" else None
     by_batch = d.random() < 0.4
@@ -272,6 +274,7 @@ def _conv_forward(d: Draw) -> Case:
     arguments = {
         "x": tokens,
         "edge_index": given,
+        "edge_attr": edge_attr,
         "edge_head": head,
         "ptr": ptr,
         "batch": batch,
@@ -283,6 +286,11 @@ def _conv_forward(d: Draw) -> Case:
         out, graph = result
         keys, queries = x if isinstance(x, tuple) else (x, x)
         if not tame(keys, queries):
+            return
+        if o["edge_attr"] is not None:
+            conv.fuse = False
+            close(out, conv(x, **o)[0], "message passing", torch.float32)
+            conv.fuse = True
             return
         finite(out)
         q, k, v = (

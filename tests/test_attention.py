@@ -15,13 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
+from torch_geometric.nn import TransformerConv
+from torch_geometric.utils import coalesce
 
 from sbm_pyg import (
+    ALiBi,
     AttentionConv,
     AttentionGraph,
     DCMMBias,
     Entmax,
     GraphSource,
+    Rotary,
     SBMAttentionConv,
     Tokens,
     auxiliary_loss,
@@ -614,3 +619,136 @@ def test_a_graph_of_blocks_keeps_its_offsets(write: Callable[..., None]) -> None
     write(ptr, [0, 2, 28, 30])
     assert graph.query_ptr.tolist() == PTR.tolist()
     assert graph == source(Tokens(q, query_ptr=PTR, seed=1)).graph
+
+
+# ------------------------------------------------------------------ edge features
+
+
+def edge_problem(edges: int = 150, **options: Any) -> tuple[AttentionConv, Tensor, Tensor, Tensor]:
+    """A layer with edge features, tokens, unsorted distinct edges, and their features."""
+    random = torch.Generator().manual_seed(3)
+    torch.manual_seed(0)
+    conv = AttentionConv(16, 8, 2, edge_dim=5, **options).double()
+    edge_index = coalesce(torch.randint(30, (2, edges), generator=random))
+    edge_index = edge_index[:, torch.randperm(edge_index.size(1), generator=random)]
+    edge_attr = torch.randn(edge_index.size(1), 5, generator=random, dtype=torch.float64)
+    return conv, tokens(), edge_index, edge_attr
+
+
+def equal_with_gradients(first: Any, second: Any, *leaves: Tensor) -> None:
+    """Two calls give the same output, and the same gradients for the leaves."""
+    found = []
+    for call in (first, second):
+        out = call()
+        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("concat", [True, False])
+def test_edge_features_are_those_of_transformer_conv(fuse: bool, concat: bool) -> None:
+    conv, x, edge_index, edge_attr = edge_problem(concat=concat)
+    conv.fuse = fuse
+    pyg = TransformerConv(16, 8, 2, concat=concat, edge_dim=5, root_weight=False).double()
+    names = ("lin_query", "lin_key", "lin_value", "lin_edge")
+    for name in names:
+        getattr(pyg, name).load_state_dict(getattr(conv, name).state_dict())
+    x.requires_grad_()
+    edge_attr.requires_grad_()
+    results = []
+    for layer, call in ((conv, {"edge_attr": edge_attr}), (pyg, {"edge_attr": edge_attr})):
+        out, (edges, alpha) = layer(x, edge_index, return_attention_weights=True, **call)
+        assert torch.equal(edges, edge_index)
+        leaves = [x, edge_attr, *(getattr(layer, name).weight for name in names)]
+        results.append([out, alpha, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_edge_features_in_every_form_of_a_graph() -> None:
+    conv, x, edge_index, edge_attr = edge_problem()
+    expected = conv(x, edge_index, edge_attr=edge_attr)
+    order = (30 * edge_index[1] + edge_index[0]).argsort()
+    graph = AttentionGraph.from_edge_index(edge_index, 30)
+    equal = torch.testing.assert_close
+    equal(conv(x, graph, edge_attr=edge_attr[order]), expected)
+    equal(conv(x, graph.expand(2), edge_attr=edge_attr[order].repeat(2, 1)), expected)
+    sparse = torch.sparse_coo_tensor(
+        edge_index.flip(0), torch.ones(edge_index.size(1)), (30, 30), check_invariants=True
+    )
+    equal(conv(x, sparse, edge_attr=edge_attr[order]), expected)
+    both, head = edge_index.repeat(1, 2), torch.arange(2).repeat_interleave(edge_index.size(1))
+    mixed = torch.randperm(both.size(1), generator=torch.Generator().manual_seed(4))
+    given = {"edge_attr": edge_attr.repeat(2, 1)[mixed], "edge_head": head[mixed]}
+    out, (_, alpha) = conv(x, both[:, mixed], return_attention_weights=True, **given)
+    equal(out, expected)
+    equal(alpha, conv(x, edge_index, edge_attr=edge_attr, return_attention_weights=True)[1][1].T.flatten()[mixed])
+    for head, out in enumerate(expected.unflatten(1, (2, 8)).unbind(1)):  # a head without edges gives zeros
+        one = conv(x, edge_index, edge_attr=edge_attr, edge_head=torch.full_like(edge_index[0], head))
+        equal(one.unflatten(1, (2, 8))[:, head], out)
+        assert not one.unflatten(1, (2, 8))[:, 1 - head].any()
+    none = conv(x, edge_index[:, :0], edge_attr=edge_attr[:0])
+    assert none.shape == expected.shape
+    assert not none.any()
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.4}, {"normalizer": "entmax"}, {"is_causal": True, "score_bias": 2}])
+def test_edge_features_with_other_options(options: dict[str, Any]) -> None:
+    if "score_bias" in options:
+        options |= {"score_bias": ALiBi(2)}
+    conv, x, edge_index, edge_attr = edge_problem(**options)
+    edge_attr.requires_grad_()
+    if conv.is_causal:  # the same as without the edges from later keys
+        kept = edge_index[0] <= edge_index[1]
+        less = conv(x, edge_index[:, kept], edge_attr=edge_attr[kept])
+        torch.testing.assert_close(conv(x, edge_index, edge_attr=edge_attr), less, rtol=1e-10, atol=1e-12)
+
+    def call(fuse: bool) -> Tensor:
+        conv.fuse = fuse
+        return conv(x, edge_index, edge_attr=edge_attr, seed=3)
+
+    leaves = (edge_attr, conv.lin_edge.weight, conv.lin_key.weight)
+    equal_with_gradients(lambda: call(True), lambda: call(False), *leaves)
+
+
+def test_edge_features_between_two_sides_and_in_a_batch() -> None:
+    conv, x, *_ = edge_problem()
+    edges, attr = torch.tensor([[3, 0, 3, 2], [0, 1, 1, 0]]), torch.randn(4, 5, dtype=torch.float64)
+    one = conv((x[:4], x[:2]), edges, edge_attr=attr)
+    ptrs = (torch.tensor([0, 4, 8]), torch.tensor([0, 2, 4]))
+    two = conv((x[[0, 1, 2, 3] * 2], x[[0, 1] * 2]), torch.cat([edges, edges + torch.tensor([[4], [2]])], 1),
+               edge_attr=attr.repeat(2, 1), ptr=ptrs)  # fmt: skip
+    torch.testing.assert_close(two, one.repeat(2, 1))
+
+
+def test_an_explainer_sees_edges_with_features() -> None:
+    conv, x, edge_index, edge_attr = edge_problem()
+    expected, mask = conv(x, edge_index, edge_attr=edge_attr), torch.ones(edge_index.size(1), dtype=torch.float64)
+    set_masks(conv, mask.mul_(torch.arange(mask.numel()) != 7), edge_index, apply_sigmoid=False)
+    out = conv(x, edge_index, edge_attr=edge_attr)
+    clear_masks(conv)
+    changed = (out - expected).abs().sum(1) > 1e-9
+    assert changed.nonzero().flatten().tolist() == [int(edge_index[1, 7])]
+
+
+def test_edge_features_that_do_not_fit_are_refused() -> None:
+    conv, x, edge_index, edge_attr = edge_problem(source=patterns.PatternSource(patterns.full))
+    plain = AttentionConv(16, 8, 2).double()
+    blocks = layer(block_size=2)(x, return_graph=True)[1]
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (r"'edge_attr' if the layer has an 'edge_dim', .*got none.* one\)", lambda: conv(x, edge_index)),
+        (r"'edge_attr' if .*got some.* none\)", lambda: plain(x, edge_index, edge_attr=edge_attr)),
+        (r"'edge_index' with 'edge_attr' \(got None\).*chooses", lambda: conv(x, edge_attr=edge_attr)),
+        (r"'edge_attr' to be \[E, D\]", lambda: conv(x, edge_index, edge_attr=edge_attr[:, :4])),
+        (r"'edge_attr' to be .*each once", lambda: conv(x, edge_index, edge_attr=edge_attr[1:])),
+        (r"'edge_attr' to be .*coalesce", lambda: conv(x, edge_index[:, [0, 0]], edge_attr=edge_attr[:2])),
+        (r"'edge_attr' to be .*coalesce", lambda: conv(x, edge_index[:, [0, 0]], edge_attr=edge_attr[:1])),
+        (r"'edge_index' to be a graph of tokens", lambda: conv(x, blocks, edge_attr=edge_attr)),
+        (r"'edge_attr' to be torch.float64", lambda: conv(x, edge_index, edge_attr=edge_attr.float())),
+        (r"'edge_dim' to be an int", lambda: AttentionConv(16, 8, edge_dim=2.5)),  # type: ignore[arg-type]
+        (r"no 'rotary' with an 'edge_dim'", lambda: AttentionConv(16, 8, edge_dim=2, rotary=Rotary())),
+    ]
+    for message, call in calls:
+        with pytest.raises((TypeError, ValueError), match=f"^Expected {message}"):
+            call()
