@@ -12,6 +12,7 @@ from .blocks import BlockGraph, BlockPool
 from .dcmm import DCMM, DCMMBias
 from .dense import FullAttention
 from .distributed import HeadParallel
+from .gps import SparseGPSConv, replace_attention
 from .graph import AttentionGraph
 from .learned_graph import LearnedGraph
 from .models import (
@@ -23,7 +24,7 @@ from .models import (
     TokenClassifier,
     mask_tokens,
 )
-from .multihead import SBMMultiheadAttention, replace_attention
+from .multihead import SBMMultiheadAttention
 from .normalizers import Entmax
 from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
@@ -69,6 +70,7 @@ __all__ = [
     "SequenceClassifier",
     "SequenceEncoder",
     "SourceGraph",
+    "SparseGPSConv",
     "Sparsifier",
     "TokenClassifier",
     "Tokens",

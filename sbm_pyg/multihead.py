@@ -22,7 +22,7 @@ from .propagation import converts
 from .ragged import offsets, unmerged
 from .rows import index_type, masked_rows
 
-__all__ = ["SBMMultiheadAttention", "replace_attention"]
+__all__ = ["SBMMultiheadAttention"]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -384,50 +384,6 @@ class SBMMultiheadAttention(nn.Module):
             )
         first = (1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)
         return _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
-
-
-def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **options: Any) -> list[str]:
-    """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
-
-    The outputs stay those of the dense model: the target density of a new block model is 1 unless you pass another. A
-    :class:`~sbm_pyg.Sparsifier` then trains the block models and makes the model sparse. Make the optimizer after this
-    call, because parameters are copied.
-
-    Args:
-        model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
-        num_blocks: Number of communities K of each head's block model. None: attention over all pairs.
-        **options: Options of :class:`SBMAttentionConv`.
-
-    Returns:
-        The names of the replaced layers, as in ``model.named_modules()``.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: It contains no such layer, or is one itself.
-
-    Example:
-        >>> from sbm_pyg import Sparsifier
-        >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-        >>> replace_attention(layer, num_blocks=16)
-        ['self_attn']
-        >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
-    """
-    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    if not found or "" in found:
-        got = "a layer itself; use `SBMMultiheadAttention.from_torch`" if found else "none"
-        raise ValueError(
-            f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
-            "`sbm_pyg.integrations.hugging_face.replace_attention`."
-        )
-    if num_blocks is not None:
-        options.setdefault("target_density", 1.0)
-    for name in found:
-        parent, _, child = name.rpartition(".")
-        layer = cast(nn.MultiheadAttention, model.get_submodule(name))
-        made = SBMMultiheadAttention.from_torch(layer, num_blocks=num_blocks, **options)
-        setattr(model.get_submodule(parent), child, made)
-    return found
 
 
 def _is_self_attention(query: Tensor, key: Tensor) -> bool:

@@ -66,6 +66,7 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     SourceGraph,
+    SparseGPSConv,
     TokenClassifier,
     Tokens,
     analysis,
@@ -607,6 +608,35 @@ def _from_torch(d: Draw) -> Case:
 
     names = {"attention": ("add_bias_kv", "add_zero_attn")}
     return Case(SBMMultiheadAttention.from_torch, arguments, check, more={"attention": layers}, names=names)
+
+
+@case("SparseGPSConv", 6)
+def _gps(d: Draw) -> Case:
+    heads, lengths = d.randint(1, 3), d.lengths()
+    options: dict[str, Any] = {"channels": 4, "conv": None, "attn": SBMAttentionConv(4, 2, heads, num_blocks=3)}
+    options |= {"dropout": d.choice((0.0, 0.3)), "norm": d.maybe("batch_norm")}
+
+    def call(channels: Any, **options: Any) -> Tensor:
+        batch = torch.repeat_interleave(pointer(lengths).diff())
+        return SparseGPSConv(channels, **options).eval()(torch.randn(sum(lengths), channels), None, batch)
+
+    return Case(call, options, lambda result, **_: finite(result))
+
+
+@case("SparseGPSConv.forward", 8)
+def _gps_forward(d: Draw) -> Case:
+    lengths, heads = d.lengths(), d.randint(1, 3)
+    attn = AttentionConv(4, 2, heads, patterns.PatternSource(patterns.full))
+    layer = SparseGPSConv(4, None, attn, norm=None)
+    x, batch = float_tokens(d, sum(lengths), 4), torch.repeat_interleave(pointer(lengths).diff())
+    arguments = {"x": x, "edge_index": None, "batch": batch, "attn_kwargs": d.maybe({"seed": d.getrandbits(60)})}
+
+    def check(result: Tensor, x: Tensor, batch: Any, **_: Any) -> None:
+        if tame(x):
+            wanted = x + layer.lin_out(attn(x, batch=batch))
+            close(result, wanted + layer.mlp(wanted), "attention and its residuals", torch.float32)
+
+    return Case(layer, arguments, check, free=("edge_index",))
 
 
 # ------------------------------------------------------------------ models
@@ -1798,7 +1828,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
                     "called by LearnedSource.forward and by losses"),
     **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     **dict.fromkeys(("LearnedGraph", *(f"LearnedGraph.{name}" for name in ("extra_repr", "forward", "reset_parameters"))), "a source for layers of PyG, see test_learned_graph.py"),
-    "replace_attention": "it changes a model in place, see test_multihead.py",
+    "replace_attention": "it changes a model in place, see test_multihead.py and test_gps.py",
+    **dict.fromkeys(("SparseGPSConv.from_gps", "SparseGPSConv.reset_parameters"), "it takes a layer of PyG, and draws anew, see test_gps.py"),
     **dict.fromkeys(("analysis.Attention", "analysis.Head", "analysis.HeadTable", "analysis.HeadTable.diffuse", "analysis.HeadTable.heads", "analysis.compare_heads", "analysis.record_attention"), "it listens to a model, see test_heads.py"),
     **dict.fromkeys(("Tokens.detached", "Tokens.first_head"), "for sources"),
     "patterns.PatternSource.take_heads": "for HeadParallel, see test_distributed.py",

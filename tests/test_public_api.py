@@ -18,7 +18,7 @@ ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
     "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "sources.following", "sources.interface", "sources.patterns",
     "sources.pairs", "sources.selectors", "sources.sbm", "sources.learned", "sources.sampling", "sources.indexer", "estimators", "learned_graph", "dcmm",
-    "positions", "normalizers", "propagation", "attention", "distributed", "sparsifier", "dense", "multihead", "pretrained", "models", "info",
+    "positions", "normalizers", "propagation", "attention", "distributed", "sparsifier", "dense", "multihead", "gps", "pretrained", "models", "info",
     "sparsefinder.projection", "sparsefinder.predictors", "sparsefinder.ground_truth", "analysis.walks", "analysis.hamiltonian",
     "analysis.conditions", "analysis.heads", "analysis.statistics", "analysis.plots", "integrations.lightning",
     "integrations.hugging_face_attention",

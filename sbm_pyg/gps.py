@@ -1,0 +1,213 @@
+"""PyG's graph transformer layer with ragged attention, and sparse attention in place of dense attention in a model.
+
+In: nodes of a batch of graphs and their edges, or a model of torch or PyG. Out: nodes, or the model with other layers.
+Not here: attention (``attention``), and its form for padded tensors (``multihead``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch_geometric.nn import GPSConv, MessagePassing
+from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
+
+from .attention import AttentionConv
+from .multihead import SBMMultiheadAttention
+from .ops import checks
+from .propagation import channel_pair
+from .sources.patterns import PatternSource, full
+
+__all__ = ["SparseGPSConv", "replace_attention"]
+
+
+class SparseGPSConv(GPSConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GPSConv`, whose global attention runs over sampled or given graphs.
+
+    A layer of a graph transformer adds message passing along the edges of the data and attention among all nodes of a
+    graph:
+
+    .. math:: x' = y + \operatorname{MLP}(y), \qquad y = (x + \operatorname{conv}(x)) + (x + W \operatorname{attn}(x))
+
+    with a norm after each of the three sums. Attention is an :class:`~sbm_pyg.AttentionConv` with any source. It never
+    leaves a graph of the mini-batch, and makes no dense batch: its cost is the sum of the costs of the graphs, and does
+    not depend on the largest. Over full graphs it equals :class:`~torch_geometric.nn.conv.GPSConv` with
+    ``attn_type="multihead"``, except for the dropout of attention weights, which draws other numbers.
+
+    Args:
+        channels: Channels of the nodes.
+        conv: Message passing layer, or None.
+        attn: Attention among ``channels`` channels, such as ``SBMAttentionConv(channels, channels // heads, heads)``. A
+            linear map takes its output to ``channels``.
+        dropout: Probability that a channel of an intermediate result is dropped in training.
+        act: Activation in the MLP, a name or a function.
+        act_kwargs: Arguments of the activation.
+        norm: Normalization layer, a name or a function; None: no norms.
+        norm_kwargs: Arguments of the normalization.
+
+    Raises:
+        TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`.
+        ValueError: ``attn`` takes other channels, or an argument is out of range.
+
+    Shapes:
+        - nodes ``[N, channels]``; output ``[N, channels]``.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.nn import GINEConv
+        >>> from sbm_pyg import SBMAttentionConv
+        >>> conv = GINEConv(nn.Linear(32, 32), edge_dim=4)
+        >>> layer = SparseGPSConv(32, conv, SBMAttentionConv(32, 8, heads=4, num_blocks=16))
+        >>> edge_index, batch = torch.tensor([[0, 1, 3], [1, 2, 4]]), torch.tensor([0, 0, 0, 1, 1])
+        >>> layer(torch.randn(5, 32), edge_index, batch, edge_attr=torch.randn(3, 4)).shape
+        torch.Size([5, 32])
+
+    Reference: Rampasek et al., "Recipe for a General, Powerful, Scalable Graph Transformer", NeurIPS 2022. There
+    attention is dense, or linear in the nodes.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        conv: MessagePassing | None,
+        attn: AttentionConv,
+        dropout: float = 0.0,
+        act: str = "relu",
+        act_kwargs: dict[str, Any] | None = None,
+        norm: str | None = "batch_norm",
+        norm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        channels = checks.integer("channels", channels, 1, "It is the width of the nodes.")
+        checks.number("dropout", dropout, "[0, 1]", "It is the probability that a channel is dropped.")
+        way_out = "Build an SBMAttentionConv, or an AttentionConv with a source."
+        checks.kind("attn", attn, AttentionConv, "an AttentionConv", way_out)
+        if not {*channel_pair(attn.in_channels)} <= {channels, -1}:
+            raise ValueError(
+                f"Expected 'attn' to take {channels} channels, as 'channels' says (got {attn.in_channels}). "
+                "Nodes enter both layers."
+            )
+        super().__init__(channels, conv, 1, dropout, act, act_kwargs, norm, norm_kwargs)
+        self.heads, self.attn_type, self.attn = attn.heads, type(attn).__name__, attn
+        self.lin_out = nn.Linear(attn.out_channels * (attn.heads if attn.concat else 1), channels)
+
+    @classmethod
+    def from_gps(cls, gps: GPSConv, *, num_blocks: int | None = 64, **options: Any) -> SparseGPSConv:
+        """Construct a layer from one of PyG, with copies of the projections of its attention and its other modules.
+
+        Args:
+            gps: PyG's layer, with ``attn_type="multihead"``.
+            num_blocks: Number of communities K of each head's block model. None: attention over all pairs of a graph.
+            **options: Options of :class:`~sbm_pyg.SBMAttentionConv`.
+
+        Raises:
+            TypeError: ``gps`` is not a layer of PyG with attention of torch.
+        """
+        checks.kind("gps", gps, GPSConv, "a GPSConv of PyG", "Pass the layer itself.")
+        way_out = "Build it with attn_type='multihead'."
+        checks.kind("gps.attn", gps.attn, nn.MultiheadAttention, "a torch.nn.MultiheadAttention", way_out)
+        attention = SBMMultiheadAttention.from_torch(gps.attn, num_blocks=num_blocks, **options)
+        if num_blocks is None:
+            attention.conv.source = PatternSource(full)
+        made = cls(gps.channels, gps.conv, attention.conv, gps.dropout, norm=None)
+        made.lin_out = attention.out_proj
+        for name in ("mlp", "norm1", "norm2", "norm3", "norm_with_batch"):
+            setattr(made, name, getattr(gps, name))
+        return made.train(gps.training)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew from torch's default generator."""
+        for part in (self.conv, self.attn, self.lin_out, self.mlp, self.norm1, self.norm2, self.norm3):
+            reset(part)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None = None,
+        *,
+        attn_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Pass messages and attend.
+
+        Args:
+            x: Nodes ``[N, channels]``.
+            edge_index: Edges of the data, for ``conv``.
+            batch: Graph of each node, ``[N]`` int64, ascending. None: one graph, such as a sample of a large one.
+            attn_kwargs: Further arguments of the call of ``attn``, see :meth:`AttentionConv.forward`: ``{"seed": 0}``,
+                or ``{"edge_index": expander}`` to attend over a given graph. ``ptr`` in place of ``batch`` is for
+                attention alone.
+            **kwargs: Further arguments of the call of ``conv``, such as ``edge_attr``.
+
+        Raises:
+            TypeError, ValueError: As :meth:`AttentionConv.forward`.
+        """
+        checks.kind("attn_kwargs", attn_kwargs, Mapping | None, "a dict of arguments of 'attn'", "Name each one.")
+        given = {"batch": batch} | dict(attn_kwargs or {})
+        if any(given.get(name) for name in ("return_graph", "return_choice", "return_attention_weights")):
+            raise ValueError(f"Expected 'attn_kwargs' without extra outputs (got {[*given]}). Call `attn` for them.")
+        out = self._add(x, self.lin_out(self.attn(x, **given)), self.norm2, batch)
+        if self.conv is not None:
+            out = self._add(x, self.conv(x, edge_index, **kwargs), self.norm1, batch) + out
+        out = out + self.mlp(out)
+        return out if self.norm3 is None else self._normalize(out, self.norm3, batch)
+
+    def _add(self, x: Tensor, h: Tensor, norm: nn.Module | None, batch: Tensor | None) -> Tensor:
+        """Sum with the residual, normalized."""
+        h = dropout(h, self.dropout, self.training) + x
+        return h if norm is None else self._normalize(h, norm, batch)
+
+    def _normalize(self, h: Tensor, norm: nn.Module, batch: Tensor | None) -> Tensor:
+        return cast(Tensor, norm(h, batch=batch) if self.norm_with_batch else norm(h))
+
+
+def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **options: Any) -> list[str]:
+    """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
+
+    A :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, becomes a
+    :class:`SparseGPSConv`. The outputs stay those of the dense model: the target density of a new block model is 1
+    unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the block models and makes the model sparse.
+    Make the optimizer after this call, because parameters are copied.
+
+    Args:
+        model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
+        num_blocks: Number of communities K of each head's block model. None: attention over all pairs.
+        **options: Options of :class:`SBMAttentionConv`.
+
+    Returns:
+        The names of the replaced layers, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It contains no such layer, or is one itself.
+
+    Example:
+        >>> from sbm_pyg import Sparsifier
+        >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+        >>> replace_attention(layer, num_blocks=16)
+        ['self_attn']
+        >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
+    """
+    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if isinstance(module, nn.MultiheadAttention):
+            of_gps = name and isinstance(model.get_submodule(parent), GPSConv)
+            found |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
+    if not found or "" in found:
+        got = "a layer itself; use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps`" if found else "none"
+        raise ValueError(
+            f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
+            "`sbm_pyg.integrations.hugging_face.replace_attention`."
+        )
+    if num_blocks is not None:
+        options.setdefault("target_density", 1.0)
+    for name, module in found.items():
+        parent, _, child = name.rpartition(".")
+        make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
+        setattr(model.get_submodule(parent), child, make(module, num_blocks=num_blocks, **options))
+    return [*found]
