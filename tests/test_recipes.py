@@ -13,6 +13,7 @@ import torch
 from examples import (
     associative_recall,
     graph_analysis,
+    graph_transformer,
     learned_graph,
     sampled_mask,
     sequence_classifier,
@@ -23,6 +24,7 @@ EXAMPLES = Path(transformer_encoder.__file__).parent
 RECIPES = (
     "associative_recall",
     "graph_analysis",
+    "graph_transformer",
     "hugging_face",
     "learned_graph",
     "repeated_tokens",
@@ -54,7 +56,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "graph_analysis": {"networkx"},
         "repeated_tokens": {"examples", "numpy"},
     }
-    others["sequence_classifier"] = others["learned_graph"] = {"torch_geometric"}
+    others["sequence_classifier"] = others["learned_graph"] = others["graph_transformer"] = {"torch_geometric"}
     assert found - set(sys.stdlib_module_names) - {"matplotlib"} <= {"sbm_pyg", "torch"} | others.get(name, set())
     top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     assert "matplotlib" not in {module.split(".")[0] for module in top}
@@ -193,6 +195,30 @@ def test_learned_graph(lines: Callable[..., list[str]]) -> None:
     assert number(learned, "accuracy") > number(random, "accuracy") + 6
     assert number(true, "accuracy") > 95
     assert number(learned, ", p") > 8 * number(learned, "in a group and")
+
+
+def test_graph_transformer_makes_the_task_that_it_names() -> None:
+    key, label, edge_index, batch, root, answer = graph_transformer.make_data(5, 3, torch.Generator().manual_seed(0))
+    assert key.numel() == label.numel() == batch.numel() == 5 * 15
+    for tree, first in enumerate(root.tolist()):
+        leaves = slice(first + 7, first + 15)
+        assert sorted(key[leaves].tolist()) == [*range(1, 9)]
+        (leaf,) = (key[leaves] == key[first]).nonzero().flatten().tolist()
+        assert int(label[leaves][leaf]) == int(answer[tree])
+        assert not key[first + 1 : first + 7].any()
+        assert not label[first : first + 7].any()
+        mine = edge_index[:, batch[edge_index[1]] == tree] - first
+        assert mine.tolist() == [[*range(1, 15)], [(node - 1) // 2 for node in range(1, 15)]]
+
+
+@pytest.mark.slow
+def test_graph_transformer(lines: Callable[..., list[str]]) -> None:
+    """Measured on seeds 0 to 2 at a depth of 5: 96 to 97 %, against 3 % without attention and with random edges."""
+    shown = lines(
+        graph_transformer.main, "--depth", "4", "--steps", "400", "--density", "0.1", "--arms", "gcn", "learned"
+    )
+    assert number(shown[2], "gcn           5") < 30
+    assert number(shown[3], "learned       1") > 80
 
 
 @pytest.mark.slow
