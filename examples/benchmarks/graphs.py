@@ -1,0 +1,150 @@
+"""Global attention of graph transformers, ours and PyG's: time and peak memory of a forward and backward pass.
+
+    python -m examples.benchmarks.graphs                      one graph of 169,343 nodes, and a batch of 32 graphs of 100 to 10,000
+    python -m examples.benchmarks.graphs --suites one --rounds 3
+
+"one" is the attention of a single graph, with 64 channels, 4 heads and 16 edges per node and head. "batch" is a whole layer of GPS without
+message passing. First, both layers must have the same outputs and gradients over full graphs. Each turn is a process of its own, on one thread
+unless OMP_NUM_THREADS says otherwise; it is warmed up on small graphs. Memory is the peak beyond what the process held before (Linux alone).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from examples.common.command import Command
+
+ARMS = {
+    "one": ("learned, 16 edges", "random, 16 edges", "Performer", "SGFormer"),
+    "batch": ("learned, 16 edges", "all pairs", "GPSConv, multihead", "GPSConv, performer"),
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = Command("python -m examples.benchmarks.graphs", __doc__)
+    command.add_argument(
+        "--suites", nargs="+", choices=[*ARMS], default=[*ARMS], help="what to measure (default: both)"
+    )
+    command.option("nodes", 169_343, "of the one graph", least=64)
+    command.option("largest", 10_000, "nodes of the largest graph of the batch", least=100)
+    command.option("graphs", 32, "in the batch", least=2)
+    command.option("rounds", 1, "turns of each", least=1)
+    command.option("csv", Path("graphs.csv"), "where to write")
+    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
+    return command.read(arguments)
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import math
+import statistics
+import time
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GPSConv
+from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
+
+from examples.benchmarks.sources import memory
+from examples.common.tables import by, markdown, write_csv
+from sbm_pyg import AttentionConv, SBMAttentionConv, SparseGPSConv, patterns
+from sbm_pyg.info import tqdm
+
+CHANNELS, HEADS, EDGES = 64, 4, 16
+SHAPE = (CHANNELS, CHANNELS // HEADS, HEADS)
+
+
+def layer(name: str) -> nn.Module:
+    """The module of an arm."""
+    torch.manual_seed(0)
+    if name == "Performer":
+        return PerformerAttention(CHANNELS, HEADS, CHANNELS // HEADS)
+    if name == "SGFormer":
+        return SGFormerAttention(CHANNELS, HEADS, CHANNELS // HEADS)
+    if name.startswith("GPSConv"):
+        return GPSConv(CHANNELS, None, HEADS, attn_type=name.split(", ")[1])
+    if name.startswith("learned"):
+        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_blocks=32, budget=float(EDGES))
+    elif name.startswith("random"):
+        attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.random, num_keys_per_query=EDGES, heads=HEADS))
+    else:
+        attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.full))
+    return SparseGPSConv(CHANNELS, None, attn)
+
+
+def call(module: nn.Module, suite: str, x: Tensor, batch: Tensor) -> Tensor:
+    """The output of a module over nodes."""
+    if isinstance(module, GPSConv) and suite == "batch":
+        return module(x, None, batch)
+    return module.lin_out(module.attn(x)) if isinstance(module, SparseGPSConv) else module(x[None])[0]
+
+
+def sizes_of(given: argparse.Namespace, suite: str) -> list[int]:
+    """Nodes of each graph; those of a batch grow by equal factors."""
+    steps = range(given.graphs)
+    many = [round(100 * (given.largest / 100) ** (step / (given.graphs - 1))) for step in steps]
+    return many if suite == "batch" else [given.nodes]
+
+
+def turn(name: str, suite: str, sizes: list[int]) -> dict[str, float]:
+    """Seconds and MiB of a pass over graphs, after one over small graphs; and the edges per node and head."""
+    module, before, start = layer(name), 0.0, 0.0
+    for lengths in ([64, 100], sizes):
+        x = torch.randn(sum(lengths), CHANNELS, requires_grad=True)
+        batch = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        before, start = memory("VmRSS"), time.perf_counter()
+        call(module, suite, x, batch).sum().backward()
+    found = {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": math.nan}
+    if "edges" in name and isinstance(module, SparseGPSConv):
+        with torch.no_grad():
+            found["edges"] = module.attn(x, batch=batch, return_graph=True)[1].num_edges / (HEADS * len(x))
+    return found
+
+
+def gate() -> None:
+    """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
+    theirs = layer("GPSConv, multihead")
+    assert isinstance(theirs, GPSConv)
+    ours, batch = (
+        SparseGPSConv.from_gps(theirs, num_blocks=None),
+        torch.arange(3).repeat_interleave(torch.tensor([9, 40, 21])),
+    )
+    found = []
+    for module in (theirs, ours):
+        x = torch.randn(70, CHANNELS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = module(x, None, batch)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), x)])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    if given.only:
+        suite, name = given.only.split(": ")
+        print(json.dumps(turn(name, suite, sizes_of(given, suite))))
+        return
+    gate()
+    words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.graphs", "--nodes", str(given.nodes)]
+    words += ["--largest", str(given.largest), "--graphs", str(given.graphs)]
+    turns = [(suite, name) for suite in given.suites for _ in range(given.rounds) for name in ARMS[suite]]
+    rows = []
+    for suite, name in tqdm(turns, unit="turn"):
+        done = subprocess.run([*words, "--only", f"{suite}: {name}"], capture_output=True, text=True, check=False)
+        nothing = dict.fromkeys(("seconds", "MiB", "edges"), math.nan)
+        rows.append({"suite": suite, "arm": name} | (nothing if done.returncode else json.loads(done.stdout)))
+    write_csv(given.csv, rows)
+    for suite, arms in by(rows, "suite", "arm").items():
+        sizes, table = sizes_of(given, suite), []
+        for name, own in arms.items():
+            seconds, mib, edges = (statistics.median(row[key] for row in own) for key in ("seconds", "MiB", "edges"))
+            table.append([name, f"{seconds:.3g}", f"{mib:,.0f}", "" if math.isnan(edges) else f"{edges:.1f}"])
+        print(f"{suite}: {len(sizes)} graphs, {sum(sizes):,} nodes, the largest {max(sizes):,}")
+        print(markdown(["arm", "seconds", "MiB", "edges per node and head"], table))
+
+
+if __name__ == "__main__":
+    main()
