@@ -684,10 +684,10 @@ def test_edge_features_in_every_form_of_a_graph() -> None:
     out, (_, alpha) = conv(x, both[:, mixed], return_attention_weights=True, **given)
     equal(out, expected)
     equal(alpha, conv(x, edge_index, edge_attr=edge_attr, return_attention_weights=True)[1][1].T.flatten()[mixed])
-    for head, out in enumerate(expected.unflatten(1, (2, 8)).unbind(1)):  # a head without edges gives zeros
-        one = conv(x, edge_index, edge_attr=edge_attr, edge_head=torch.full_like(edge_index[0], head))
-        equal(one.unflatten(1, (2, 8))[:, head], out)
-        assert not one.unflatten(1, (2, 8))[:, 1 - head].any()
+    for number, out in enumerate(expected.unflatten(1, (2, 8)).unbind(1)):  # a head without edges gives zeros
+        one = conv(x, edge_index, edge_attr=edge_attr, edge_head=torch.full_like(edge_index[0], number))
+        equal(one.unflatten(1, (2, 8))[:, number], out)
+        assert not one.unflatten(1, (2, 8))[:, 1 - number].any()
     none = conv(x, edge_index[:, :0], edge_attr=edge_attr[:0])
     assert none.shape == expected.shape
     assert not none.any()
@@ -708,6 +708,7 @@ def test_edge_features_with_other_options(options: dict[str, Any]) -> None:
         conv.fuse = fuse
         return conv(x, edge_index, edge_attr=edge_attr, seed=3)
 
+    assert conv.lin_edge is not None
     leaves = (edge_attr, conv.lin_edge.weight, conv.lin_key.weight)
     equal_with_gradients(lambda: call(True), lambda: call(False), *leaves)
 

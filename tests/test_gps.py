@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,7 +77,9 @@ def test_a_graph_of_a_batch_knows_nothing_of_the_others() -> None:
 
 def test_a_whole_model_is_replaced_and_made_sparse() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"convs": nn.ModuleList([gps(), gps()]), "other": nn.TransformerEncoderLayer(16, 4)}).float()
+    model: Any = nn.ModuleDict(
+        {"convs": nn.ModuleList([gps(), gps()]), "other": nn.TransformerEncoderLayer(16, 4)}
+    ).float()
     parameters = {*model["convs"][0].mlp.parameters(), *model["convs"][0].conv.parameters()}
     assert replace_attention(model, num_blocks=4) == ["convs.0", "convs.1", "other.self_attn"]
     assert parameters < {*model.parameters()}
@@ -129,12 +131,12 @@ def test_attention_of_other_models_of_pyg() -> None:
 def test_wrong_arguments_are_refused() -> None:
     layer = SparseGPSConv(16, None, full()).double()
     calls: list[tuple[str, Callable[[], Any]]] = [
-        (r"'attn' to be an AttentionConv", lambda: SparseGPSConv(16, None, nn.MultiheadAttention(16, 4))),  # type: ignore[arg-type]
+        (r"'attn' to be an AttentionConv", lambda: SparseGPSConv(16, None, cast(Any, nn.MultiheadAttention(16, 4)))),
         (r"'attn' to take 8 channels", lambda: SparseGPSConv(8, None, full())),
         (r"'dropout'", lambda: SparseGPSConv(16, None, full(), dropout=2)),
-        (r"'gps' to be a GPSConv", lambda: SparseGPSConv.from_gps(nn.Linear(2, 2))),  # type: ignore[arg-type]
+        (r"'gps' to be a GPSConv", lambda: SparseGPSConv.from_gps(cast(Any, nn.Linear(2, 2)))),
         (r"'gps.attn' to be .*multihead", lambda: SparseGPSConv.from_gps(gps(attn_type="performer"))),
-        (r"'attn_kwargs' to be a dict", lambda: layer(nodes(), EDGES, attn_kwargs=3)),
+        (r"'attn_kwargs' to be a dict", lambda: layer(nodes(), EDGES, attn_kwargs=cast(Any, 3))),
         (r"'attn_kwargs' without extra", lambda: layer(nodes(), EDGES, attn_kwargs={"return_graph": True})),
         (r"'model' to contain .*from_gps", lambda: replace_attention(gps())),
     ]

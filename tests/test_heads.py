@@ -192,3 +192,6 @@ def test_errors() -> None:
         pass
     with pytest.raises(ValueError, match="Expected 'rows'"), compare_heads(SBMAttentionConv(8, 4), rows=0.0):
         pass
+    conv, edges = AttentionConv(8, 4, edge_dim=3).double(), torch.tensor([[0, 1], [1, 2]])
+    with record_attention(conv), pytest.raises(ValueError, match="without 'edge_attr'"):
+        conv(X, edges, edge_attr=torch.ones(2, 3, dtype=torch.float64))

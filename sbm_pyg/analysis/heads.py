@@ -212,6 +212,11 @@ def _attend(
     value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
 ) -> Any:  # fmt: skip
     """Call ``attend`` of a layer, and show what it attended over."""
+    if options.get("edge_attr") is not None:
+        raise ValueError(
+            "Expected 'model' to call its layers without 'edge_attr' (got some). Weights with edge features come from "
+            "the layer itself: pass `return_attention_weights=True` to it."
+        )
     wanted = Returns(returns.graph, True, returns.attention_weights)
     out, *more = attend(query, key, value, *graph, returns=wanted, **options)
     choice = more[1] if returns.graph else more[0]
