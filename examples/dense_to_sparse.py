@@ -55,8 +55,8 @@ from torch.nn.functional import cross_entropy
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, by, deviation, finished, markdown
+from examples.common.tasks import TASKS
 from examples.language_model import read_texts
-from examples.recall.tasks import TASKS
 from sbm_pyg import SBMMultiheadAttention, Sparsifier, indexer, patterns, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 

@@ -12,10 +12,10 @@ from problems import same
 from torch.testing import assert_close
 
 from examples import language_model
-from examples.common import hybrid
+from examples.common import hybrid, tasks
 from examples.common.corpus import stdlib_files
 from examples.recall import __main__ as program
-from examples.recall import tasks, train
+from examples.recall import train
 from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
 from sbm_pyg.dense import FullAttention
 from sbm_pyg.sources import patterns
@@ -203,11 +203,11 @@ def test_evaluation_counts_the_edges_to_answers() -> None:
     loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
     layers = iter([Chosen(some | loops), Chosen(loops)])
     recaller = hybrid.Recaller(30, 8, 2, lambda: next(layers)).eval()
-    row = train.evaluate(recaller, examples)
+    row = hybrid.evaluate(recaller, examples)
     assert row["answer_0"] == row["answer_any"] == 5 / 8
     assert row["answer_1"] == row["density_1"] == 0
     assert row["density_0"] == pytest.approx(5 / (4 * 16 * 15 / 2))
-    full = train.evaluate(hybrid.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
+    full = hybrid.evaluate(hybrid.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
     assert full["answer_0"] == full["density_1"] == 1
 
 

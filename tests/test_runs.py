@@ -100,8 +100,9 @@ def command(name: str, folder: Path, inputs: dict[str, str]) -> list[str]:
 def make_small() -> dict[tuple[Any, str], Any]:
     """Makes tasks and images so small that they are there in no time; returns what was there before."""
     from examples import repeated_tokens
+    from examples.common import tasks
     from examples.dcmm import data
-    from examples.recall import tasks, train
+    from examples.recall import train
 
     whole, few = data.load("digits"), torch.arange(0, 400, 2)
     images = data.Images(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from examples.common.command import read_method
+from examples.common.tables import Row
+from examples.common.tasks import Examples
 from sbm_pyg import (
     SBM,
     AttentionConv,
@@ -27,7 +29,7 @@ from sbm_pyg.dense import FullAttention
 from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.sources import indexer, patterns, selectors
 
-FIXED = ("window", "random", "bigbird", "top-k", "blocks", "lsh", "routing")
+FIXED = ("window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing")
 METHODS = ("full", "dcmm", *FIXED, "indexer", "key-selection", "sbm")
 DENSE = ("full", "dcmm")  # attend to all pairs
 CONTROLS = ("sparsifier", "fixed", "none")
@@ -76,9 +78,10 @@ class FixedDensity(GraphSource):
     """Chooses a share of the pairs beyond self-loops by a rule that does not learn.
 
     Args:
-        rule: "window", the last tokens; "random", each pair by itself; "bigbird", half of them a window and a quarter each random
-            and global, which may coincide; "top-k", the keys of the largest scores, found among all pairs; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing" by centroids (Routing
-            Transformer), whose densities follow the tokens and are near to what is asked.
+        rule: "window", the last tokens; "random", each pair by itself, drawn anew at each step; "random-fixed", the same, drawn once for
+            all sequences; "bigbird", half of them a window and a quarter each random and global, which may coincide; "top-k", the keys of the
+            largest scores, found among all pairs; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing"
+            by centroids (Routing Transformer), whose densities follow the tokens and are near to what is asked.
         density: Share of the pairs.
         channels, heads: Of the attention.
         window: Of "random", tokens before each that it attends to in any case; they count in the density.
@@ -89,6 +92,8 @@ class FixedDensity(GraphSource):
         self.rule, self.density, self.window = rule, density, window
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
+        if rule == "random-fixed":
+            self.register_buffer("drawn", torch.randint(2**31, ()))  # its seed at all steps
 
     def forward(self, tokens: Tokens) -> Choice:
         """As any source of a causal layer; sequences have one length."""
@@ -116,7 +121,9 @@ class FixedDensity(GraphSource):
             loops = patterns.window(None, self.window, is_causal=True, ptr=ptr)
             rate = query.new_full((len(query), query.size(1), 1), beyond_window(self.density, self.window, length))
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
-            graph = sample_edges(sbm, seed=seed)
+            fixed = self.rule == "random-fixed"
+            same = torch.zeros(len(ptr) - 1, dtype=torch.int64) if fixed else None  # all sequences have one pattern
+            graph = sample_edges(sbm, seed=int(self.drawn) if fixed else seed, sequence_ids=same)
         return Choice(graph).force(loops)
 
 
@@ -271,3 +278,32 @@ def beyond(graph: AttentionGraph) -> float:
     """Density of the pairs beyond self-loops, which all are in the graph."""
     loops = graph.heads * graph.num_queries
     return (graph.num_edges - loops) / (graph.heads * float(graph.pairs_per_sequence.sum()) - loops)
+
+
+def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
+    """Accuracy; for each layer its density beyond self-loops, and how many questions have an edge to a token that answers them.
+
+    Full attention has every edge. Where several tokens serve, an edge to any of them counts.
+    """
+    layers = len(model.layers)
+    right, density, found = [], [], []
+    for part in torch.arange(len(examples.tokens)).split(batch_size):
+        tokens, places, answers, sources = examples.take(part)
+        logits, choices = model(tokens, places, seed=int(part[0]))
+        right.append((logits.argmax(2) == answers).double().mean())
+        start = torch.arange(len(part))[:, None, None] * tokens.size(1)
+        served = sources.reshape(*places.shape, -1) + start  # [S, Q, serving tokens]
+        pairs = torch.stack([served.flatten(), (places[..., None] + start).expand_as(served).flatten()])
+        shares, hits = [1.0] * layers, [torch.ones(places.numel(), dtype=torch.bool)] * layers
+        for layer, choice in enumerate(choices):
+            if choice is not None:
+                graph, head = choice.graph, torch.arange(choice.graph.heads)[:, None]
+                shares[layer] = beyond(graph)
+                held = graph.contains(pairs.repeat(1, graph.heads), head.expand(-1, pairs.size(1)).flatten())
+                hits[layer] = held.view(graph.heads, places.numel(), -1).any(2).any(0)
+        density.append(shares)
+        found.append([*(float(hit.double().mean()) for hit in hits), float(torch.stack(hits).any(0).double().mean())])
+    row = {"accuracy": float(torch.stack(right).mean())}
+    row |= {f"density_{layer}": value for layer, value in enumerate(torch.tensor(density).double().mean(0).tolist())}
+    names = [*(f"answer_{layer}" for layer in range(layers)), "answer_any"]
+    return row | dict(zip(names, torch.tensor(found).double().mean(0).tolist(), strict=True))

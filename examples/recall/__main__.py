@@ -4,7 +4,7 @@ python -m examples.recall                                               full att
 python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
 python -m examples.recall --report                                      tables and figures of what is there
 
-Methods are full and dcmm, which attend to all pairs; window, random, bigbird, top-k, blocks, lsh and routing; and those that learn
+Methods are full and dcmm, which attend to all pairs; window, random, random-fixed, bigbird, top-k, blocks, lsh and routing; and those that learn
 their graphs, sbm, indexer and key-selection. Options follow a colon, as in sbm:estimator=local or
 indexer:select=top_k,estimator=imitate; with frozen=1, what chooses does not learn. All have two layers, each a gated short convolution and attention with self-loops; densities
 are those of the pairs beyond. The same command goes on after a kill, and skips what is in rows.csv.
@@ -16,7 +16,13 @@ from pathlib import Path
 
 from examples.common.command import Command, program
 
-TASKS = ("mqar-small", "mqar-laptop", "mqar-zoology", "joint-laptop", "joint-paper")  # as tasks.py, which brings torch
+TASKS = (
+    "mqar-small",
+    "mqar-laptop",
+    "mqar-zoology",
+    "joint-laptop",
+    "joint-paper",
+)  # as examples/common/tasks.py, which brings torch
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,9 +51,10 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
     import torch
 
+    from examples.common import tasks
     from examples.common.hybrid import DENSE, options_of
     from examples.common.tables import finished
-    from examples.recall import report, tasks, train
+    from examples.recall import report, train
 
     torch.set_num_threads(given.threads)
     task = tasks.TASKS[given.task]

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import Recaller, beyond, make_recaller, run_name
+from examples.common.hybrid import Recaller, evaluate, make_recaller, run_name
 from examples.common.runs import settings_of
 from examples.common.tables import Row
-from examples.recall.tasks import TASKS, Examples
+from examples.common.tasks import TASKS, Examples
 from sbm_pyg import Sparsifier
 
 
@@ -73,34 +73,6 @@ class Batches:
             self.epoch = number, [found[at] for at in torch.randperm(len(found), generator=random)]
         size, chosen = self.epoch[1][place]
         return self.sizes[size].take(chosen)
-
-
-def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
-    """Accuracy; for each layer its density beyond self-loops, and how many questions have an edge to the value that answers them.
-
-    Full attention has every edge.
-    """
-    layers = len(model.layers)
-    right, density, found = [], [], []
-    for part in torch.arange(len(examples.tokens)).split(batch_size):
-        tokens, places, answers, sources = examples.take(part)
-        logits, choices = model(tokens, places, seed=int(part[0]))
-        right.append((logits.argmax(2) == answers).double().mean())
-        start = torch.arange(len(part))[:, None] * tokens.size(1)
-        pairs = torch.stack([(sources + start).flatten(), (places + start).flatten()])
-        shares, hits = [1.0] * layers, [torch.ones(pairs.size(1), dtype=torch.bool)] * layers
-        for layer, choice in enumerate(choices):
-            if choice is not None:
-                graph, head = choice.graph, torch.arange(choice.graph.heads)[:, None]
-                shares[layer] = beyond(graph)
-                held = graph.contains(pairs.repeat(1, graph.heads), head.expand(-1, pairs.size(1)).flatten())
-                hits[layer] = held.view(graph.heads, -1).any(0)
-        density.append(shares)
-        found.append([*(float(hit.double().mean()) for hit in hits), float(torch.stack(hits).any(0).double().mean())])
-    row = {"accuracy": float(torch.stack(right).mean())}
-    row |= {f"density_{layer}": value for layer, value in enumerate(torch.tensor(density).double().mean(0).tolist())}
-    names = [*(f"answer_{layer}" for layer in range(layers)), "answer_any"]
-    return row | dict(zip(names, torch.tensor(found).double().mean(0).tolist(), strict=True))
 
 
 def train(run: Run, folder: Path) -> list[Row]:

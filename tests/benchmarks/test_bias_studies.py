@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from examples.benchmarks import biases
+from examples.common import tasks
 from examples.common.runs import write_checkpoint
 from examples.common.tables import read
-from examples.recall import spread, tasks, train
+from examples.recall import spread, train
 
 pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread")]
 

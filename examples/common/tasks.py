@@ -27,7 +27,7 @@ class Examples(NamedTuple):
     tokens: Tensor  # [S, L] int64
     places: Tensor  # [S, Q], of the questions
     answers: Tensor  # [S, Q], the token to be predicted there
-    sources: Tensor  # [S, Q], places of the values that tell the answers
+    sources: Tensor  # [S, Q], places of the values that tell the answers; [S, Q, R] if each of R values does
 
     def take(self, chosen: Tensor) -> Examples:
         return Examples(*(part[chosen] for part in self))
@@ -57,7 +57,7 @@ class Task:
         return found
 
 
-def _distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
+def distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
     """Different numbers in random order, ``[rows, count]``; a row with repeats is drawn anew."""
     drawn = torch.randint(below, (rows, count), generator=random)
     while len(again := (drawn.sort(1).values.diff(dim=1) == 0).any(1).nonzero()[:, 0]):
@@ -73,8 +73,8 @@ def mqar(length: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
     What is left of a sequence are any tokens, or the last ``fillers`` of them, which then are no keys nor values.
     """
     known = num_tokens - fillers
-    keys = 1 + _distinct(count, pairs, known // 2 - 1, random)
-    values = known // 2 + _distinct(count, pairs, known - known // 2, random)
+    keys = 1 + distinct(count, pairs, known // 2 - 1, random)
+    values = known // 2 + distinct(count, pairs, known - known // 2, random)
     law = POWER * torch.arange(1, (length - 2 * pairs) // 2 + 1, dtype=torch.float64) ** (POWER - 1)
     places = 2 * pairs + 2 * torch.multinomial(law.expand(count, -1), pairs, generator=random)
     tokens = torch.randint(known if fillers else 0, num_tokens, (count, length), generator=random)

@@ -1,0 +1,110 @@
+"""Does learning to choose pay? Graph sources at equal densities on generated tasks, each next to its frozen twin.
+
+python -m examples.arena                                        all methods on recall, at 10 % of the pairs
+python -m examples.arena --tasks two-hop noisy --densities 0.05 0.1 --seeds 0 1 2 --starts dense sparse
+python -m examples.arena --chooser mine.py:MySource             a source of your own, next to full attention and random edges
+python -m examples.arena --experiment served                    where learning begins to pay: 1 to 16 of 16 values can answer
+python -m examples.arena --report                               tables and pictures of what is there
+
+Methods are full attention; rules without parameters: window, random (drawn anew at each step), random-fixed (drawn once), bigbird, top-k
+(of all scores), blocks (MoBA), lsh and routing; and methods that learn: indexer (by the effect of its edges), dsa (dense warm-up over all
+keys, then over the selected keys), gates (straight through), concrete (relaxed edges) and sbm. Options follow a colon, as in
+sbm:num_blocks=16. Methods that learn bring their frozen twin: the same parameters, and those that choose stay as they began.
+
+A source of your own is a GraphSource in a file. It is made with those of channels, heads and density that its __init__ takes, and its
+attribute ``density`` is set before each call. With --starts dense, all methods attend to all pairs for 70 % of the steps. Densities are
+those of the pairs beyond self-loops, which all graphs have. The same command goes on after a kill, and skips what is in rows.csv.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from examples.common.command import Command, program
+
+SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
+TASKS = (
+    "recall",
+    "joint",
+    "two-hop",
+    "copying",
+    "noisy",
+    "fuzzy",
+    "known",
+    "length",
+    *SERVED,
+)  # as tasks.py, which brings torch
+ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
+       "concrete", "sbm")  # fmt: skip
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    command = Command("python -m examples.arena", __doc__)
+    command.add_argument("--experiment", choices=["served"], help="the tasks and methods of an experiment")
+    command.add_argument("--tasks", nargs="+", choices=TASKS, metavar="T", help="(default: recall)")
+    words = "methods, or FILE.py:CLASS (default: all; of an own source, also full and random)"
+    command.add_argument("--choosers", "--chooser", nargs="+", metavar="C", dest="methods", help=words)
+    command.option("densities", [0.1], "shares of the pairs beyond self-loops")
+    command.option("seeds", [0], least=0)
+    command.option("starts", ["dense"], "of training", choices=["dense", "sparse"])
+    for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
+        command.add_argument(f"--{name}", type=kind, help="(default: that of the task)")
+    command.bound("steps", "batch-size", "learning-rate", above=0)
+    for name, usual in (("channels", 64), ("layers", 2), ("heads", 1)):
+        command.option(name, usual, above=0)
+    command.option("threads", 1, "of the CPU", above=0)
+    command.option("output", Path("runs/arena"), "of rows.csv, checkpoints and pictures")
+    command.add_argument("--no-twins", action="store_true", help="leave frozen twins out")
+    command.add_argument("--report", action="store_true", help="train nothing")
+    given = command.read(arguments)
+    command.require(
+        0 < min(given.densities) <= max(given.densities) < 1,
+        "'densities' in (0, 1)",
+        given.densities,
+        "Full attention is 'full'.",
+    )
+    divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
+    command.require(divides, words, given.heads, "Take 1, 2 or 4.")
+    served = given.experiment == "served"
+    given.tasks = given.tasks or (list(SERVED) if served else ["recall"])
+    given.methods = given.methods or (["full", "random", "sbm"] if served else list(ALL))
+    if all(method.partition(":")[0].endswith(".py") for method in given.methods):
+        given.methods = ["full", "random", *given.methods]
+    return given
+
+
+def work(given: argparse.Namespace) -> Iterator[Path]:
+    """Trains what is missing, then reports."""
+    import torch
+
+    from examples.arena import methods, report, tasks, train
+    from examples.common.tables import finished
+
+    torch.set_num_threads(given.threads)
+    names: list[str] = []
+    for method in given.methods:
+        methods.check(method)  # mistakes before the first run
+        twin = None if given.no_twins else methods.twin_of(method)
+        names += [name for name in (method, twin) if name and name not in names]
+    runs = []
+    for seed in given.seeds if not given.report else ():
+        for task in given.tasks:
+            own = {
+                name: getattr(given, name) or getattr(tasks.TASKS[task], name)
+                for name in ("steps", "batch_size", "learning_rate")
+            }
+            own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}
+            for name in names:
+                kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]
+                runs += [train.Run(task, name, *kind, seed, **own) for kind in kinds]
+    if runs:
+        train.train_all(runs, given.output)
+    rows = finished(given.output)
+    print(report.tables(rows))
+    yield from report.draw(rows, given.output)
+
+
+main = program(parse, work)
+
+if __name__ == "__main__":
+    main()

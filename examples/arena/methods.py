@@ -1,0 +1,171 @@
+"""Graph sources by name, each with its frozen twin, and sources from a user's file.
+
+A name is one of ``METHODS``, a method of ``examples/common/hybrid.py`` with its options, or ``FILE.py:CLASS``. The twin of a method that
+learns to choose has the same parameters, and those that choose stay as they began; all else learns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from examples.common import hybrid
+from examples.common.runs import fingerprint
+from sbm_pyg import AttentionConv, Choice, GraphSource, LearnedSource, Tokens
+from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
+from sbm_pyg.sources import patterns
+
+FROZEN = "frozen=1"
+METHODS = {  # name: as hybrid.py reads it
+    **{name: name for name in ("full", *hybrid.FIXED)},
+    "indexer": "indexer",  # trained by the effect of its edges
+    "dsa": "indexer:select=top_k,estimator=imitate,detach=1",  # dense warm-up over all keys, then over the selected keys
+    "gates": "indexer:estimator=mask",  # straight through
+    "concrete": "indexer:estimator=concrete",  # relaxed edges, at a temperature that falls from 1 to 0.1
+    "sbm": "sbm",
+}
+TWINS = {
+    "gates": f"indexer:{FROZEN}",
+    "concrete": f"indexer:{FROZEN}",
+    "routing": f"routing:{FROZEN}",
+}  # else by options
+
+
+class Scheduled(LearnedSource):
+    """Any source behind a target density: dense attention at 1, else the graph that the source chooses, and self-loops.
+
+    So fixed rules, and sources of users, begin dense for as many steps as those that learn. The source reads its density from its attribute
+    ``density``, a share of the pairs beyond self-loops, or ``target_density`` if it is a :class:`~sbm_pyg.LearnedSource`.
+    """
+
+    window = 0  # self-loops are forced
+
+    def __init__(self, source: GraphSource) -> None:
+        super().__init__()
+        self.source = source
+
+    def predict(self, tokens: Tokens) -> Any:
+        """The probabilities of the source."""
+        return (
+            self.source.predict(tokens) if isinstance(self.source, LearnedSource) else self.source(tokens).probability
+        )
+
+    def choose(self, tokens: Tokens) -> Choice:
+        """The choice of the source at the density of now, with self-loops."""
+        name = "target_density" if isinstance(self.source, LearnedSource) else "density"
+        setattr(self.source, name, self.target_density)
+        return self.source(tokens).force(patterns.window(None, 0, is_causal=True, ptr=tokens.query_ptr))
+
+
+class SparseOnly(Local):
+    """The local gradient for a source that cannot predict all pairs, and so learns nothing while attention is dense."""
+
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """No loss."""
+        return None
+
+
+def load(method: str) -> type[GraphSource]:
+    """The class of ``FILE.py:CLASS``, a :class:`~sbm_pyg.GraphSource`."""
+    file, _, rest = method.partition(":")
+    path, name = Path(file), rest.partition(":")[0]
+    way_out = "Name it as in mine.py:MySource."
+    if not path.is_file():
+        raise ValueError(f"Expected '--chooser' to name a file that exists (got {file!r}). {way_out}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, GraphSource)):
+        sources = [
+            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        raise ValueError(
+            f"Expected {name!r} to be a GraphSource in {file} (got {found}; there are {sources}). {way_out}"
+        )
+    return found
+
+
+def _own(method: str, channels: int, heads: int, density: float) -> tuple[GraphSource, Any]:
+    """A user's source, made with those of these arguments that it takes, and its estimator."""
+    kind = load(method)
+    offered: dict[str, Any] = {"channels": channels, "heads": heads, "density": density}
+    takes = inspect.signature(kind).parameters
+    other = [name for name, value in takes.items() if name not in offered and value.default is value.empty]
+    if other:
+        words = f"Expected {kind.__name__} to take no arguments but {', '.join(offered)} (got {', '.join(other)})."
+        raise ValueError(f"{words} Give the others default values.")
+    source = kind(**{name: value for name, value in offered.items() if name in takes})
+    learns = any(True for _ in source.parameters())
+    usual = (Local() if isinstance(source, LearnedSource) else SparseOnly()) if learns else NoEstimator()
+    return source, getattr(kind, "estimator", usual)
+
+
+def is_own(method: str) -> bool:
+    """Whether a name is that of a class in a user's file."""
+    return method.partition(":")[0].endswith(".py")
+
+
+def code_of(methods: list[str]) -> dict[str, str]:
+    """A checksum of each user's file, by its name."""
+    files = {method.partition(":")[0] for method in methods if is_own(method)}
+    return {f"code-of {file}": fingerprint([Path(file).read_bytes()]) for file in sorted(files)}
+
+
+def twin_of(method: str) -> str | None:
+    """The frozen twin of a method that learns to choose, else None.
+
+    >>> twin_of("dsa"), twin_of("gates"), twin_of("window")
+    ('dsa:frozen=1', 'indexer:frozen=1', None)
+    """
+    if method.endswith(FROZEN):
+        return None
+    if method in TWINS:
+        return TWINS[method]
+    if is_own(method):
+        source, _ = _own(method, 8, 1, 0.5)
+        return f"{method}:{FROZEN}" if any(True for _ in source.parameters()) else None
+    _, options = hybrid.options_of(METHODS.get(method, method))
+    learns = "frozen" in options and not options["frozen"]
+    return f"{method}{',' if ':' in method else ':'}{FROZEN}" if learns else None
+
+
+def make_attention(method: str, channels: int, heads: int, density: float) -> nn.Module:
+    """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source.
+
+    Args:
+        method: A name.
+        channels: Of the tokens, a multiple of ``heads``.
+        heads: Heads H.
+        density: Share of the pairs beyond self-loops, in (0, 1).
+    """
+    width = channels // heads
+    frozen = method.endswith(f":{FROZEN}")
+    name = method.removesuffix(f":{FROZEN}")
+    if is_own(method):
+        source, estimator = _own(name, width, heads, density)
+        conv = AttentionConv(channels, width, heads, Scheduled(source), estimator=estimator, is_causal=True)
+        return hybrid.freeze(conv) if frozen else conv
+    if name in hybrid.FIXED:
+        rule = hybrid.FixedDensity(name, density, width, heads)
+        if frozen:
+            rule.clusters.decay = 1.0  # centroids stay where they began
+        return AttentionConv(channels, width, heads, Scheduled(rule), estimator="none", is_causal=True)
+    kind, options = hybrid.options_of(METHODS.get(name, name))
+    conv = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
+    return hybrid.freeze(conv) if frozen and isinstance(conv, AttentionConv) else conv
+
+
+def check(method: str) -> None:
+    """Raises a ValueError for a name that is not a method."""
+    if is_own(method):
+        _own(method, 8, 1, 0.5)
+    elif method != TWINS["routing"]:
+        name = method.removesuffix(f":{FROZEN}")
+        hybrid.options_of(METHODS.get(name, name))

@@ -1,0 +1,206 @@
+"""Tables of accuracy and of paired gains over frozen twins, and one picture for each task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from examples.arena.methods import FROZEN, is_own, twin_of
+from examples.common.pictures import bare, name_of, save_figure, style
+from examples.common.tables import Row, by, extent, markdown
+
+HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
+          "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
+NAMES = {"dsa": "DSA", "gates": "straight-through gates", "concrete": "concrete edges", "indexer": "indexer (local)"}
+Key = tuple[str, str, float]  # method, start and density
+Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each size, by seed
+
+
+def ends_of(rows: Sequence[Row]) -> Ends:
+    """The last rows of each run of one task."""
+    found: Ends = {}
+    for method, starts in by(rows, "method", "start", "density", "seed").items():
+        for start, densities in starts.items():
+            for density, seeds in densities.items():
+                last = {
+                    int(seed): [row for row in some if row["step"] == some[-1]["step"]] for seed, some in seeds.items()
+                }
+                found[method, start, density] = last
+    return found
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Mean of paired differences, and half of its 95 % interval of Student's t; NaN if there is one pair.
+
+    >>> mean, half = interval([1.0, 2.0, 3.0])
+    >>> round(mean, 2), round(half, 2)
+    (2.0, 2.48)
+    """
+    count = len(differences)
+    if count < 2:
+        return fmean(differences), math.nan
+    from scipy.stats import t
+
+    return fmean(differences), float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
+
+
+def _accuracy(rows: Sequence[Row]) -> float:
+    """Of the first size of the test, the one that is trained, in percent."""
+    return 100 * float(rows[0]["accuracy"])
+
+
+def gain(ends: Ends, key: Key) -> tuple[float, float, int] | None:
+    """Points of accuracy over the frozen twin on the same seeds, half of their interval, and the number of seeds; None without a twin."""
+    twin = twin_of(key[0])
+    other = ends.get((twin, *key[1:]), {}) if twin else {}
+    pairs = [_accuracy(rows) - _accuracy(other[seed]) for seed, rows in ends[key].items() if seed in other]
+    return (*interval(pairs), len(pairs)) if pairs else None
+
+
+def _gain_text(found: tuple[float, float, int] | None) -> str:
+    if found is None:
+        return ""
+    mean, half, count = found
+    return f"{mean:+.1f} (one seed)" if count < 2 else f"{mean:+.1f} ± {half:.1f}"
+
+
+def _name(method: str) -> str:
+    """A method in plain words."""
+    parts = method.split(":", 2) if is_own(method) else ["", *method.split(":", 1)]
+    kind, options = parts[1], parts[2] if len(parts) > 2 else ""
+    if options == FROZEN:
+        return f"{NAMES.get(kind, name_of(kind))}, frozen"
+    return NAMES.get(kind, kind) if kind in NAMES or is_own(method) else name_of(method)
+
+
+def _label(key: Key) -> str:
+    """A method with its density and start."""
+    return "full attention" if key[0] == "full" else f"{_name(key[0])}, {100 * key[2]:g} %, {key[1]} at first"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """One table in Markdown for each task; several sizes of a test stand in one cell, from the first to the last."""
+    parts = []
+    for task, some in by(rows, "task").items():
+        ends, lines = ends_of(some), []
+        for key, seeds in ends.items():
+            runs = [*seeds.values()]
+            sizes = [
+                " / ".join(
+                    f"{100 * fmean(each):.1f}"
+                    for each in zip(*([r["accuracy"] for r in run] for run in runs), strict=True)
+                )
+            ]
+            shown = extent([_accuracy(run) for run in runs], 1) if len(runs[0]) == 1 else sizes[0]
+            layers = sorted(name for name in runs[0][0] if name.startswith("density_"))
+            first = [run[0] for run in runs]
+            cost = [f"{fmean(row[name] for row in first):.3g}" for name in ("train_ms", "infer_ms")]
+            lines.append([
+                key[0], "" if key[0] == "full" else key[1], f"{100 * key[2]:g}", len(runs), shown, _gain_text(gain(ends, key)),
+                " / ".join(f"{100 * fmean(row[layer] for row in first):.1f}" for layer in layers),
+                f"{100 * fmean(row['answer_any'] for row in first):.1f}", *cost,
+            ])  # fmt: skip
+        parts.append(f"## {task}\n\n{markdown(HEADER, lines)}")
+    return "\n\n".join(parts)
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """One picture for each task, and one of the experiment with tokens that serve, if it is there."""
+    paths = []
+    tasks = by(rows, "task")
+    for task, some in tasks.items():
+        ends = ends_of(some)
+        if task.startswith("served-"):
+            continue
+        paths.append(folder / f"{task}.png")
+        save_figure(
+            paths[-1], _lengths(task, ends) if len({row["length"] for row in some}) > 1 else _ranks(task, ends), dpi=110
+        )
+    if served := {
+        int(task.partition("-")[2]): ends_of(some) for task, some in tasks.items() if task.startswith("served-")
+    }:
+        paths.append(folder / "served.png")
+        save_figure(paths[-1], _served(served), dpi=110)
+    return paths
+
+
+def _ranks(task: str, ends: Ends) -> Figure:
+    """Accuracy of each method, a panel for each start and density; hollow marks are frozen twins, and light ones single seeds."""
+    panels = [*dict.fromkeys((start, density) for method, start, density in ends if method != "full")] or [
+        ("dense", 1.0)
+    ]
+    names = [*dict.fromkeys(method for method, _, _ in ends if not method.endswith(FROZEN))]
+    names += [
+        name
+        for name in dict.fromkeys(method for method, _, _ in ends)
+        if name not in names and name not in map(twin_of, names)
+    ]
+    figure = Figure(figsize=(3.2 + 3.6 * len(panels), 1.2 + 0.3 * len(names)), layout="constrained")
+    for axes, (start, density) in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
+    ):
+        for place, name in enumerate(reversed(names)):
+            seeds = ends.get((name, start, density)) or (ends.get((name, *_full(ends)), {}) if name == "full" else {})
+            values = [_accuracy(run) for run in seeds.values()]
+            twin = [_accuracy(run) for run in ends.get((twin_of(name) or "", start, density), {}).values()]
+            if values and twin:
+                axes.plot([fmean(twin), fmean(values)], [place, place], color="0.7", lw=2, zorder=1)
+            for each, look in ((twin, {"mfc": "white"}), (values, {})):
+                if each:
+                    axes.plot(each, [place] * len(each), "o", color="tab:blue", alpha=0.25, ms=4, zorder=2)
+                    axes.plot(fmean(each), place, "o", color="tab:blue", ms=8, zorder=3, **look)
+        axes.set_yticks(range(len(names)), [_name(name) for name in reversed(names)])
+        axes.set(
+            xlim=(-3, 103), xlabel="accuracy (%)", title=f"{task}: {100 * density:g} % of the pairs, {start} at first"
+        )
+        axes.grid(axis="x", alpha=0.3)
+        bare(axes)
+    figure.supxlabel("hollow: the frozen twin", fontsize="small")
+    return figure
+
+
+def _full(ends: Ends) -> tuple[str, float]:
+    """Start and density in the key of full attention."""
+    return next(((start, density) for method, start, density in ends if method == "full"), ("dense", 1.0))
+
+
+def _lengths(task: str, ends: Ends) -> Figure:
+    """Accuracy over the length of the test; means over seeds."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, (key, seeds) in enumerate(ends.items()):
+        sizes = [fmean(100 * row["accuracy"] for row in each) for each in zip(*seeds.values(), strict=True)]
+        axes.plot([row["length"] for row in next(iter(seeds.values()))], sizes, label=_label(key), **style(number))
+    axes.set(xscale="log", xlabel="tokens of a test sequence", ylabel="accuracy (%)", ylim=(-3, 103), title=task)
+    bare(axes)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    return figure
+
+
+def _served(tasks: dict[int, Ends]) -> Figure:
+    """Accuracy over the number of tokens that can answer a question; a bar goes from the worst seed to the best."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    keys = [*dict.fromkeys(key for ends in tasks.values() for key in ends)]
+    for number, key in enumerate(keys):
+        points = {n: [_accuracy(run) for run in ends[key].values()] for n, ends in sorted(tasks.items()) if key in ends}
+        means = [fmean(each) for each in points.values()]
+        around = [[mean - min(each), max(each) - mean] for mean, each in zip(means, points.values(), strict=True)]
+        look: dict[str, Any] = style(number) | {"linestyle": "--" if key[0].endswith(FROZEN) else "-"}
+        axes.errorbar([*points], means, yerr=[*zip(*around, strict=True)], capsize=3, label=_label(key), **look)
+    axes.set(
+        xscale="log",
+        xlabel=f"stored values that answer a question, of {max(tasks)}",
+        ylabel="accuracy (%)",
+        ylim=(-3, 103),
+    )
+    axes.set_xticks([*sorted(tasks)], map(str, sorted(tasks)))
+    axes.minorticks_off()
+    bare(axes)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    return figure

@@ -1,0 +1,194 @@
+"""Tasks of the arena, generated and exact: a batch follows from its sizes and a random generator alone, and nothing is downloaded.
+
+Recall and joint recall are those of ``examples/common/tasks.py``. The code is our own. Two-hop recall is the variable tracking that users
+of block selection report losses on (MoonshotAI/MoBA#29). Copying, noisy, fuzzy and known recall follow the descriptions of selective
+copying, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of Hybrid
+Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
+
+A task draws S sequences of L tokens with Q questions each, and returns :class:`~examples.common.tasks.Examples`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from examples.common.tasks import TASKS as RECALL
+from examples.common.tasks import Examples, Task, distinct, mqar
+
+
+def _order(count: int, size: int, random: torch.Generator) -> Tensor:
+    """Random orders of so many things, ``[count, size]``."""
+    return torch.rand(count, size, generator=random).argsort(1)
+
+
+def two_hop(chains: int, helped: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Two-hop recall, or variable tracking: "y = 7", "x = y", what is x?
+
+    Each chain has two lines of three tokens, (y, =, 7) and later (x, =, y). The lines of all chains are mixed at random. Then each x is
+    asked once, in random order, with token 0 after it. Its answer is two hops away: one look-up finds y in place of 7.
+
+    Args:
+        chains: Chains P of a sequence, each with two variables of its own; L = 8 P.
+        helped: 1: each y on the right of a line is a question too, whose answer is one hop away, so that a model learns to look up before it
+            learns to look up twice; Q = 2 P. 0: x alone is asked, as in the test; Q = P.
+        num_tokens: Token 0, then "=", then variables, which are the lower half, then values, all different within a sequence. A uniform guess
+            is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with 1 / P.
+        count: Sequences S.
+        random: Generator that draws them.
+    """
+    names = 2 + distinct(count, 2 * chains, num_tokens // 2 - 2, random)
+    values = num_tokens // 2 + distinct(count, chains, num_tokens - num_tokens // 2, random)
+    lines = torch.stack([names, torch.ones_like(names), torch.cat([names[:, chains:], values], 1)], 2)  # [S, 2P, 3]
+    line = _order(count, 2 * chains, random).view(count, 2, chains).sort(1, descending=True).values.flatten(1)  # where each stands
+    facts = torch.zeros_like(lines).scatter(1, line[..., None].expand_as(lines), lines).flatten(1)
+    chain = _order(count, chains, random)  # of each question
+    questions = torch.stack([names.gather(1, chain), torch.zeros_like(chain)], 2).flatten(1)
+    places = (6 * chains + 2 * torch.arange(chains)).expand(count, -1)
+    found = Examples(torch.cat([facts, questions], 1), places, values.gather(1, chain), 3 * line.gather(1, chains + chain) + 2)
+    if not helped:
+        return found
+    more = 3 * line.view(count, 2, chains) + 2  # where the lines of x and of y end
+    parts = ((found.places, more[:, 0]), (found.answers, values), (found.sources, more[:, 1]))
+    return Examples(found.tokens, *(torch.cat(part, 1) for part in parts))
+
+
+def copying(length: int, copied: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Selective copying: tokens stand among blanks, and are asked in the order in which they stand.
+
+    The n-th mark asks for the n-th token that is no blank. MAD has one mark for all; ours are numbered, since these models have no
+    positions: a layer need not count the marks as well.
+
+    Args:
+        length: Tokens before the marks; L = length + copied.
+        copied: Tokens to be copied, Q.
+        num_tokens: Token 0, a blank, then ``copied`` marks, then what is copied, with repeats. A uniform guess is right with probability
+            1 / (num_tokens - copied - 1).
+        count: Sequences S.
+        random: Generator that draws them.
+    """
+    sources = _order(count, length - 1, random)[:, :copied].sort(1).values + 1  # the first is a blank
+    answers = torch.randint(1 + copied, num_tokens, (count, copied), generator=random)
+    data = torch.zeros(count, length, dtype=torch.int64).scatter(1, sources, answers)
+    marks = torch.arange(1, copied + 1).expand(count, -1)
+    places = (length + torch.arange(copied)).expand(count, -1)
+    return Examples(torch.cat([data, marks], 1), places, answers, sources)
+
+
+def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Generator, noise: int = 16) -> Examples:
+    """Recall among noise: pairs of a key and its value stand anywhere in the first half, their questions anywhere in the second.
+
+    All other slots of two tokens are noise, from tokens of its own. MAD asks while it goes on to show pairs; here halves keep them apart.
+
+    Args:
+        slots: Slots of a half, each of two tokens; L = 4 slots.
+        pairs: Pairs of a sequence with different keys and different values, Q.
+        num_tokens: Keys, then values, then ``noise`` tokens. A uniform guess is right with probability 2 / (num_tokens - noise), a guess
+            among the values of the sequence with 1 / pairs.
+        count: Sequences S.
+        random: Generator that draws them.
+        noise: Tokens of the noise.
+    """
+    known = num_tokens - noise
+    keys = distinct(count, pairs, known // 2, random)
+    values = known // 2 + distinct(count, pairs, known - known // 2, random)
+    shown, asked = (2 * _order(count, slots, random)[:, :pairs] for _ in range(2))
+    tokens = torch.randint(known, num_tokens, (count, 4 * slots), generator=random)
+    tokens = tokens.scatter(1, shown, keys).scatter(1, shown + 1, values).scatter(1, asked + 2 * slots, keys)
+    return Examples(tokens, asked + 2 * slots, values, shown + 1)
+
+
+def fuzzy(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Recall by keys of two tokens: (a, b, value), and many keys share an a or a b.
+
+    All keys are shown with their values, then asked in random order. MAD has keys and values of one to three tokens; ours have two and one.
+
+    Args:
+        pairs: Keys of a sequence, all different, with different values; L = 5 pairs and Q = pairs. The question stands at b.
+        num_tokens: The first quarter are parts of keys, the others values. A uniform guess is right with probability
+            1 / (num_tokens - num_tokens // 4), a guess among the values of the sequence with 1 / pairs.
+        count: Sequences S.
+        random: Generator that draws them.
+    """
+    parts = num_tokens // 4
+    key = distinct(count, pairs, parts * parts, random)
+    values = parts + distinct(count, pairs, num_tokens - parts, random)
+    halves = torch.stack([key // parts, key % parts], 2)  # [S, P, 2]
+    order = _order(count, pairs, random)
+    facts = torch.cat([halves, values[..., None]], 2).flatten(1)
+    questions = halves.gather(1, order[..., None].expand_as(halves)).flatten(1)
+    places = (3 * pairs + 1 + 2 * torch.arange(pairs)).expand(count, -1)
+    return Examples(torch.cat([facts, questions], 1), places, values.gather(1, order), 3 * order + 2)
+
+
+def known(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Recall of what never stands in the sequence: each key has one value, the same in all sequences. The control that needs no edge.
+
+    Args:
+        pairs: Keys of a sequence, each with token 0 after it; L = 2 pairs and Q = pairs.
+        num_tokens: Token 0, then keys, which are the lower half, then values; the key n has the value of a permutation that is drawn once for
+            all. A uniform guess is right with probability 1 / (num_tokens - num_tokens // 2).
+        count: Sequences S.
+        random: Generator that draws them.
+    """
+    half = num_tokens // 2
+    value = half + torch.randperm(num_tokens - half, generator=torch.Generator().manual_seed(half))
+    keys = distinct(count, pairs, half - 1, random)
+    places = (2 * torch.arange(pairs)).expand(count, -1)
+    tokens = torch.stack([keys + 1, torch.zeros_like(keys)], 2).flatten(1)
+    return Examples(tokens, places, value[keys], places)
+
+
+def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+    """Recall where each pair of a key and its value is stored several times, so that several tokens can answer a question.
+
+    The pairs stand in random order. Then all slots are asked in random order, with token 0 after each question. So the length, the number of
+    questions and the pairs of tokens are the same for any ``serving``; with ``serving = slots`` each stored value is the answer.
+
+    Args:
+        slots: Stored pairs N; L = 4 N and Q = N.
+        serving: Copies R of each pair, a divisor of ``slots``.
+        num_tokens: Token 0, then keys, which are the lower half, then values, both different for N / R pairs. A uniform guess is right with
+            probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with R / N.
+        count: Sequences S.
+        random: Generator that draws them.
+    """
+    if slots % serving:
+        raise ValueError(f"Expected 'serving' to divide slots={slots} (got {serving}). Take a power of 2.")
+    few = slots // serving
+    keys = 1 + distinct(count, few, num_tokens // 2 - 1, random)
+    values = num_tokens // 2 + distinct(count, few, num_tokens - num_tokens // 2, random)
+    stored, asked = (_order(count, slots, random) % few for _ in range(2))  # number of the pair in each slot
+    facts = torch.stack([keys.gather(1, stored), values.gather(1, stored)], 2).flatten(1)
+    questions = torch.stack([keys.gather(1, asked), torch.zeros_like(asked)], 2).flatten(1)
+    places = (2 * slots + 2 * torch.arange(slots)).expand(count, -1)
+    slots_of = stored.argsort(dim=1, stable=True).view(count, few, serving)  # of each pair
+    sources = 2 * slots_of.gather(1, asked[..., None].expand(-1, -1, serving)) + 1
+    return Examples(torch.cat([facts, questions], 1), places, values.gather(1, asked), sources)
+
+
+LENGTHS = (64, 256, 1024, 4096)
+SERVING = (1, 2, 4, 8, 16)
+
+
+def _task(make: object, num_tokens: int, size: tuple[int, ...], steps: int = 600, width: int = 3) -> Task:
+    """A task that is trained and tested at one size."""
+    return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width)  # type: ignore[arg-type]
+
+
+TASKS: dict[str, Task] = {
+    "recall": _task(partial(mqar, fillers=32), 160, (64, 8)),
+    "joint": _task(RECALL["joint-laptop"].make, 50, (8, 8), 1500, width=24),
+    "two-hop": Task(two_hop, 64, {(6, 1): 0}, {(6, 0): 200}, 32, 600, 3e-3),
+    "copying": _task(copying, 32, (48, 8), 1200, width=24),
+    "noisy": _task(noisy, 80, (16, 8)),
+    "fuzzy": _task(fuzzy, 64, (12,)),
+    "known": _task(known, 128, (32,)),
+    # trained at 64 tokens, tested to 4,096, with as many edges of a query at each length
+    "length": Task(
+        partial(mqar, fillers=32), 160, {(64, 8): 0}, {(64, 8): 200, (256, 8): 64, (1024, 8): 32, (4096, 8): 16}, 32, 600,
+        3e-3,
+    ),
+} | {f"served-{n}": _task(served, 64, (16, n)) for n in SERVING}  # fmt: skip

@@ -1,0 +1,144 @@
+"""Trains one model for each task, method, start, density and seed; ``rows.csv`` gets a row for each size of the test at each evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.arena import methods
+from examples.arena.tasks import TASKS
+from examples.common.fit import file_name, fit, train_missing
+from examples.common.hybrid import Recaller, evaluate
+from examples.common.runs import settings_of
+from examples.common.tables import Row
+from examples.common.tasks import Examples, Task
+from sbm_pyg import AttentionConv, Sparsifier
+from sbm_pyg.estimators import Concrete
+
+LEAST_TEMPERATURE = 0.1
+DENSE_PART = 0.7  # of the steps, where runs begin dense
+TOKENS = 4096  # of a batch in an evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that decides the outcome of a run."""
+
+    task: str
+    method: str
+    start: str  # "dense" or "sparse"
+    density: float
+    seed: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    channels: int = 64
+    layers: int = 2
+    heads: int = 1
+    weight_decay: float = 0.1
+    evaluations: int = 4
+
+    @property
+    def known(self) -> Row:
+        """The cells that name the run in rows."""
+        return {name: getattr(self, name) for name in ("task", "method", "start", "density", "seed")}
+
+    @property
+    def file(self) -> str:
+        return file_name(self.task, self.method.replace("/", "_"), self.start, self.density, self.seed)
+
+
+def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
+    """The model of a run, and what sets its target densities; full attention has none."""
+    torch.manual_seed(run.seed)
+    task = TASKS[run.task]
+
+    def make() -> torch.nn.Module:
+        return methods.make_attention(run.method, run.channels, run.heads, run.density)
+
+    model = Recaller(task.num_tokens, run.channels, run.layers, make, width=task.width)
+    if run.method == "full":
+        return model, None
+    part = DENSE_PART if run.start == "dense" else 0.0
+    return model, Sparsifier(model, run.density, total_steps=run.steps, dense_part=part)
+
+
+def batch_of(task: Task, seed: int, step: int, batch_size: int) -> Examples:
+    """The training batch of a step, a function of the arguments alone; no example is seen twice but by chance."""
+    sizes = [*task.train]
+    random = torch.Generator().manual_seed(2**40 + 2**24 * seed + step)
+    return task.make(*sizes[step % len(sizes)], task.num_tokens, batch_size, random)
+
+
+class Clock:
+    """Processor time of training steps and of inference, in milliseconds, since the last evaluation."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.steps: list[float] = []
+        self.passes = 0.0
+        self.began = 0.0
+        model.register_forward_pre_hook(self._start)
+        model.register_forward_hook(self._stop)
+
+    def step(self) -> None:
+        """A training step begins."""
+        self.steps.append(time.process_time())
+
+    def _start(self, *_: Any) -> None:
+        self.began = time.process_time()
+
+    def _stop(self, model: torch.nn.Module, *_: Any) -> None:
+        if not model.training:
+            self.passes += 1000 * (time.process_time() - self.began)
+
+    def take(self) -> float:
+        """The median time of a training step, from the start of one to that of the next."""
+        each = [1000 * (after - before) for before, after in zip(self.steps, self.steps[1:], strict=False)]
+        self.steps = []
+        return statistics.median(each) if each else float("nan")
+
+
+def train(run: Run, folder: Path) -> list[Row]:
+    """Trains one model of a task, or goes on from its checkpoint; returns the rows of all evaluations."""
+    model, sparsifier = make_model(run)
+    task = TASKS[run.task]
+    tests = task.examples("test")
+    soft = [m.estimator for m in model.modules() if isinstance(m, AttentionConv) and isinstance(m.estimator, Concrete)]
+    clock, trained = Clock(model), batch_of(task, 0, 0, 1).tokens.size(1)
+
+    def losses(step: int) -> Tensor:
+        clock.step()
+        for estimator in soft:
+            estimator.temperature = LEAST_TEMPERATURE ** (step / run.steps)
+        tokens, places, answers, _ = batch_of(task, run.seed, step, run.batch_size)
+        logits = model(tokens, places, seed=run.steps * run.seed + step)[0]
+        return cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+    def measure() -> list[Row]:
+        spent, rows = clock.take(), []
+        for size, test in tests.items():
+            length = test.tokens.size(1)
+            if sparsifier:  # a query has as many edges at each length
+                sparsifier.set_density(run.density * min(1.0, (trained - 1) / (length - 1)))
+            clock.passes = 0.0
+            found = evaluate(model, test, max(1, min(32, TOKENS // length)))
+            known = {"length": length, "size": " x ".join(map(str, size))}
+            rows.append(run.known | known | found | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)})
+        return rows
+
+    return fit(model, sparsifier, run, folder / run.file, losses, measure)
+
+
+def train_all(runs: list[Run], folder: Path) -> None:
+    """Trains the runs whose rows are missing in a folder."""
+    settings = {name: value for run in runs for name, value in settings_of(run, run.task, ["layers"]).items()}
+    settings = {name: value for name, value in settings.items() if not name.startswith("start")}
+    settings |= methods.code_of([run.method for run in runs])
+    train_missing(folder, "arena", settings, runs, lambda run: train(run, folder))

@@ -1,0 +1,383 @@
+"""The tasks of the arena are exact, each method runs on them, and a source in a user's file enters with one command."""
+
+import csv
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_recall import generator
+
+from examples.arena import __main__ as program
+from examples.arena import methods, report, tasks, train
+from examples.common.hybrid import beyond
+from examples.common.tasks import Examples
+from sbm_pyg import Sparsifier, Tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWN = """
+from sbm_pyg import Choice, GraphSource, selectors
+
+
+class Nearest(GraphSource):
+    def __init__(self, density):
+        super().__init__()
+        self.density = density
+
+    def forward(self, tokens):
+        return Choice(selectors.top_k(tokens, max(1, round(self.density * int(tokens.query_ptr[1]) / 2))))
+"""
+LEARNED = """
+import torch
+from sbm_pyg import SBM, Choice, LearnedSource, sample_edges
+
+
+class Linear(LearnedSource):
+    def __init__(self, channels):
+        super().__init__()
+        self.query, self.key = (torch.nn.Linear(channels, 4) for _ in range(2))
+
+    def predict(self, tokens):
+        sides = self.query(tokens.query).softmax(-1), self.key(tokens.key).sigmoid()
+        return SBM(*sides, query_ptr=tokens.query_ptr, key_ptr=tokens.key_ptr, is_causal=tokens.is_causal)
+
+    def choose(self, tokens):
+        sbm = self.predict(tokens).with_density(self.target_density)
+        return Choice(sample_edges(sbm, clamp=True, seed=tokens.seed), sbm)
+"""
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+
+
+def solve(examples: Examples, rule: Any) -> None:
+    """Each answer follows from the tokens up to its question, by a rule in plain Python, and from no later token."""
+    for tokens, places, answers in zip(*(part.tolist() for part in examples[:3]), strict=True):
+        for place, answer in zip(places, answers, strict=True):
+            assert rule(tokens[: place + 1]) == answer
+
+
+def check_sources(examples: Examples) -> None:
+    """All sources hold the answer, before the question."""
+    rows = torch.arange(len(examples.tokens))[:, None]
+    sources = examples.sources.reshape(*examples.places.shape, -1)
+    for served in sources.unbind(2):
+        assert torch.equal(examples.tokens[rows, served], examples.answers)
+        assert bool((served < examples.places).all())
+
+
+def variables(seen: list[int]) -> int:
+    known: dict[int, int] = {}
+    for name, sign, value in zip(*(seen[: 30 if len(seen) > 30 else len(seen) // 3 * 3 - 3][at::3] for at in range(3)), strict=True):
+        assert sign == 1
+        known[name] = known.get(value, value)  # set before it is used
+    return known[seen[-1]]
+
+
+@pytest.mark.parametrize("helped", [0, 1])
+def test_two_hop_recall_is_exact(helped: int) -> None:
+    examples = tasks.two_hop(5, helped, 64, 200, generator())
+    assert examples.tokens.shape == (200, 40)
+    assert examples.places.shape == (200, 5 + 5 * helped)
+    check_sources(examples)
+    solve(examples, variables)
+    for tokens, places in zip(examples.tokens.tolist(), examples.places[:, :5].tolist(), strict=True):
+        asked, lines = [tokens[place] for place in places], dict(zip(tokens[:30:3], tokens[2:30:3], strict=True))
+        assert len({*asked}) == 5
+        assert all(lines[name] < 32 <= lines[lines[name]] for name in asked)  # two hops
+    assert uniform(examples.answers, 32, 64)
+    assert all(torch.equal(*pair) for pair in zip(*(tasks.two_hop(5, flag, 64, 9, generator())[:1] for flag in (0, 1)), strict=True))
+
+
+def uniform(answers: torch.Tensor, first: int, last: int) -> bool:
+    """Whether answers have a uniform law over the tokens from first to last - 1: a blind guess is right with 1 / (last - first)."""
+    count = torch.bincount(answers.flatten(), minlength=last).double()
+    expected = answers.numel() / (last - first)
+    assert float(count[:first].sum()) == 0
+    spread = float((count[first:last] - expected).square().sum() / expected)
+    return spread < (last - first - 1) + 6 * (2 * (last - first - 1)) ** 0.5  # chi-square
+
+
+def test_copying_is_exact() -> None:
+    examples = tasks.copying(30, 6, 32, 300, generator())
+    assert examples.tokens.shape == (300, 36)
+    check_sources(examples)
+    solve(examples, lambda seen: [token for token in seen[:30] if token][seen[-1] - 1])
+    assert bool((examples.tokens[:, 0] == 0).all())
+    assert uniform(examples.answers, 7, 32)
+
+
+def test_noisy_recall_is_exact() -> None:
+    examples = tasks.noisy(16, 8, 80, 300, generator())
+    assert examples.tokens.shape == (300, 64)
+    check_sources(examples)
+    solve(examples, lambda seen: seen[seen.index(seen[-1]) + 1])
+    noise = (examples.tokens >= 64).sum(1)
+    assert bool((noise == 64 - 3 * 8).all())
+    assert uniform(examples.answers, 32, 64)
+
+
+def test_fuzzy_recall_is_exact() -> None:
+    examples = tasks.fuzzy(12, 64, 300, generator())
+    assert examples.tokens.shape == (300, 60)
+    check_sources(examples)
+
+    def rule(seen: list[int]) -> int:
+        facts = seen[:36]
+        return {(a, b): value for a, b, value in zip(facts[::3], facts[1::3], facts[2::3], strict=True)}[
+            (seen[-2], seen[-1])
+        ]
+
+    solve(examples, rule)
+    assert uniform(examples.answers, 16, 64)
+    first = examples.tokens[:, :36:3]
+    assert float((first.sort(1).values.diff(dim=1) == 0).any(1).double().mean()) > 0.9  # keys share their parts
+
+
+def test_known_recall_needs_no_edge() -> None:
+    examples = tasks.known(20, 64, 200, generator())
+    assert examples.tokens.shape == (200, 40)
+    asked = examples.tokens.gather(1, examples.places)
+    pairs = {*zip(asked.flatten().tolist(), examples.answers.flatten().tolist(), strict=True)}
+    assert len(pairs) == len({key for key, _ in pairs}) == len({value for _, value in pairs}) == 31
+    assert torch.equal(examples.sources, examples.places)
+    assert int(examples.answers.min()) >= 32
+
+
+@pytest.mark.parametrize("serving", [1, 2, 8, 16])
+def test_served_recall_has_as_many_answers_as_it_says(serving: int) -> None:
+    examples = tasks.served(16, serving, 64, 200, generator())
+    assert examples.tokens.shape == (200, 64)
+    assert examples.sources.shape == (200, 16, serving)
+    check_sources(examples)
+    solve(examples, lambda seen: seen[seen.index(seen[-1]) + 1])
+    for tokens, answers, sources in zip(
+        *(part.tolist() for part in (examples.tokens, examples.answers, examples.sources)), strict=True
+    ):
+        for answer, places in zip(answers, sources, strict=True):
+            assert sorted(places) == [at for at in range(1, 32, 2) if tokens[at] == answer]
+    assert uniform(examples.answers[:, :1], 32, 64)
+    with pytest.raises(ValueError, match="Expected 'serving' to divide slots=16"):
+        tasks.served(16, 3, 64, 2, generator())
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_a_task_is_a_function_of_its_seed(name: str) -> None:
+    """The same seed gives the same batch; training batches differ among steps and seeds, and hold no example of the test."""
+    task = tasks.TASKS[name]
+    assert (*tasks.TASKS,) == program.TASKS
+    tests = dataclasses.replace(task, test=dict.fromkeys([*task.test][:1], 20)).examples("test")
+    batches = [train.batch_of(task, seed, step, 20).tokens for seed, step in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert torch.equal(*batches[:2])
+    seen = {tuple(row) for batch in batches for row in batch.tolist()}
+    assert len(seen) == 60
+    assert not seen & {tuple(row) for row in next(iter(tests.values())).tokens.tolist()}
+    assert int(batches[0].max()) < task.num_tokens
+
+
+# ------------------------------------------------------------------------------------------------ methods
+
+
+@pytest.mark.parametrize("method", [name for name in methods.METHODS if name != "full"])
+def test_each_method_and_its_twin_train_at_their_density(method: str) -> None:
+    for name in filter(None, (method, methods.twin_of(method))):
+        run = train.Run("recall", name, "sparse", 0.2, 0, 2, 4, 1e-2, channels=16, evaluations=1)
+        model, sparsifier = train.make_model(run)
+        assert sparsifier is not None
+        assert sparsifier.is_sparse
+        batch = train.batch_of(tasks.TASKS["recall"], 0, 0, 4)
+        _, choices = model(batch.tokens, batch.places, seed=0)
+        for choice in choices:
+            assert choice is not None
+            assert choice.graph.is_causal
+            assert bool(choice.graph.contains(torch.arange(256).expand(2, -1)).all())
+            assert 0.05 < beyond(choice.graph) < 0.4
+
+
+def test_random_edges_are_drawn_once_or_anew() -> None:
+    graphs = {}
+    for name in ("random", "random-fixed"):
+        torch.manual_seed(0)
+        source: Any = methods.make_attention(name, 8, 1, 0.2)
+        source.source.target_density = 0.2
+        ptr = torch.arange(4) * 20
+        x = torch.randn(1, 60, 8, generator=generator())
+        graphs[name] = [
+            source.source(Tokens(x, x, ptr, bipartite=False, is_causal=True, seed=seed)).graph for seed in (0, 1)
+        ]
+    assert not torch.equal(*(graph.to_dense(0) for graph in graphs["random"]))
+    dense = [graph.to_dense(number) for graph in graphs["random-fixed"] for number in range(3)]
+    assert all(torch.equal(dense[0], each) for each in dense)
+
+
+def run_of(method: str, **changes: Any) -> train.Run:
+    return dataclasses.replace(
+        train.Run("recall", method, "dense", 0.2, 0, 6, 8, 1e-2, channels=16, evaluations=1), **changes
+    )
+
+
+@pytest.mark.parametrize("method", [*filter(None, {methods.twin_of(name) for name in methods.METHODS})])
+def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_path: Path) -> None:
+    run = run_of(method)
+    before = train.make_model(run)[0].state_dict()
+    train.train(run, tmp_path)
+    after = torch.load(tmp_path / run.file, weights_only=True)["model"]
+    learned = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert {name.rpartition(".")[2] for name in learned if ".source." in name} <= {"target_density", "seen"}
+    assert any("lin_query" in name for name in learned)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of two examples."""
+    for name, task in tasks.TASKS.items():
+        monkeypatch.setitem(tasks.TASKS, name, dataclasses.replace(task, test=dict.fromkeys([*task.test][:2], 2)))
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "rows.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
+SMALL = ["--steps", "2", "--channels", "16", "--batch-size", "2"]
+
+
+@pytest.mark.slow
+def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--output", str(tmp_path), "--densities", "0.2"]
+    program.main([*words, "--choosers", "full", "dsa"])
+    first = (tmp_path / "rows.csv").read_text()
+    assert [row["method"] for row in rows_of(tmp_path)] == 2 * ["full"] + 2 * ["dsa"] + 2 * ["dsa:frozen=1"]
+    program.main(words)
+    assert (tmp_path / "rows.csv").read_text().startswith(first)
+    found = {row["method"] for row in rows_of(tmp_path)}
+    assert found == {*program.ALL, *filter(None, map(methods.twin_of, program.ALL))}
+    table = capsys.readouterr().out
+    assert all(f"| {name} | " in table for name in found)
+    assert "(one seed)" in table
+    assert (tmp_path / "recall.png").stat().st_size > 5000
+    assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path) if int(row["step"]) == 2 and row["train_ms"])
+
+
+@pytest.mark.slow
+def test_each_task_and_experiment_is_drawn(few: None, tmp_path: Path) -> None:
+    words = [*SMALL, "--output", str(tmp_path), "--choosers", "random", "sbm", "--seeds", "0", "1"]
+    program.main([*words, "--tasks", "two-hop", "length"])
+    program.main([*words, "--experiment", "served"])
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("two-hop", "length", "served"))
+    length = [row for row in rows_of(tmp_path) if row["task"] == "length" and row["method"] == "random"]
+    edges = [float(row["density_0"]) * (float(row["length"]) - 1) for row in length]
+    assert max(edges) < 1.6 * min(edges)  # a query has as many at each length
+
+
+def test_a_run_that_was_killed_ends_with_the_same_rows(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drawn = run_of("sbm", steps=8, evaluations=4), train.batch_of
+    whole = train.train(run, tmp_path / "whole") if (tmp_path / "whole").mkdir() is None else []
+
+    def killed(task: Any, seed: int, step: int, size: int) -> Examples:
+        if step == 5:
+            raise KeyboardInterrupt
+        return drawn(task, seed, step, size)
+
+    monkeypatch.setattr(train, "batch_of", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(run, tmp_path)
+    monkeypatch.setattr(train, "batch_of", drawn)
+    resumed = train.train(run, tmp_path)
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(
+            value == other[name] for name, value in one.items() if name not in ("seconds", "train_ms", "infer_ms")
+        )
+
+
+# ------------------------------------------------------------------------------------------------ a source of one's own
+
+
+def test_a_source_of_eight_lines_enters_with_one_command(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN)
+    program.main([*SMALL, "--chooser", "mine.py:Nearest"])
+    assert {row["method"] for row in rows_of(Path("runs/arena"))} == {"full", "random", "mine.py:Nearest"}
+    assert "| mine.py:Nearest | dense | 10 | 1 |" in capsys.readouterr().out
+    Path("mine.py").write_text(OWN + "\n# another one\n")
+    with pytest.raises(SystemExit):
+        program.main([*SMALL, "--chooser", "mine.py:Nearest"])
+    assert "Expected 'code-of mine.py' to be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["dense", "sparse"])
+def test_a_source_of_ones_own_learns_and_has_a_twin(start: str, few: None, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(LEARNED)
+    method = f"{file}:Linear"
+    assert methods.twin_of(method) == f"{method}:frozen=1"
+    for name, learns in ((method, True), (f"{method}:frozen=1", False)):
+        run = run_of(name, start=start)
+        before = train.make_model(run)[0].state_dict()
+        train.train(run, tmp_path)
+        after = torch.load(tmp_path / run.file, weights_only=True)["model"]
+        moved = [key for key in after if "source.source.query" in key and not torch.equal(after[key], before[key])]
+        assert bool(moved) == learns
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--chooser", "mine.py:Nearest"],
+            "Expected '--chooser' to name a file that exists (got 'mine.py'). Name it as in",
+        ),
+        (
+            ["--chooser", "other.py:Nothing"],
+            "Expected 'Nothing' to be a GraphSource in other.py (got None; there are ['Hungry'])",
+        ),
+        (
+            ["--chooser", "other.py:Hungry"],
+            "Expected Hungry to take no arguments but channels, heads, density (got food). Give",
+        ),
+        (["--choosers", "sparse"], "Expected 'methods' among full, dcmm, window"),
+        (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
+        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
+        (["--report"], "Expected 'output' to hold finished runs"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.py").write_text(OWN.replace("Nearest", "Hungry").replace("density):", "density, food):"))
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ reports
+
+
+def test_gains_are_paired_over_seeds() -> None:
+    def row(method: str, seed: int, accuracy: float) -> dict[str, Any]:
+        known = {"task": "recall", "method": method, "start": "dense", "density": 0.1, "seed": float(seed)}
+        return known | {"step": 2.0, "length": 64.0, "accuracy": accuracy}
+
+    rows = [row("sbm", seed, 0.5 + 0.1 * seed) for seed in range(3)] + [
+        row("sbm:frozen=1", seed, 0.4) for seed in (2, 0, 1)
+    ]
+    ends = report.ends_of(rows)
+    mean, half, count = report.gain(ends, ("sbm", "dense", 0.1)) or (0, 0, 0)
+    assert (round(mean, 6), round(half, 3), count) == (20.0, 24.841, 3)  # 4.3027 * 10 / sqrt(3)
+    assert report.gain(ends, ("sbm:frozen=1", "dense", 0.1)) is None
+
+
+def test_a_sparsifier_sets_the_density_of_any_source() -> None:
+    model, sparsifier = train.make_model(run_of("window"))
+    assert isinstance(sparsifier, Sparsifier)
+    assert [source.target_density for source in sparsifier.sources] == [1.0, 1.0]
+    with sparsifier.sparse():
+        assert [source.target_density for source in sparsifier.sources] == [0.2, 0.2]
+    assert model.training
