@@ -70,7 +70,8 @@ def check_sources(examples: Examples) -> None:
 
 def variables(seen: list[int]) -> int:
     known: dict[int, int] = {}
-    for name, sign, value in zip(*(seen[: 30 if len(seen) > 30 else len(seen) // 3 * 3 - 3][at::3] for at in range(3)), strict=True):
+    facts = seen[:39] if len(seen) > 39 else seen[:-3]
+    for name, sign, value in zip(facts[::3], facts[1::3], facts[2::3], strict=True):
         assert sign == 1
         known[name] = known.get(value, value)  # set before it is used
     return known[seen[-1]]
@@ -78,17 +79,18 @@ def variables(seen: list[int]) -> int:
 
 @pytest.mark.parametrize("helped", [0, 1])
 def test_two_hop_recall_is_exact(helped: int) -> None:
-    examples = tasks.two_hop(5, helped, 64, 200, generator())
-    assert examples.tokens.shape == (200, 40)
+    examples = tasks.two_hop(5, 3, helped, 64, 200, generator())
+    assert examples.tokens.shape == (200, 49)
     assert examples.places.shape == (200, 5 + 5 * helped)
     check_sources(examples)
     solve(examples, variables)
     for tokens, places in zip(examples.tokens.tolist(), examples.places[:, :5].tolist(), strict=True):
-        asked, lines = [tokens[place] for place in places], dict(zip(tokens[:30:3], tokens[2:30:3], strict=True))
+        asked, lines = [tokens[place] for place in places], dict(zip(tokens[:39:3], tokens[2:39:3], strict=True))
         assert len({*asked}) == 5
         assert all(lines[name] < 32 <= lines[lines[name]] for name in asked)  # two hops
+        assert sum(value >= 32 for value in lines.values()) == 8
     assert uniform(examples.answers, 32, 64)
-    assert all(torch.equal(*pair) for pair in zip(*(tasks.two_hop(5, flag, 64, 9, generator())[:1] for flag in (0, 1)), strict=True))
+    assert torch.equal(examples.tokens, tasks.two_hop(5, 3, 1 - helped, 64, 200, generator()).tokens)
 
 
 def uniform(answers: torch.Tensor, first: int, last: int) -> bool:
@@ -304,7 +306,7 @@ def test_a_source_of_eight_lines_enters_with_one_command(
     Path("mine.py").write_text(OWN)
     program.main([*SMALL, "--chooser", "mine.py:Nearest"])
     assert {row["method"] for row in rows_of(Path("runs/arena"))} == {"full", "random", "mine.py:Nearest"}
-    assert "| mine.py:Nearest | dense | 10 | 1 |" in capsys.readouterr().out
+    assert "| mine.py:Nearest | dense | 5 | 1 |" in capsys.readouterr().out
     Path("mine.py").write_text(OWN + "\n# another one\n")
     with pytest.raises(SystemExit):
         program.main([*SMALL, "--chooser", "mine.py:Nearest"])

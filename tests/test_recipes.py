@@ -68,6 +68,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         *(f"examples/{name}.py" for name in RECIPES),
         "examples/language_model.py",
         "examples/dense_to_sparse.py",
+        "examples.arena",
         "examples.recall",
         "examples.benchmarks",
         "examples.benchmarks.learning",

@@ -1,6 +1,6 @@
 """Does learning to choose pay? Graph sources at equal densities on generated tasks, each next to its frozen twin.
 
-python -m examples.arena                                        all methods on recall, at 10 % of the pairs
+python -m examples.arena                                        all methods on recall, at 5 % of the pairs
 python -m examples.arena --tasks two-hop noisy --densities 0.05 0.1 --seeds 0 1 2 --starts dense sparse
 python -m examples.arena --chooser mine.py:MySource             a source of your own, next to full attention and random edges
 python -m examples.arena --experiment served                    where learning begins to pay: 1 to 16 of 16 values can answer
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--tasks", nargs="+", choices=TASKS, metavar="T", help="(default: recall)")
     words = "methods, or FILE.py:CLASS (default: all; of an own source, also full and random)"
     command.add_argument("--choosers", "--chooser", nargs="+", metavar="C", dest="methods", help=words)
-    command.option("densities", [0.1], "shares of the pairs beyond self-loops")
+    command.option("densities", [0.05], "shares of the pairs beyond self-loops")
     command.option("seeds", [0], least=0)
     command.option("starts", ["dense"], "of training", choices=["dense", "sparse"])
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):

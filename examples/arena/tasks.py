@@ -24,34 +24,40 @@ def _order(count: int, size: int, random: torch.Generator) -> Tensor:
     return torch.rand(count, size, generator=random).argsort(1)
 
 
-def two_hop(chains: int, helped: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
+def two_hop(chains: int, spare: int, helped: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
     """Two-hop recall, or variable tracking: "y = 7", "x = y", what is x?
 
-    Each chain has two lines of three tokens, (y, =, 7) and later (x, =, y). The lines of all chains are mixed at random. Then each x is
-    asked once, in random order, with token 0 after it. Its answer is two hops away: one look-up finds y in place of 7.
+    Each chain has two lines of three tokens, (y, =, 7) and later (x, =, y). Spare lines (z, =, 5) set variables that no other line uses. All
+    lines are mixed at random. Then each x is asked once, in random order, with token 0 after it. Its answer is two hops away: one look-up
+    finds y in place of 7.
 
     Args:
-        chains: Chains P of a sequence, each with two variables of its own; L = 8 P.
+        chains: Chains P of a sequence, each with two variables of its own.
+        spare: Spare lines D; L = 3 (2 P + D) + 2 P.
         helped: 1: each y on the right of a line is a question too, whose answer is one hop away, so that a model learns to look up before it
             learns to look up twice; Q = 2 P. 0: x alone is asked, as in the test; Q = P.
         num_tokens: Token 0, then "=", then variables, which are the lower half, then values, all different within a sequence. A uniform guess
-            is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with 1 / P.
+            is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with 1 / (P + D), among
+            those of chains with 1 / P.
         count: Sequences S.
         random: Generator that draws them.
     """
-    names = 2 + distinct(count, 2 * chains, num_tokens // 2 - 2, random)
-    values = num_tokens // 2 + distinct(count, chains, num_tokens - num_tokens // 2, random)
-    lines = torch.stack([names, torch.ones_like(names), torch.cat([names[:, chains:], values], 1)], 2)  # [S, 2P, 3]
-    line = _order(count, 2 * chains, random).view(count, 2, chains).sort(1, descending=True).values.flatten(1)  # where each stands
+    names = 2 + distinct(count, 2 * chains + spare, num_tokens // 2 - 2, random)
+    values = num_tokens // 2 + distinct(count, chains + spare, num_tokens - num_tokens // 2, random)
+    right = torch.cat([names[:, chains : 2 * chains], values], 1)
+    lines = torch.stack([names, torch.ones_like(names), right], 2)  # [S, 2P + D, 3], of x, of y, and spare
+    order = _order(count, 2 * chains + spare, random)
+    linked = order[:, : 2 * chains].view(count, 2, chains).sort(1, descending=True).values
+    line = torch.cat([linked.flatten(1), order[:, 2 * chains :]], 1)  # where each stands
     facts = torch.zeros_like(lines).scatter(1, line[..., None].expand_as(lines), lines).flatten(1)
     chain = _order(count, chains, random)  # of each question
     questions = torch.stack([names.gather(1, chain), torch.zeros_like(chain)], 2).flatten(1)
-    places = (6 * chains + 2 * torch.arange(chains)).expand(count, -1)
-    found = Examples(torch.cat([facts, questions], 1), places, values.gather(1, chain), 3 * line.gather(1, chains + chain) + 2)
+    places = (facts.size(1) + 2 * torch.arange(chains)).expand(count, -1)
+    end = 3 * linked + 2  # of the lines of x and of y
+    found = Examples(torch.cat([facts, questions], 1), places, values.gather(1, chain), end[:, 1].gather(1, chain))
     if not helped:
         return found
-    more = 3 * line.view(count, 2, chains) + 2  # where the lines of x and of y end
-    parts = ((found.places, more[:, 0]), (found.answers, values), (found.sources, more[:, 1]))
+    parts = ((places, end[:, 0]), (found.answers, values[:, :chains]), (found.sources, end[:, 1]))
     return Examples(found.tokens, *(torch.cat(part, 1) for part in parts))
 
 
@@ -179,16 +185,16 @@ def _task(make: object, num_tokens: int, size: tuple[int, ...], steps: int = 600
 
 
 TASKS: dict[str, Task] = {
-    "recall": _task(partial(mqar, fillers=32), 160, (64, 8)),
+    "recall": _task(partial(mqar, fillers=32), 160, (64, 8), 400),
     "joint": _task(RECALL["joint-laptop"].make, 50, (8, 8), 1500, width=24),
-    "two-hop": Task(two_hop, 64, {(6, 1): 0}, {(6, 0): 200}, 32, 600, 3e-3),
+    "two-hop": Task(two_hop, 64, {(4, 8, 1): 0}, {(4, 8, 0): 200}, 32, 700, 3e-3),
     "copying": _task(copying, 32, (48, 8), 1200, width=24),
-    "noisy": _task(noisy, 80, (16, 8)),
-    "fuzzy": _task(fuzzy, 64, (12,)),
-    "known": _task(known, 128, (32,)),
+    "noisy": _task(noisy, 80, (16, 8), 400),
+    "fuzzy": _task(fuzzy, 64, (12,), 400),
+    "known": _task(known, 128, (32,), 200),
     # trained at 64 tokens, tested to 4,096, with as many edges of a query at each length
     "length": Task(
-        partial(mqar, fillers=32), 160, {(64, 8): 0}, {(64, 8): 200, (256, 8): 64, (1024, 8): 32, (4096, 8): 16}, 32, 600,
+        partial(mqar, fillers=32), 160, {(64, 8): 0}, {(64, 8): 200, (256, 8): 64, (1024, 8): 32, (4096, 8): 16}, 32, 400,
         3e-3,
     ),
-} | {f"served-{n}": _task(served, 64, (16, n)) for n in SERVING}  # fmt: skip
+} | {f"served-{n}": _task(served, 64, (16, n), 400) for n in SERVING}  # fmt: skip
