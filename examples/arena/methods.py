@@ -20,6 +20,7 @@ from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
 from sbm_pyg.sources import patterns
 
 FROZEN = "frozen=1"
+BLOCK = 2  # keys of a block of MoBA, so that a query takes another block than its own at 5 % of 64 tokens
 METHODS = {  # name: as hybrid.py reads it
     **{name: name for name in ("full", *hybrid.FIXED)},
     "indexer": "indexer",  # trained by the effect of its edges
@@ -153,7 +154,7 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
         conv = AttentionConv(channels, width, heads, Scheduled(source), estimator=estimator, is_causal=True)
         return hybrid.freeze(conv) if frozen else conv
     if name in hybrid.FIXED:
-        rule = hybrid.FixedDensity(name, density, width, heads)
+        rule = hybrid.FixedDensity(name, density, width, heads, block=BLOCK)
         if frozen:
             rule.clusters.decay = 1.0  # centroids stay where they began
         return AttentionConv(channels, width, heads, Scheduled(rule), estimator="none", is_causal=True)

@@ -27,18 +27,18 @@ def _order(count: int, size: int, random: torch.Generator) -> Tensor:
 def two_hop(chains: int, spare: int, helped: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
     """Two-hop recall, or variable tracking: "y = 7", "x = y", what is x?
 
-    Each chain has two lines of three tokens, (y, =, 7) and later (x, =, y). Spare lines (z, =, 5) set variables that no other line uses. All
-    lines are mixed at random. Then each x is asked once, in random order, with token 0 after it. Its answer is two hops away: one look-up
-    finds y in place of 7.
+    Each chain has two lines of three tokens, (y, =, 7) and later (x, =, y). Spare lines (z, =, 5) set variables that no other line
+    uses; without them, what one look-up finds says no more than a value at random, and full attention does not learn the second. All
+    lines are mixed at random. Then each x is asked once, in random order, with token 0 after it. Its answer is two hops away.
 
     Args:
         chains: Chains P of a sequence, each with two variables of its own.
         spare: Spare lines D; L = 3 (2 P + D) + 2 P.
-        helped: 1: each y on the right of a line is a question too, whose answer is one hop away, so that a model learns to look up before it
-            learns to look up twice; Q = 2 P. 0: x alone is asked, as in the test; Q = P.
-        num_tokens: Token 0, then "=", then variables, which are the lower half, then values, all different within a sequence. A uniform guess
-            is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with 1 / (P + D), among
-            those of chains with 1 / P.
+        helped: 1: each y on the right of a line is a question too, whose answer is one hop away, so that a model learns to look up
+            before it learns to look up twice; Q = 2 P. 0: x alone is asked, as in the test; Q = P.
+        num_tokens: Token 0, then "=", then variables, which are the lower half, then values, all different within a sequence. A
+            uniform guess is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with
+            1 / (P + D), among those of chains with 1 / P.
         count: Sequences S.
         random: Generator that draws them.
     """
@@ -134,8 +134,8 @@ def known(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> E
 
     Args:
         pairs: Keys of a sequence, each with token 0 after it; L = 2 pairs and Q = pairs.
-        num_tokens: Token 0, then keys, which are the lower half, then values; the key n has the value of a permutation that is drawn once for
-            all. A uniform guess is right with probability 1 / (num_tokens - num_tokens // 2).
+        num_tokens: Token 0, then keys, which are the lower half, then values; the key n has the value of a permutation that is drawn
+            once for all. A uniform guess is right with probability 1 / (num_tokens - num_tokens // 2).
         count: Sequences S.
         random: Generator that draws them.
     """
@@ -150,14 +150,15 @@ def known(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> E
 def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
     """Recall where each pair of a key and its value is stored several times, so that several tokens can answer a question.
 
-    The pairs stand in random order. Then all slots are asked in random order, with token 0 after each question. So the length, the number of
-    questions and the pairs of tokens are the same for any ``serving``; with ``serving = slots`` each stored value is the answer.
+    The pairs stand in random order. Then all slots are asked in random order, with token 0 after each question. So the length and the
+    number of questions are the same for any ``serving``; with ``serving = slots`` each stored value is the answer. Where a pair is asked
+    again, the second layer may also read what the first found at the earlier question.
 
     Args:
         slots: Stored pairs N; L = 4 N and Q = N.
         serving: Copies R of each pair, a divisor of ``slots``.
-        num_tokens: Token 0, then keys, which are the lower half, then values, both different for N / R pairs. A uniform guess is right with
-            probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with R / N.
+        num_tokens: Token 0, then keys, which are the lower half, then values, both different for N / R pairs. A uniform guess is right
+            with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with R / N.
         count: Sequences S.
         random: Generator that draws them.
     """

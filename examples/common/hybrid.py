@@ -78,18 +78,22 @@ class FixedDensity(GraphSource):
     """Chooses a share of the pairs beyond self-loops by a rule that does not learn.
 
     Args:
-        rule: "window", the last tokens; "random", each pair by itself, drawn anew at each step; "random-fixed", the same, drawn once for
-            all sequences; "bigbird", half of them a window and a quarter each random and global, which may coincide; "top-k", the keys of the
-            largest scores, found among all pairs; "blocks" of four keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing"
-            by centroids (Routing Transformer), whose densities follow the tokens and are near to what is asked.
+        rule: "window", the last tokens; "random", each pair by itself, drawn anew at each step; "random-fixed", the same, drawn
+            once for all sequences; "bigbird", half of them a window and a quarter each random and global, which may coincide;
+            "top-k", the keys of the largest scores, found among all pairs; "blocks" of keys with the best mean (MoBA),
+            "lsh" in two rounds (Reformer) and "routing" by centroids (Routing Transformer), whose densities follow the tokens
+            and are near to what is asked.
         density: Share of the pairs.
         channels, heads: Of the attention.
         window: Of "random", tokens before each that it attends to in any case; they count in the density.
+        block: Of "blocks", keys of a block.
     """
 
-    def __init__(self, rule: str, density: float, channels: int, heads: int, window: int = 0) -> None:
+    def __init__(
+        self, rule: str, density: float, channels: int, heads: int, window: int = 0, block: int = BLOCK
+    ) -> None:
         super().__init__()
-        self.rule, self.density, self.window = rule, density, window
+        self.rule, self.density, self.window, self.block = rule, density, window, block
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
         if rule == "random-fixed":
@@ -110,8 +114,8 @@ class FixedDensity(GraphSource):
         elif self.rule == "top-k":
             graph = _largest(query, tokens.key, ptr, length, _fit(lambda size: _reached(size, length), degree))
         elif self.rule == "blocks":
-            few = max(1, round((degree + 1) / BLOCK + 0.5))  # its own block is half a block in the mean
-            graph = selectors.block_top_k(tokens, few, BLOCK)
+            few = max(1, round((degree + 1) / self.block + 0.5))  # its own block is half a block in the mean
+            graph = selectors.block_top_k(tokens, few, self.block)
         elif self.rule == "lsh":  # buckets of two rounds hold as many pairs; chunks cut those that are twice too large
             buckets, chunk = 2 * max(1, round(1 / self.density)), max(1, round(self.density * length))
             graph = selectors.lsh(tokens, buckets, chunk, rounds=2)

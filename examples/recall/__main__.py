@@ -4,10 +4,11 @@ python -m examples.recall                                               full att
 python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
 python -m examples.recall --report                                      tables and figures of what is there
 
-Methods are full and dcmm, which attend to all pairs; window, random, random-fixed, bigbird, top-k, blocks, lsh and routing; and those that learn
-their graphs, sbm, indexer and key-selection. Options follow a colon, as in sbm:estimator=local or
-indexer:select=top_k,estimator=imitate; with frozen=1, what chooses does not learn. All have two layers, each a gated short convolution and attention with self-loops; densities
-are those of the pairs beyond. The same command goes on after a kill, and skips what is in rows.csv.
+Methods are full and dcmm, which attend to all pairs; window, random, random-fixed, bigbird, top-k, blocks, lsh and routing; and those
+that learn their graphs, sbm, indexer and key-selection. Options follow a colon, as in sbm:estimator=local or
+indexer:select=top_k,estimator=imitate; with frozen=1, what chooses does not learn. All have two layers, each a gated short convolution
+and attention with self-loops; densities are those of the pairs beyond. The same command goes on after a kill, and skips what is in
+rows.csv.
 """
 
 import argparse
