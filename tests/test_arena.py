@@ -174,8 +174,8 @@ def test_a_task_is_a_function_of_its_seed(name: str) -> None:
     batches = [train.batch_of(task, seed, step, 20).tokens for seed, step in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert torch.equal(*batches[:2])
     seen = {tuple(row) for batch in batches for row in batch.tolist()}
-    assert len(seen) == 60
-    assert not seen & {tuple(row) for row in next(iter(tests.values())).tokens.tolist()}
+    assert len(seen) == 60 or name == "served-16"  # which has one pair of a key and a value
+    assert name == "served-16" or not seen & {tuple(row) for row in next(iter(tests.values())).tokens.tolist()}
     assert int(batches[0].max()) < task.num_tokens
 
 
@@ -190,7 +190,7 @@ def test_each_method_and_its_twin_train_at_their_density(method: str) -> None:
         assert sparsifier is not None
         assert sparsifier.is_sparse
         batch = train.batch_of(tasks.TASKS["recall"], 0, 0, 4)
-        _, choices = model(batch.tokens, batch.places, seed=0)
+        _, choices = model.eval()(batch.tokens, batch.places, seed=0)
         for choice in choices:
             assert choice is not None
             assert choice.graph.is_causal
@@ -227,7 +227,11 @@ def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_pa
     train.train(run, tmp_path)
     after = torch.load(tmp_path / run.file, weights_only=True)["model"]
     learned = [name for name, value in after.items() if not torch.equal(value, before[name])]
-    assert {name.rpartition(".")[2] for name in learned if ".source." in name} <= {"target_density", "seen"}
+    assert {name.rpartition(".")[2] for name in learned if ".source." in name} <= {
+        "target_density",
+        "seen",
+        "last_seed",
+    }
     assert any("lin_query" in name for name in learned)
 
 
@@ -260,7 +264,7 @@ def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: p
     assert all(f"| {name} | " in table for name in found)
     assert "(one seed)" in table
     assert (tmp_path / "recall.png").stat().st_size > 5000
-    assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path) if int(row["step"]) == 2 and row["train_ms"])
+    assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path))
 
 
 @pytest.mark.slow

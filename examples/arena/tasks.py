@@ -152,7 +152,8 @@ def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.
 
     The pairs stand in random order. Then all slots are asked in random order, with token 0 after each question. So the length and the
     number of questions are the same for any ``serving``; with ``serving = slots`` each stored value is the answer. Where a pair is asked
-    again, the second layer may also read what the first found at the earlier question.
+    again, the second layer may also read what the first found at the earlier question. With one pair, few sequences are possible, and
+    a test repeats those of training.
 
     Args:
         slots: Stored pairs N; L = 4 N and Q = N.

@@ -71,9 +71,12 @@ def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
 
 
 def batch_of(task: Task, seed: int, step: int, batch_size: int) -> Examples:
-    """The training batch of a step, a function of the arguments alone; no example is seen twice but by chance."""
+    """The training batch of a step, a function of the arguments alone, for up to 2,048 seeds of 2^20 steps.
+
+    Generators keep 32 bits of a seed. Those of batches lie above 2^31, and those of tests are small.
+    """
     sizes = [*task.train]
-    random = torch.Generator().manual_seed(2**40 + 2**24 * seed + step)
+    random = torch.Generator().manual_seed(2**31 + 2**20 * (seed % 2**11) + step)
     return task.make(*sizes[step % len(sizes)], task.num_tokens, batch_size, random)
 
 
@@ -99,10 +102,11 @@ class Clock:
             self.passes += 1000 * (time.process_time() - self.began)
 
     def take(self) -> float:
-        """The median time of a training step, from the start of one to that of the next."""
+        """The median time of a training step, which ends where the next step or an evaluation begins."""
+        self.step()
         each = [1000 * (after - before) for before, after in zip(self.steps, self.steps[1:], strict=False)]
         self.steps = []
-        return statistics.median(each) if each else float("nan")
+        return statistics.median(each)
 
 
 def train(run: Run, folder: Path) -> list[Row]:
