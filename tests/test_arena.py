@@ -282,7 +282,8 @@ def test_a_run_that_was_killed_ends_with_the_same_rows(
     few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, drawn = run_of("sbm", steps=8, evaluations=4), train.batch_of
-    whole = train.train(run, tmp_path / "whole") if (tmp_path / "whole").mkdir() is None else []
+    (tmp_path / "whole").mkdir()
+    whole = train.train(run, tmp_path / "whole")
 
     def killed(task: Any, seed: int, step: int, size: int) -> Examples:
         if step == 5:

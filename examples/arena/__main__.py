@@ -96,7 +96,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
             own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}
             for name in names:
                 kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]
-                runs += [train.Run(task, name, *kind, seed, **own) for kind in kinds]
+                runs += [train.Run(task, name, start, density, seed, **own) for start, density in kinds]
     if runs:
         train.train_all(runs, given.output)
     rows = finished(given.output)

@@ -159,8 +159,8 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
             rule.clusters.decay = 1.0  # centroids stay where they began
         return AttentionConv(channels, width, heads, Scheduled(rule), estimator="none", is_causal=True)
     kind, options = hybrid.options_of(METHODS.get(name, name))
-    conv = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
-    return hybrid.freeze(conv) if frozen and isinstance(conv, AttentionConv) else conv
+    made = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
+    return hybrid.freeze(made) if frozen and isinstance(made, AttentionConv) else made
 
 
 def check(method: str) -> None:

@@ -97,6 +97,7 @@ class FixedDensity(GraphSource):
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
         if rule == "random-fixed":
+            self.drawn: torch.Tensor
             self.register_buffer("drawn", torch.randint(2**31, ()))  # its seed at all steps
 
     def forward(self, tokens: Tokens) -> Choice:

@@ -39,14 +39,14 @@ class Task:
 
     make: Callable[..., Examples]
     num_tokens: int
-    train: dict[tuple[int, int], int]  # examples of each size
-    test: dict[tuple[int, int], int]
+    train: dict[tuple[int, ...], int]  # examples of each size
+    test: dict[tuple[int, ...], int]
     batch_size: int
     steps: int
     learning_rate: float
     width: int = 3  # of the short convolution
 
-    def examples(self, split: str, seed: int = 0) -> dict[tuple[int, int], Examples]:
+    def examples(self, split: str, seed: int = 0) -> dict[tuple[int, ...], Examples]:
         """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
         found = {}
         for number, (size, count) in enumerate(getattr(self, split).items()):
@@ -115,7 +115,9 @@ def _inverse(outer: Tensor, inner: Tensor) -> Tensor:
     return ranks.gather(1, outer.argsort(1)[..., None].expand_as(ranks))
 
 
-ZOOLOGY_TEST = {(64, 4): 1000, (64, 8): 1000, (64, 16): 1000} | {(n, n // 4): 1000 for n in (128, 256, 512, 1024)}
+ZOOLOGY_TEST: dict[tuple[int, ...], int] = {(64, 4): 1000, (64, 8): 1000, (64, 16): 1000} | {
+    (n, n // 4): 1000 for n in (128, 256, 512, 1024)
+}
 TASKS: dict[str, Task] = {
     # 63 keys, 64 values and 32 fillers: learned within minutes
     "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 1_000, 2e-3),
