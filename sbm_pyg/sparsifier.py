@@ -7,6 +7,7 @@ Not here: dense attention and what sources learn from it (``sources.learned``, `
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .sources.learned import LearnedSource
 
 __all__ = ["Loss", "Sparsifier"]
 
+UNMOVED_STEPS = 10  # without a change of the sources, before a warning
 MOMENTUM, TRIAL_MOMENTUM = 0.95, 0.7  # of running means of losses, and of those of trial steps
 
 
@@ -122,6 +124,12 @@ class Sparsifier:
         self._passes = [1] * len(self._losses)  # calls of each layer in the last step
         self._join_losses()
         self._detach = [source.detach for source in self.sources]
+        trained = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
+        of_sources = {id(each) for source in self.sources for each in source.parameters()}
+        own = {id(each): each for each in trained if id(each) in of_sources}
+        others = [each for each in trained if id(each) not in own]
+        self._own, self._others = list(own.values()), others[:8]
+        self._versions, self._unmoved = self._read_versions(), 0
         self.set_density()
 
     @staticmethod
@@ -152,6 +160,7 @@ class Sparsifier:
         value = checks.scalar("loss", loss, "Take the mean of several losses.")
         if not math.isfinite(value):
             raise ValueError(f"Expected 'loss' to be finite (got {value}). Look for a step that diverged.")
+        self._check_optimizer()
         was_trial, was_sparse = self._is_trial, self.is_sparse
         self.steps += 1
         self._passes = [losses.passes for losses in self._losses]
@@ -207,6 +216,24 @@ class Sparsifier:
             yield
         finally:
             self.set_density()
+
+    def _read_versions(self) -> list[list[int]]:
+        """How often parameters of the sources, and some others, have been written."""
+        return [[each._version for each in some] for some in (self._own, self._others)]
+
+    def _check_optimizer(self) -> None:
+        """Warn once if the optimizer changes other parameters, but none of the sources, which have gradients."""
+        before, self._versions = self._versions, self._read_versions()
+        moved, others_moved = (old != new for old, new in zip(before, self._versions, strict=True))
+        learns = any(each.grad is not None for each in self._own)
+        self._unmoved = self._unmoved + 1 if learns and others_moved and not moved else 0
+        if self._unmoved == UNMOVED_STEPS:
+            warnings.warn(
+                f"The optimizer has not changed the graph sources in {UNMOVED_STEPS} steps. Make it of the parameters "
+                "of the whole model, after `replace_attention`.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _join_losses(self) -> None:
         """Set the weight of auxiliary losses: that of the loss in one of the backward passes of a step."""

@@ -307,6 +307,40 @@ def test_a_sparse_model_stays_sparse_in_a_longer_training() -> None:
     assert (later.steps, later.dense_steps) == (1, 700)
 
 
+def test_an_optimizer_without_the_sources_is_noticed() -> None:
+    """As one that was made before attention was replaced. Frozen sources, and those without a loss, are no mistake."""
+
+    def train(parameters: Any, steps: int = 12, **options: Any) -> None:
+        conv, x = layer(**options), torch.randn(30, 8)
+        sparsifier = Sparsifier(conv, 0.2, total_steps=20, every=2)
+        optimizer = torch.optim.AdamW(parameters(conv))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = conv(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            sparsifier.step(loss)
+
+    def others(conv: Any) -> list[nn.Parameter]:
+        return [*conv.lin_query.parameters(), *conv.lin_key.parameters()]
+
+    def freeze(conv: Any) -> list[nn.Parameter]:
+        for parameter in conv.source.parameters():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        return others(conv)
+
+    with pytest.warns(UserWarning, match="The optimizer has not changed the graph sources in 10 steps"):
+        train(others)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(others, steps=9)
+        train(lambda conv: conv.parameters())
+        train(lambda conv: conv.source.parameters())
+        train(others, estimator="none")
+        train(freeze)
+
+
 def test_dense_attention_trains_without_a_sparsifier_and_warns() -> None:
     """The queries and keys train; the source does not, unless its loss is added."""
     conv, x = layer(target_density=1.0), torch.randn(30, 8)
