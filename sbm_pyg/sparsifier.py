@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .attention import AttentionConv
 from .auxiliary import AuxiliaryLosses
@@ -124,7 +125,8 @@ class Sparsifier:
         self._passes = [1] * len(self._losses)  # calls of each layer in the last step
         self._join_losses()
         self._detach = [source.detach for source in self.sources]
-        trained = [each for each in model.parameters() if each.requires_grad and not each.is_inference()]
+        trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
+        trained = [each for each in trained if not each.is_inference()]  # which have no versions
         of_sources = {id(each) for source in self.sources for each in source.parameters()}
         own = {id(each): each for each in trained if id(each) in of_sources}
         others = [each for each in trained if id(each) not in own]

@@ -307,6 +307,17 @@ def test_a_sparse_model_stays_sparse_in_a_longer_training() -> None:
     assert (later.steps, later.dense_steps) == (1, 700)
 
 
+@pytest.mark.parametrize("how", ["lazy", "inference", "meta"])
+def test_parameters_of_any_kind_are_taken(how: str) -> None:
+    with torch.inference_mode(how == "inference"), torch.device("meta" if how == "meta" else "cpu"):
+        conv = SBMAttentionConv(-1 if how == "lazy" else 8, 4, heads=2, num_blocks=4)
+    sparsifier = Sparsifier(conv, 0.2, total_steps=2, dense_part=0.5)
+    if how == "lazy":
+        conv(torch.randn(9, 8)).sum().backward()
+    sparsifier.step(1.0)
+    assert sparsifier.is_sparse
+
+
 def test_an_optimizer_without_the_sources_is_noticed() -> None:
     """As one that was made before attention was replaced. Frozen sources, and those without a loss, are no mistake."""
 
