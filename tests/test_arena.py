@@ -220,7 +220,7 @@ def run_of(method: str, **changes: Any) -> train.Run:
     )
 
 
-@pytest.mark.parametrize("method", [*filter(None, {methods.twin_of(name) for name in methods.METHODS})])
+@pytest.mark.parametrize("method", [*dict.fromkeys(filter(None, map(methods.twin_of, methods.METHODS)))])
 def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_path: Path) -> None:
     run = run_of(method)
     before = train.make_model(run)[0].state_dict()
