@@ -53,7 +53,7 @@ def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, pa
     launch(
         _sample_queries_kernel, triton.cdiv(num_queries, ROWS_PER_PROGRAM), query_ptr.contiguous(),
         sequence_ids.contiguous(), kept, num_queries, query_ptr.numel() - 1, random_words.query_start(seed),
-        round(part * 2**32), ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
+        round(part * 2**32), ROWS_PER_PROGRAM=ROWS_PER_PROGRAM, num_warps=1,
     )  # fmt: skip
     return kept
 
