@@ -22,6 +22,7 @@ from .estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
 from .graph import AttentionGraph
 from .normalizers import Entmax, check_normalizer
 from .ops import METHODS, checks
+from .ops.reference.random_words import GOLDEN
 from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
 from .ragged import Tokens, count_positions, draw_seed, resolve_sides
@@ -48,8 +49,6 @@ class CallOptions(TypedDict, total=False):
 
 
 T = TypeVar("T")
-HEAD_STEP = 0x9E3779B97F4A7C15
-"""Times the first head of a process, it is added to the seed of noise whose words are numbered from there."""
 SOURCE_OPTIONS = frozenset(inspect.signature(SBMSource).parameters) - {"head"}
 CAUSAL = "It says whether queries attend to earlier keys alone."
 FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,), "node_dim": (0, -2)}
@@ -298,7 +297,7 @@ class AttentionConv(EdgeAttention):
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
         if self.first_head:
-            noise = (seed + self.first_head * HEAD_STEP + 2**63) % 2**64 - 2**63
+            noise = (seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
         is_causal = self.is_causal or is_causal
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         tokens = None
@@ -320,9 +319,9 @@ class AttentionConv(EdgeAttention):
             dense_loss = self.estimator.dense_loss(call)
             if edge_filter is not None or returns.attention_weights or self._needs_edges:
                 choice = choice.stored()
+        whose, is_needed = type(self.estimator).__name__, dense_loss is None or self.estimator.needs_loss
         unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=self._dense_bias)
         if unstored is not None:
-            whose, is_needed = type(self.estimator).__name__, self.estimator.needs_loss
             out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, whose, is_needed)
             return self._pack_outputs(out, choice, None, returns)
         estimator = self.estimator if choice.probability is not None else NoEstimator()
@@ -340,8 +339,7 @@ class AttentionConv(EdgeAttention):
         call = AttentionCall(query, key, value, choice, bias, *of_call)
         out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
         loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
-        is_needed = dense_loss is None or self.estimator.needs_loss
-        out = self.auxiliary_losses.add(out, loss, type(self.estimator).__name__, is_needed)
+        out = self.auxiliary_losses.add(out, loss, whose, is_needed)
         return self._pack_outputs(out, choice, weights, returns)
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:

@@ -23,6 +23,7 @@ from .dcmm import DCMMBias
 from .dense import FullAttention
 from .graph import AttentionGraph
 from .ops import checks
+from .ops.reference.random_words import GOLDEN
 from .ops.values import can_read, require_values
 from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
@@ -382,7 +383,7 @@ class SequenceEncoder(Pretrained):
         choices = []
         for number, layer in enumerate(self.layers):
             # Layers draw independently.
-            layer_seed = None if seed is None else (seed + number * 0x9E3779B97F4A7C15) % 2**63
+            layer_seed = None if seed is None else (seed + number * GOLDEN) % 2**63
             named |= {"ptr": ptr, "seed": layer_seed, "sequence_ids": sequence_ids}
             x, choice = layer(x, given, named, return_trace)
             choices.append(choice)

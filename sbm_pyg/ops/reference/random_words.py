@@ -14,6 +14,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 """Factors of the permutation of words by which dropout decides, and by which queries are sampled."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""The golden ratio in 64 bits: multiples of it are far apart, so it tells apart seeds of layers and of first heads."""
 QUERY_STEP = _WEYL[0]
 """Distance of two sequences in the words by which queries are sampled."""
 
@@ -89,7 +91,7 @@ def query_words(position: Tensor, sequence_id: Tensor, seed: int) -> Tensor:
 
 def query_start(seed: int) -> int:
     """What :func:`query_words` adds to all positions, 32 bits."""
-    return seed * 0x9E3779B97F4A7C15 >> 32 & WORD_MASK
+    return seed * GOLDEN >> 32 & WORD_MASK
 
 
 def dropout_words(
