@@ -128,9 +128,8 @@ class Sparsifier:
         trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
         trained = [each for each in trained if not each.is_inference()]  # which have no versions
         of_sources = {id(each) for source in self.sources for each in source.parameters()}
-        own = {id(each): each for each in trained if id(each) in of_sources}
-        others = [each for each in trained if id(each) not in own]
-        self._own, self._others = list(own.values()), others[:8]
+        self._own = [each for each in trained if id(each) in of_sources]
+        self._others = [each for each in trained if id(each) not in of_sources][:8]
         self._versions, self._unmoved = self._read_versions(), 0
         self.set_density()
 
@@ -262,8 +261,7 @@ class Sparsifier:
         dense_steps = self.dense_steps
         for name in STATE:
             setattr(self, name, math.nan if state[name] is None else state[name])
-        was_sparse = self.is_sparse
-        self.dense_steps = min(dense_steps, self.steps) if was_sparse else dense_steps  # sparse models stay so
+        self.dense_steps = min(dense_steps, self.steps) if self.is_sparse else dense_steps  # sparse models stay so
         self._join_losses()
         self.history = [Loss._make(math.nan if x is None else x for x in each) for each in state["history"]]
         self.set_density()

@@ -10,6 +10,7 @@ A task draws S sequences of L tokens with Q questions each, and returns :class:`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -181,9 +182,11 @@ LENGTHS = (64, 256, 1024, 4096)
 SERVING = (1, 2, 4, 8, 16)
 
 
-def _task(make: object, num_tokens: int, size: tuple[int, ...], steps: int = 600, width: int = 3) -> Task:
+def _task(
+    make: Callable[..., Examples], num_tokens: int, size: tuple[int, ...], steps: int = 600, width: int = 3
+) -> Task:
     """A task that is trained and tested at one size."""
-    return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width)  # type: ignore[arg-type]
+    return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width)
 
 
 TASKS: dict[str, Task] = {

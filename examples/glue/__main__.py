@@ -198,13 +198,14 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
         task, folder = data.TASKS[name], given.output / "finetune" / name
         if not (paths := sorted(folder.glob("*.best.pt"))):
             raise ValueError(f"Expected '{folder}' to hold fine-tuned models (got none). Fine-tune one first.")
+        sets: dict[int, dict[str, data.Examples]] = {}  # by the length of the models
         for path in paths:
             run, model = train.load_best(path, task, tokenizer.get_vocab_size())
-            given.length = run.length
-            sets = data.read_task(given, task, tokenizer) | data.read_tests(given, task, tokenizer)
-            for part, examples in sets.items():
-                if part == "train":
-                    continue
+            if run.length not in sets:
+                given.length = run.length
+                sets[run.length] = data.read_task(given, task, tokenizer) | data.read_tests(given, task, tokenizer)
+                del sets[run.length]["train"]
+            for part, examples in sets[run.length].items():
                 guessed, densities = train.predict(model, examples)
                 if part in task.dev:
                     row = train.score(guessed, densities, examples, len(task.classes))

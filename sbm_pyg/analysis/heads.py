@@ -26,6 +26,9 @@ from ..sources.learned import sample_rows
 
 __all__ = ["Attention", "Head", "HeadTable", "compare_heads", "record_attention"]
 
+_Inputs = tuple[Tensor, Tensor, Tensor]
+_Filter = Callable[[AttentionGraph], Tensor] | None
+
 
 class Attention(NamedTuple):
     """Attention of one call of a layer."""
@@ -179,10 +182,6 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
     with _watch(model, record):
         yield calls
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor]
-_Filter = Callable[[AttentionGraph], Tensor] | None
 
 
 @contextmanager

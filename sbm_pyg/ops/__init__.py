@@ -790,7 +790,6 @@ def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, pa
     """
     num_queries = checks.integer("num_queries", num_queries, 0, "It is the number of queries.")
     checks.number("part", part, "[0, 1]", "It is the probability of a query.")
-    checks.tensors(query_ptr=query_ptr, sequence_ids=sequence_ids)
     _check_sequences(("query_ptr", query_ptr), (num_queries, None), query_ptr, query_ptr, sequence_ids)
     checks.memory("num_queries", num_queries, 32, query_ptr.device, "Take shorter sequences.", "queries")
     return schemas.sample_queries(query_ptr, sequence_ids, num_queries, float(part), checks.seed(seed))

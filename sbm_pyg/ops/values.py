@@ -28,7 +28,7 @@ def is_batched(x: Tensor) -> bool:
     return False
 
 
-def is_plain(x: Tensor) -> bool:
+def _is_plain(x: Tensor) -> bool:
     """True if a tensor is no subclass but a parameter, and no mode and no transform of torch is active.
 
     It answers in a microsecond what the questions below otherwise take twenty for.
@@ -49,14 +49,14 @@ def can_read(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or x.is_meta:
         return False
-    return is_plain(x) or not (is_fake(x) or detect_fake_mode() or is_batched(x))
+    return _is_plain(x) or not (is_fake(x) or detect_fake_mode() or is_batched(x))
 
 
 def can_read_without_sync(*given: Tensor) -> bool:
     """True if the values of tensors can be read without waiting for a device."""
     if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in given):
         return False
-    return all(map(is_plain, given)) or not (any(map(is_batched, given)) or detect_fake_mode(given))
+    return all(map(_is_plain, given)) or not (any(map(is_batched, given)) or detect_fake_mode(given))
 
 
 def require_unbatched(**given: Tensor | None) -> None:
