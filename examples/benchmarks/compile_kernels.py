@@ -115,7 +115,7 @@ def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[st
 
     with ExitStack() as changed:
         for module in [*sys.modules.values()]:
-            if getattr(module, "launch", None) is cuda_rows.launch and module is not cuda_rows:
+            if vars(module).get("launch") is cuda_rows.launch and module is not cuda_rows:
                 changed.enter_context(patch.object(module, "launch", record))
         changed.enter_context(patch.object(cuda_rows, "launch", record))
         call()
