@@ -709,7 +709,7 @@ def concrete_bias(
         probability: Probabilities of the pairs.
         graph: The pairs, usually all.
         temperature: :math:`\tau > 0`. Variables approach 0 or 1 as it goes to 0.
-        seed: Seed of the uniform numbers u.
+        seed: Seed of the uniform numbers u, which another kind of device draws differently.
         exploration: Added to each probability, in [0, 1].
 
     Raises:

@@ -31,11 +31,15 @@ from examples.common.command import Command
 
 KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
-LAYERS = ("dense", "tokens", "blocks", "sampling")
-DENSE = ("sdpa", "varlen", "dense")
+LAYERS = ("dense", "dense-phase", "tokens", "blocks", "sampling")
+DENSE = ("sdpa", "varlen", "dense", "dense-phase")
 TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))  # words of the tiles of an edge kernel, and its warps
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/test_devices.py", "tests/triton_edges.py", "tests/triton_graphs.py")
+TESTS = {
+    "tests/triton_edges.py": "",
+    "tests/triton_graphs.py": "",
+    "tests/test_devices.py": "cuda",
+}  # file: names of tests have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,17 +289,19 @@ def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace
 
 
 def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything."""
+    """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything.
+
+    As a :class:`~sbm_pyg.Sparsifier` trains it: in the dense phase, or at the target density.
+    """
     torch.manual_seed(0)
     width, ptr = given.heads * given.channels, torch.tensor([0, item.tokens])
-    layer: torch.nn.Module
+    layer: Any
     if item.peer == "dense":
         layer = FullAttention(width, given.channels, given.heads)
     else:
         block_size = given.block_size if item.peer == "blocks" else 1
-        head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": item.density}
-        options: dict[str, Any] = {"sbm_options": head, "exploration": 0.0, "block_size": block_size}
-        layer = SBMAttentionConv(width, given.channels, given.heads, **options)
+        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size)
+        layer.source.target_density = item.density or 1.0
     layer.to(given.device)
     kind = torch.device(given.device).type
     x = torch.randn(item.tokens, width, device=given.device, requires_grad=True)
@@ -314,19 +320,21 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     if item.peer != "sampling":
         return measure_calls({"forward": infer, "step": step}, given)
     with torch.no_grad():
-        source: Any = layer.source
         query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
         ends = ptr.to(given.device)
-        return measure_calls({"forward": lambda: source(Tokens(query, key, ends, bipartite=False))}, given)
+        return measure_calls({"forward": lambda: layer.source(Tokens(query, key, ends, bipartite=False))}, given)
 
 
 def measure_tests(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """The result of a file of tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", item.peer]
+    """The result of a file of tests; what pytest writes is in the output folder."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", item.peer, "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-k", TESTS[item.peer]] if TESTS.get(item.peer) else []
     if find_spec("xdist"):  # most of the time goes into compiling kernels
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+        command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "load"]
+    log = given.output / f"{Path(item.peer).stem}.log"
+    with log.open("w") as file:
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False)
+    lines = log.read_text().strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {"passed": done.returncode == 0, "said": lines[-1], "failed": failed[:50]}
 

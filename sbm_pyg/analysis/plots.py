@@ -317,7 +317,7 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
     one = _one(graph, sequence, head)
     shape = _shape(one)
     ranges = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
-    largest = sbm.query_membership.detach().amax(-1), sbm.key_membership.detach().amax(-1)
+    largest = [x.detach().amax(-1).float() for x in (sbm.query_membership, sbm.key_membership)]  # numpy has no bfloat16
     labels, strength = (
         [x[head, each].cpu().numpy() for x, each in zip(graph.over_tokens(*pair), ranges, strict=True)]
         for pair in (communities_of(sbm), largest)

@@ -195,6 +195,7 @@ class SBM(EdgeProbability):
         parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for noun, count in named.items())
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
+    @torch.no_grad()
     def validate(self) -> SBM:
         """Check every value and return the record.
 
@@ -676,9 +677,10 @@ class SBMHead(torch.nn.Module):
             )  # in place: the linear layer returns a new tensor
             affinity = torch.baddbmm(bias, hidden, weight.mT)
         if self.groups == 1:
-            return affinity.sigmoid_() if gated else affinity.softmax(-1)
+            return affinity.sigmoid_() if gated else affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
         groups = affinity.unflatten(-1, (self.groups, -1))
-        return reduce(_outer_products, (groups.sigmoid() if gated else groups.softmax(-1)).unbind(-2))
+        sides = groups.sigmoid() if gated else groups.softmax(-1, dtype=groups.dtype)
+        return reduce(_outer_products, sides.unbind(-2))
 
     def extra_repr(self) -> str:
         return (

@@ -143,7 +143,7 @@ def test_listops_goes_on_in_the_next_slice(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tests_tell_what_failed(tmp_path: Path) -> None:
-    given = argparse.Namespace()
+    given = argparse.Namespace(output=tmp_path)
     for outcome in (True, False):
         file = tmp_path / f"test_{outcome}.py"
         file.write_text(f"def test_it() -> None:\n    assert {outcome}\n")
