@@ -47,9 +47,9 @@ _CARRIED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def carried(x: Tensor) -> Tensor:
     """The tensor on the device: the same one whenever it is asked for, as what is known of a graph is kept with it."""
-    kept = _CARRIED.get(x)
-    if kept is None or kept[0] != x._version:
-        kept = _CARRIED[x] = x._version, x.detach().to(DEVICE)
+    kept, version = _CARRIED.get(x), None if x.is_inference() else x._version
+    if kept is None or kept[0] != version:
+        kept = _CARRIED[x] = version, x.detach().to(DEVICE)
     return kept[1]
 
 
@@ -132,7 +132,8 @@ def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "",
     """A test of the contract, on some cases; each has to start a kernel.
 
     ``only`` ops whose names begin so go to kernels, as what they are compared with would take long in the interpreter.
-    Rows of more than ``long`` edges are shared by several programs.
+    Rows of more than ``long`` edges are shared by several programs. On a GPU, blocks of float64 start none if this version
+    of Triton multiplies no matrices of float64.
     """
 
     def run(case: tuple[Any, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +141,6 @@ def contract(test: Callable[..., None], *cases: tuple[Any, ...], only: str = "",
         if long:
             monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
         test(*case)
-        assert kernels.started
+        assert kernels.started or (only == "block" and not MODULES_BY_NAME["blocks"].HAS_FLOAT64_DOT)
 
     return pytest.mark.parametrize("case", cases, ids=str)(run)

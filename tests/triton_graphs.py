@@ -13,7 +13,7 @@ import test_ops
 import torch
 from problems import random_graph
 from test_launches import model
-from triton_contract import MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
+from triton_contract import INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, ops
@@ -307,7 +307,10 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     given = torch.ones_like(out), query.detach(), key.detach(), value
     found = ops.edge_effect(*given, graph.rows, graph.rows, 0.1)
     wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1, None, None, None, 0.0)
-    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    for mine, meant in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            mine, meant, **({"rtol": 0, "atol": 0} if INTERPRETED else {})
+        )  # a GPU sums in another order
     assert not kernels.started
 
 

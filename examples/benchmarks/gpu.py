@@ -93,7 +93,7 @@ from examples.benchmarks.kernels import Propagate
 from examples.common.runs import read_record
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
-from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns
+from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, auxiliary_loss, ops, patterns
 from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cuda import rows as cuda_rows
 
@@ -315,7 +315,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         layer.zero_grad()
         with half:
             out = layer(x, ptr=ptr)
-        out.float().square().mean().backward()
+        (out.float().square().mean() + auxiliary_loss(layer)).backward()
 
     if item.peer != "sampling":
         return measure_calls({"forward": infer, "step": step}, given)
