@@ -332,7 +332,9 @@ class BlockGraph(AttentionGraph):
         """The graph as a mask of FlexAttention, PyTorch's kernel for block-sparse attention.
 
         The mask has H heads and a batch of one, which joins all sequences; pairs across sequences are masked. Call
-        ``flex_attention(query[None], key[None], value[None], block_mask=mask)``.
+        ``flex_attention(query[None], key[None], value[None], block_mask=mask)``. On a GPU it takes blocks of a multiple
+        of 128 tokens; of 64, with ``kernel_options={"BLOCK_M": 64, "BLOCK_N": 64}``, and backward ``"BLOCK_M1"``,
+        ``"BLOCK_N1"``, ``"BLOCK_M2"`` and ``"BLOCK_N2"`` of 64 or less.
 
         Raises:
             ValueError: A block is shorter than ``block_size``. FlexAttention cuts the whole batch into equal blocks.

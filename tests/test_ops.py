@@ -30,6 +30,7 @@ from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import entmax as reference_entmax
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import reach as reference_reach
+from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.ops.reference import validate as reference_validate
 from sbm_pyg.sources import patterns
@@ -1407,3 +1408,30 @@ def test_forked_workers_and_python_threads_survive() -> None:
         [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "alive", done.stderr
+
+
+# ------------------------------------------------------------------ segments
+
+
+@pytest.mark.parametrize("kind", ["sum", "max"])
+@pytest.mark.parametrize("size", [1, 7, 128])
+@pytest.mark.parametrize("lengths", [(0, 5, 300, 0, 0, 1, 1000), (128, 256, 0), (2000,), (0, 0)])
+def test_long_segments_are_reduced_in_pieces(lengths: tuple[int, ...], size: int, kind: str) -> None:
+    """As on a GPU, where one thread would reduce each."""
+    ptr = torch.tensor([0, *lengths]).cumsum(0)
+    x = torch.rand(int(ptr[-1]), 2, 3, dtype=torch.float64, requires_grad=True)
+    found, wanted = reference_segments._reduce_twice(x, ptr, kind, size), reference_segments.segments(x, ptr, kind)
+    torch.testing.assert_close(found, wanted)
+    if kind == "sum":
+        grad = torch.rand_like(wanted)
+        mine, meant = (torch.autograd.grad(y, x, grad)[0] for y in (found, wanted))
+        torch.testing.assert_close(mine, meant)
+
+
+def test_log_softmax_of_segments_and_its_gradient() -> None:
+    x, ptr = ragged(0, 1, 5, 30)
+    x = x.double().requires_grad_()
+    rows = [x[start:end].log_softmax(0) for start, end in pairwise(ptr.tolist())]
+    torch.testing.assert_close(reference_segments.segment_log_softmax(x, ptr), torch.cat(rows))
+    assert torch.autograd.gradcheck(lambda x: reference_segments.segment_log_softmax(x, ptr), x)
+    assert torch.autograd.gradgradcheck(lambda x: reference_segments.segment_log_softmax(x, ptr), x)

@@ -35,6 +35,9 @@ ON_ONE_SIDE = pytest.mark.skipif(
     not INTERPRETED,
     reason="counts a sort of edges once; on a GPU the test and the kernel each make it, on their own device",
 )
+COUNTED = pytest.mark.skipif(
+    not INTERPRETED, reason="counts operations; on a GPU each answer that the host waits for takes one more"
+)
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
 ON_CUDA = {op: file for op, (file, kernels) in schemas.KERNELS.items() if "cuda" in kernels}
 MODULES_BY_NAME = {name: import_module(f"sbm_pyg.ops.cuda.{name}") for name in ("rows", *sorted({*ON_CUDA.values()}))}

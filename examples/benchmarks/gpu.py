@@ -164,7 +164,16 @@ def _flex(inputs: Inputs) -> Forward:
     graph: Any = inputs.graph
     mask, device = graph.to_block_mask(), inputs.query.device
     attend: Any = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
-    return lambda *leaves: attend(*(x[None] for x in leaves), block_mask=mask, scale=inputs.scale)[0]
+    tiles = {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "BLOCK_M1": 32,
+        "BLOCK_N1": 64,
+        "BLOCK_M2": 64,
+        "BLOCK_N2": 32,
+    }  # within our blocks
+    how: dict[str, Any] = {"kernel_options": tiles if device.type == "cuda" else None}
+    return lambda *leaves: attend(*(x[None] for x in leaves), block_mask=mask, scale=inputs.scale, **how)[0]
 
 
 def _edges(inputs: Inputs) -> Forward:

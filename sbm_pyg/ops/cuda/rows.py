@@ -291,7 +291,7 @@ def gated_logits(score, gate, bias, edge, there, WEIGHTED: tl.constexpr, ACC_TYP
     if gate is not None:
         factor = tl.load(gate + edge, mask=there, other=1).to(ACC_TYPE)
         if not WEIGHTED:
-            score *= factor
+            score = score * factor + 0.0  # not fused with the subtraction of a maximum, from which it would then differ
     if bias is not None:
         score += tl.load(bias + edge, mask=there, other=0).to(ACC_TYPE)
     return tl.where(there, score, float("-inf")), factor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from ..memo import TensorMemo
 
 EDGES_PER_CHUNK = 2**20
 """Edges that are made at a time, which bounds the memory beyond the result."""
+THINGS_PER_THREAD = 128
+"""Things that a thread of a GPU reduces one after the other, about, where segments are longer."""
 
 
 class Rows(NamedTuple):
@@ -121,6 +123,8 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     Sums by index differ between calls on a GPU, so only devices without segment sums use them. A maximum is of numbers
     that are not negative.
     """
+    if x.device.type == "cuda" and x.size(0) > THINGS_PER_THREAD * ptr.numel():
+        return _reduce_twice(x, ptr, kind, THINGS_PER_THREAD)
     if x.device.type in ("cpu", "cuda"):
         return torch.segment_reduce(x, kind, offsets=ptr, axis=0, unsafe=True, initial=0)
     out, of = x.new_zeros(ptr.numel() - 1, *x.shape[1:]), edge_row(ptr, x.size(0))
@@ -129,15 +133,43 @@ def segments(x: Tensor, ptr: Tensor, kind: str = "sum") -> Tensor:
     return out.scatter_reduce_(0, of.view(-1, *[1] * (x.dim() - 1)).expand_as(x), x, "amax")
 
 
+def _reduce_twice(x: Tensor, ptr: Tensor, kind: str, size: int) -> Tensor:
+    """As :func:`segments`, by pieces of at most ``size`` things: one thread of a GPU reduces each segment, or piece.
+
+    On an H200 the sum of 16,384 rows of 512 numbers took 1.5 ms in one piece.
+    """
+    first = torch.cat([ptr.new_zeros(1), (-(-ptr.diff() // size)).cumsum(0)])  # piece of each segment
+    piece = torch.arange(x.size(0) // size + ptr.numel(), device=ptr.device)  # as many as there can be: some are empty
+    segment = (torch.searchsorted(first, piece, right=True) - 1).clamp(max=ptr.numel() - 2)
+    start = torch.minimum(ptr[segment] + size * (piece - first[segment]), ptr[segment + 1])
+    for offsets in (torch.cat([start, ptr[-1:]]), first):
+        x = torch.segment_reduce(x, kind, offsets=offsets, axis=0, unsafe=True, initial=0)
+    return x
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """See :func:`segment_log_softmax`. The gradient of an indexed row would sort all edges on a GPU."""
+
+    @staticmethod
+    def forward(x: Tensor, ptr: Tensor, row: Tensor) -> Tensor:
+        top = x.new_full((ptr.numel() - 1,), -torch.inf).scatter_reduce_(0, row, x, "amax")
+        x = x - top.nan_to_num(neginf=0.0, posinf=torch.inf)[row]
+        return x - segments(x.exp(), ptr).log()[row]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out, ptr, row = ctx.saved_tensors
+        return grad - out.exp() * segments(grad, ptr)[row], None, None
+
+
 def segment_log_softmax(x: Tensor, ptr: Tensor) -> Tensor:
     """Logarithm of the softmax of each segment of ``[E]``, differentiable."""
-    x = upcast(x)
-    row = edge_row(ptr, x.size(0))
-    with torch.no_grad():
-        top = x.new_full((ptr.numel() - 1,), -torch.inf).scatter_reduce_(0, row, x.detach(), "amax")
-        top = top.nan_to_num(neginf=0.0, posinf=torch.inf)
-    x = x - top[row]
-    return x - segments(x.exp(), ptr).log()[row]
+    out: Tensor = _LogSoftmax.apply(upcast(x), ptr, edge_row(ptr, x.size(0)))
+    return out
 
 
 _ORDERS = TensorMemo()
@@ -156,9 +188,11 @@ def by_key(rowptr: Tensor, col: Tensor, heads: int, num_keys: int) -> tuple[Tens
 def _sort_by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     row = edge_row(rowptr, col.numel())
     head = torch.div(row, max((rowptr.numel() - 1) // max(heads, 1), 1), rounding_mode="floor")
-    end = torch.add(col, head, alpha=num_keys)
+    small = not torch.compiler.is_compiling() and heads * num_keys < 2**31  # half the passes of a sort on a GPU
+    end = torch.add(col, head, alpha=num_keys).to(torch.int32 if small else torch.int64)
     rising, order = end.sort(stable=True)
-    return order, torch.searchsorted(rising, torch.arange(heads * num_keys + 1, device=col.device)), row[order]
+    ends = torch.arange(heads * num_keys + 1, dtype=end.dtype, device=col.device)
+    return order, torch.searchsorted(rising, ends), row[order]
 
 
 def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
