@@ -1,36 +1,41 @@
-"""The table of expectations names tests that exist."""
+"""The tables of expectations and of faults name tests that exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "expectations.md"
+FAULTS = TESTS.parent / "docs" / "reliability.md"
 HOUSES = ["PyTorch Geometric", "DGL", "torch", "x-transformers", "xformers", "flash-linear-attention", "Hugging Face"]
 
 
-def rows() -> list[tuple[str, list[str]]]:
+def rows(page: Path = PAGE) -> list[tuple[str, list[str]]]:
     """Heading and cells of every row that is not the head of a table."""
     found, house = [], ""
-    for line in PAGE.read_text().splitlines():
+    for line in page.read_text().splitlines():
         if line.startswith("## "):
             house = line[3:]
-        elif line.startswith("|") and not re.match(r"\|(-+\|)+$|\| expectation \|", line):
+        elif line.startswith("|") and not re.match(r"\|(-+\|)+$|\| (expectation|fault or input) \|", line):
             found.append((house, [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]))
     return found
 
 
-def test_every_row_names_a_test_that_exists() -> None:
+@pytest.mark.parametrize("page", [PAGE, FAULTS], ids=lambda page: page.stem)
+def test_every_row_names_a_test_that_exists(page: Path) -> None:
     functions = {
         path.name: {*re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
         for path in TESTS.rglob("test_*.py")
     }
-    for _, cells in rows():
+    assert len(rows(page)) > 30
+    for _, cells in rows(page):
         assert len(cells) == 3, cells
         named = re.fullmatch(r"`(test_\w+\.py)::(test_\w+)`", cells[2])
         assert named is not None, cells
-    for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE.read_text()):  # those outside of the tables too
+    for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text()):  # those outside of the tables too
         assert name in functions.get(file, set()), f"{file}::{name} does not exist"
 
 
