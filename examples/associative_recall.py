@@ -1,6 +1,7 @@
 """Multi-query associative recall with few edges: which value came with this key, somewhere before?
 
     python examples/associative_recall.py
+    python examples/associative_recall.py --pictures docs/figures   the figures on the first page
 
 A sequence tells pairs of key and value, then asks for the keys again among fillers. Two lines make the training sparse: attention is
 dense first, and teaches the block model of each layer; then each head attends to a twentieth of the pairs. (Arora et al., "Zoology";
@@ -12,13 +13,14 @@ import argparse
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name, default in (("steps", 1000), ("seed", 0), ("length", 64), ("pairs", 8), ("density", 0.05)):
     parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
+parser.add_argument("--pictures", metavar="DIR", help="draw the losses, and a graph of the second layer")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parser.parse_args()
 
 import torch
 from torch import Tensor, nn
 
-from sbm_pyg import SBMAttentionConv, Sparsifier
+from sbm_pyg import AttentionGraph, SBMAttentionConv, Sparsifier
 
 KEYS, VALUES, TOKENS, CHANNELS = 64, 64, 160, 64  # what is neither key nor value is a filler
 
@@ -44,12 +46,12 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
         self.attention = SBMAttentionConv(CHANNELS, CHANNELS, self_loops=True, is_causal=True)
 
-    def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float]:
+    def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, AttentionGraph]:
         h = self.norm1(x)
         near = self.conv(nn.functional.pad(h.unflatten(0, (ptr.numel() - 1, -1)).mT, (2, 0))).mT.flatten(0, 1)
         x = x + self.mix(near * self.gate(h))
         out, graph = self.attention(self.norm2(x), ptr=ptr, seed=seed, return_graph=True)
-        return x + self.out(out), float(graph.density.mean())
+        return x + self.out(out), graph
 
 
 class Model(nn.Module):
@@ -58,7 +60,7 @@ class Model(nn.Module):
         self.embed, self.first, self.second = nn.Embedding(TOKENS, CHANNELS), Block(), Block()
         self.head = nn.Sequential(nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, TOKENS))
 
-    def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, float, float]:
+    def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, AttentionGraph, AttentionGraph]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
         x, second = self.second(x, ptr, 2 * seed + 1)
         return self.head(x), first, second
@@ -83,7 +85,13 @@ def main(arguments: list[str] | None = None) -> None:
             with torch.no_grad(), sparsifier.sparse():
                 logits, first, second = model.eval()(tokens, ptr, seed=0)
             right = float((logits[places].argmax(1) == values).double().mean())
-            print(f"{sparsifier}: accuracy {right:.2%}, densities {first:.1%} and {second:.1%}")
+            densities = " and ".join(f"{float(graph.density.mean()):.1%}" for graph in (first, second))
+            print(f"{sparsifier}: accuracy {right:.2%}, densities {densities}")
+    if options.pictures:
+        from sbm_pyg.analysis import plots
+
+        plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
+        plots.plot_mask(second, title="Second layer").savefig(f"{options.pictures}/mask.png")
 
 
 if __name__ == "__main__":

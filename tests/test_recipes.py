@@ -168,9 +168,11 @@ def test_associative_recall_makes_the_task_that_it_names() -> None:
 
 
 @pytest.mark.slow
-def test_associative_recall(lines: Callable[..., list[str]]) -> None:
-    shown = lines(associative_recall.main, "--steps", "500", "--length", "32", "--pairs", "4", "--density", "0.2")
+def test_associative_recall(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+    words = ["--steps", "500", "--length", "32", "--pairs", "4", "--density", "0.2", "--pictures"]
+    shown = lines(associative_recall.main, *words, str(tmp_path))
     assert len(shown) == 5
+    assert min((tmp_path / f"{name}.png").stat().st_size for name in ("losses", "mask")) > 10_000
     assert number(shown[-1], "accuracy") > 60  # a guess among the values that are there: 25
 
 
