@@ -20,8 +20,8 @@ estimator           :math:`\partial L / \partial p_{ij}`                        
 score function      :math:`(L - b) \, \partial \log \Pr(A) / \partial p_{ij}`, added to the loss  all pairs
 ==================  ============================================================================  ==================
 
-``"local"`` supports method ``"bernoulli"`` only. docs/concepts.md derives the estimators, and docs/learning.md compares
-them by experiment.
+``"local"`` supports method ``"bernoulli"`` only. docs/concepts.md derives the estimators, and
+docs/learning_appendix.md compares them by experiment.
 """
 
 from __future__ import annotations

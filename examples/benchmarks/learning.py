@@ -1,4 +1,4 @@
-"""The study of docs/learning.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
+"""The study of docs/learning_appendix.md: which gradient and which block model learn, over seeds, with the raw numbers kept.
 
 Repeated tokens (``examples/repeated_tokens.py``) and the gradients of one query; with ``--report`` the tables of the page as Markdown
 and its figures, from these and from the tables of ListOps next to them. A run that its table holds is not made again, and

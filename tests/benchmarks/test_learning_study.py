@@ -1,4 +1,4 @@
-"""The repeated-token task, the study of what learns, and the numbers of docs/learning.md in its tidy tables."""
+"""The repeated-token task, the study of what learns, and the numbers of docs/learning_appendix.md in its tidy tables."""
 
 import argparse
 import json
@@ -151,7 +151,7 @@ def test_enumeration_finds_the_score_function_unbiased_and_eq_9_no_better_than_a
 
 def test_the_tables_of_the_page_follow_from_the_tidy_tables() -> None:
     """Every line that the report makes of the three studies stands on the page, and no line of their tables stands there without."""
-    page = (DOCS / "learning.md").read_text().splitlines()
+    page = (DOCS / "learning_appendix.md").read_text().splitlines()
     tables = {name: read(DOCS / "learning" / f"{name}.csv") for name in ("gradients", "repeated_tokens", "listops")}
     made = [
         study.report_gradients(tables["gradients"]),

@@ -138,7 +138,7 @@ def test_the_program_measures_once_and_shows(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_page_has_the_tables() -> None:
     """Lines for 64 tokens stand on the page, as the tidy tables have them."""
-    page = (DOCS / "learning.md").read_text().splitlines()
+    page = (DOCS / "learning_appendix.md").read_text().splitlines()
     lines = study.report(read(DOCS / "learning" / "probes.csv")).splitlines()
     shown = [line for line in lines if not line.startswith("| 8 |")]
     shown += spread.report_probes(read(DOCS / "learning" / "probes_trained.csv")).splitlines()

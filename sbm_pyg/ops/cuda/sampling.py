@@ -37,10 +37,11 @@ PANELS_PER_STEP, PAIR_ROWS = 16, 8
 """Panels, and rows by pairs, that a program takes at once."""
 GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
 """Random words of a row that a program takes at once, and keys of which it sums up the memberships at once."""
-MAX_REGISTERS = {1: 96, 2: 128, 4: 224}
-"""Registers of a thread by the warps of a program: as few as none spills with, so that many rows are sampled at once.
+MAX_REGISTERS = {1: 96, 2: 224, 4: 224}
+"""Registers of a thread by the warps of a program. Without the limit, the assembler spills so that more run at once.
 
-On an H200 with 96 in place of 224, sampling 5 % of 16,384 x 16,384 pairs in 8 heads took 16.6 ms instead of 22.2.
+The kernel with one warp needs no more than 96. With 96 in place of 224, so that more rows are sampled at once, an H200
+drew 5 % of 16,384 x 16,384 pairs in 8 heads in 16.6 ms instead of 22.2.
 """
 MAX_PROPOSAL_BYTES = 2**26
 """Bytes for proposals, at most; more if one program, which needs two bits for each key, takes more."""
