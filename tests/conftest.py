@@ -41,7 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 PROGRAMS = [
     f"test_{name}.py"
-    for name in ("dcmm_program", "glue", "pictures", "recall", "recipes", "runs", "sparsefinder_program")
+    for name in (
+        "dcmm_program",
+        "glue",
+        "graphs_program",
+        "pictures",
+        "recall",
+        "recipes",
+        "runs",
+        "sparsefinder_program",
+    )
 ]
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

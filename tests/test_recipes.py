@@ -69,6 +69,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "examples/language_model.py",
         "examples/dense_to_sparse.py",
         "examples.arena",
+        "examples.graphs",
         "examples.recall",
         "examples.benchmarks",
         "examples.benchmarks.learning",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from examples.arena.methods import FROZEN, is_own, twin_of
 from examples.common.pictures import bare, name_of, save_figure, style
-from examples.common.tables import Row, by, extent, markdown
+from examples.common.tables import Row, by, extent, interval, markdown
 
 HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
           "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
@@ -32,21 +31,6 @@ def ends_of(rows: Sequence[Row]) -> Ends:
                 }
                 found[method, start, density] = last
     return found
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean of paired differences, and half of its 95 % interval of Student's t; NaN if there is one pair.
-
-    >>> mean, half = interval([1.0, 2.0, 3.0])
-    >>> round(mean, 2), round(half, 2)
-    (2.0, 2.48)
-    """
-    count = len(differences)
-    if count < 2:
-        return fmean(differences), math.nan
-    from scipy.stats import t
-
-    return fmean(differences), float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
 
 
 def _accuracy(rows: Sequence[Row]) -> float:

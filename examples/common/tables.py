@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -74,6 +75,21 @@ def by(rows: Iterable[Row], *keys: str) -> dict[Any, Any]:
     for row in rows:
         found.setdefault(row[keys[0]], []).append(row)
     return {value: by(some, *keys[1:]) for value, some in found.items()} if keys[1:] else found
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Mean of paired differences, and half of its 95 % interval of Student's t; NaN if there is one pair.
+
+    >>> mean, half = interval([1.0, 2.0, 3.0])
+    >>> round(mean, 2), round(half, 2)
+    (2.0, 2.48)
+    """
+    count = len(differences)
+    if count < 2:
+        return fmean(differences), math.nan
+    from scipy.stats import t
+
+    return fmean(differences), float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
 
 
 def deviation(values: Sequence[float], digits: int = 2, sign: str = "") -> str:

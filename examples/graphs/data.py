@@ -1,0 +1,43 @@
+"""Node classification on heterophilous graphs, from the archives of Platonov et al., "A critical look at the evaluation of GNNs under
+heterophily" (ICLR 2023): https://github.com/yandex-research/heterophilous-graphs, folder ``data``.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+from torch_geometric.utils import to_undirected
+
+from examples.common.runs import RunError
+
+RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
+PARTS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
+
+
+def load(folder: Path, name: str) -> Data:
+    """A graph, with edges in both directions, and masks ``[N, splits]``."""
+    path = folder / f"{name}.npz"
+    if not path.is_file():
+        raise RunError(
+            f"Expected 'data' to be a folder that holds {path.name} (got {folder}). "
+            "Download it from https://github.com/yandex-research/heterophilous-graphs."
+        )
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            missing = [part for part in PARTS if part not in archive.files]
+            if missing:
+                raise RunError(
+                    f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]}). Download it again."
+                )
+            found = {part: torch.from_numpy(archive[part]) for part in PARTS}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
+    data = Data(x=found["node_features"].float(), y=found["node_labels"].long())
+    data.edge_index = to_undirected(found["edges"].long().T, num_nodes=data.num_nodes)
+    for part in ("train", "val", "test"):
+        data[f"{part}_mask"] = found[f"{part}_masks"].bool().T
+    return data

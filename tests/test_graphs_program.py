@@ -1,0 +1,128 @@
+"""Graph transformers on real graphs: what is read, how a run resumes, and what the tables say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.common.runs import RunError
+from examples.common.tables import read
+from examples.graphs import __main__ as program
+from examples.graphs import data, report, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def write(folder: Path, name: str = "chameleon_filtered", **parts: Any) -> Path:
+    """An archive as the published ones, of 40 nodes in two classes that their features tell."""
+    random = np.random.default_rng(0)
+    label = np.arange(40) % 2
+    masks = random.permuted(np.tile(np.arange(40) % 3, (10, 1)), axis=1)
+    found = {
+        "node_features": np.stack([label, 1 - label, random.random(40)], 1),
+        "node_labels": label,
+        "edges": np.unique(np.sort(random.integers(0, 40, (80, 2)), 1), axis=0),
+        **{f"{part}_masks": masks == number for number, part in enumerate(("train", "val", "test"))},
+        **parts,
+    }
+    path = folder / f"{name}.npz"
+    np.savez(path, **{key: value for key, value in found.items() if value is not None})
+    return path
+
+
+def test_graphs_have_edges_in_both_directions_and_a_mask_for_each_split(tmp_path: Path) -> None:
+    write(tmp_path)
+    graph = data.load(tmp_path, "chameleon_filtered")
+    assert graph.is_undirected()
+    assert graph.train_mask.shape == graph.val_mask.shape == graph.test_mask.shape == (40, 10)
+    assert bool((graph.train_mask.int() + graph.val_mask.int() + graph.test_mask.int() == 1).all())
+
+
+@pytest.mark.needs_data
+@pytest.mark.parametrize(("name", "nodes", "classes"), [("chameleon_filtered", 890, 5), ("minesweeper", 10_000, 2)])
+def test_published_archives_are_read(name: str, nodes: int, classes: int, sample: Any) -> None:
+    graph = data.load(sample("heterophilous", f"{name}.npz"), name)
+    assert graph.num_nodes == nodes
+    assert int(graph.y.max()) + 1 == classes
+    assert graph.test_mask.shape == (nodes, 10)
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"folder that holds squirrel_filtered\.npz"):
+        data.load(tmp_path, "squirrel_filtered")
+    path = write(tmp_path, val_masks=None)
+    with pytest.raises(RunError, match="got no val_masks"):
+        data.load(tmp_path, "chameleon_filtered")
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(RunError, match="to be an archive of numpy"):
+        data.load(tmp_path, "chameleon_filtered")
+    write(tmp_path, node_labels=np.array([{}] * 40, dtype=object))  # would be unpickled
+    with pytest.raises(RunError, match="to be an archive of numpy"):
+        data.load(tmp_path, "chameleon_filtered")
+
+
+def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    words = ["--data", str(tmp_path), "--graphs", "chameleon_filtered", "--splits", "0", "1", "--steps", "4"]
+    words += ["--channels", "8", "--heads", "2", "--density", "0.2", "--output", str(tmp_path / "runs")]
+    program.main(words)
+    shown = capsys.readouterr().out
+    rows = read(tmp_path / "runs" / "rows.csv")
+    assert {(row["arm"], row["split"]) for row in rows} == {(arm, split) for arm in program.ARMS for split in (0, 1)}
+    assert all(0 <= row["test"] <= 100 for row in rows)
+    sampled = [row["density"] for row in rows if row["arm"] in ("random", "sbm", "indexer") and row["step"] == 4]
+    assert min(sampled) > 0.05
+    assert max(sampled) < 0.5
+    assert all(f"| `{arm}` | 2 |" in shown for arm in program.ARMS)
+    saved = (tmp_path / "runs" / "rows.csv").read_text()
+    program.main(words)
+    assert (tmp_path / "runs" / "rows.csv").read_text() == saved
+    program.main(["--report", "--output", str(tmp_path / "runs")])
+    assert capsys.readouterr().out.count("| `sbm` | 2 |") == 2
+
+
+def test_scores_are_accuracy_and_the_area_under_the_curve() -> None:
+    import torch
+
+    logits, y = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1, 1])
+    assert train.score("squirrel_filtered", logits, y) == pytest.approx(200 / 3)
+    assert train.score("tolokers", logits, y) == pytest.approx(50.0)  # one of two pairs is in order
+
+
+def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
+    known = {"graph": "g", "density": 0.1, "alike": 0.5, "seconds": 1.0}
+    rows = [
+        {**known, "arm": arm, "learning_rate": rate, "split": split, "step": step, "val": val, "test": test}
+        for arm, rate, split, step, val, test in (
+            ("random", 0.1, 0, 1, 50.0, 40.0),
+            ("random", 0.1, 0, 2, 60.0, 41.0),
+            ("random", 0.1, 1, 2, 60.0, 43.0),
+            ("sbm", 0.1, 0, 2, 10.0, 99.0),
+            ("sbm", 0.1, 1, 2, 10.0, 99.0),
+            ("sbm", 0.2, 0, 2, 70.0, 51.0),
+            ("sbm", 0.2, 1, 2, 70.0, 55.0),
+            ("sbm", 0.3, 0, 2, 90.0, 100.0),  # one split alone
+        )
+    ]
+    found = report.chosen(rows)
+    assert [row["test"] for row in found["random"].values()] == [41.0, 43.0]
+    assert [row["test"] for row in found["sbm"].values()] == [51.0, 55.0]
+    assert report.difference(found["sbm"], found["random"]).startswith("+11.00 ±")
+    assert report.difference(found["random"], found["random"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Expected 'data'"),
+        (["--data", ".", "--density", "1"], "'density' below 1"),
+        (["--data", ".", "--splits", "10"], "'splits' below 10"),
+        (["--data", ".", "--heads", "3"], "'heads' to divide 'channels'"),
+        (["--data", "nowhere"], "folder that holds chameleon_filtered.npz"),
+    ],
+)
+def test_wrong_command_lines_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert message in capsys.readouterr().err
