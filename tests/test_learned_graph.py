@@ -250,7 +250,7 @@ def weighted_mean(conv: GraphConv) -> Layer:
 
     def run(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
         total = scatter(weight, edge_index[1], dim_size=len(x))
-        return conv(x, edge_index, weight / total.clamp(min=1)[edge_index[1]])
+        return conv(x, edge_index, weight / total.where(total > 0, 1.0)[edge_index[1]])
 
     return run
 
