@@ -695,7 +695,7 @@ def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploratio
             memory.
     """
     p = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    return p.where(~(p > 1), 1.0).clamp(min=min_probability(p)).log()  # at its bounds, `clamp` of torch 2.15 is flat
+    return p.clamp(min_probability(p), 1).log()
 
 
 def concrete_bias(
