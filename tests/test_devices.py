@@ -142,7 +142,6 @@ def test_softmax_of_half_precision_is_single_under_the_autocast_of_cuda() -> Non
         assert half.softmax(-1, dtype=torch.bfloat16).dtype == half.sigmoid().dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
 @pytest.mark.parametrize("name", CASES)
 def test_everything_runs_under_the_autocast_of_cuda(name: str) -> None:
     """A GPU failed here: one side of a block model had memberships in float32, the other one in bfloat16."""

@@ -1,4 +1,4 @@
-"""Graph transformers on real graphs: what is read, how a run resumes, and what the tables say."""
+"""Tests of ``examples.graphs``: reading archives, training and resuming, scores and tables."""
 
 from pathlib import Path
 from typing import Any

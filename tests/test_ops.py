@@ -891,6 +891,13 @@ def test_what_is_available_is_less_than_what_there_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the address space are read from /proc")
+def test_what_the_cache_of_a_gpu_holds_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {f"{kind}_bytes": {"all": {"current": size}} for kind, size in (("reserved", 70), ("allocated", 30))}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    assert checks.available(torch.device("cuda")) == 540
+
+
 def test_a_limit_of_the_address_space_counts() -> None:
     code = (
         "import resource, torch; from sbm_pyg import patterns; from sbm_pyg.ops import checks\n"

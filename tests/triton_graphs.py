@@ -361,11 +361,11 @@ def layer(rows: float = 1, **options: Any) -> tuple[SBMAttentionConv, torch.Tens
 
 @COUNTED
 @pytest.mark.parametrize("rows", [1, 0.25])
-@pytest.mark.parametrize(("is_causal", "most"), [(False, 157), (True, 161)])
+@pytest.mark.parametrize(("is_causal", "most"), [(False, 155), (True, 159)])
 def test_a_training_step_takes_few_launches(is_causal: bool, most: int, rows: float, kernels: Kernels) -> None:
     """Of the default layer, whose rows are 0.25, and with all rows. Most are for projections and their gradients."""
     conv, x = layer(rows, is_causal=is_causal)
-    more = 0 if rows == 1 else 29
+    more = 0 if rows == 1 else 28
     ptr, grad = torch.tensor([0, 5, 14]), torch.randn(14, 8)
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
@@ -391,7 +391,7 @@ def test_a_training_step_takes_few_launches(is_causal: bool, most: int, rows: fl
         *BACKWARD,
     ]
     assert kernels.launches - launches <= most + more
-    assert kernels.launches - launches - (kernels.allocations - allocations) <= 136 + more
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 134 + more
     assert kernels.waits - waits <= (4 if more else 3)
 
 
@@ -404,13 +404,13 @@ def test_long_rows_take_few_launches_more(kernels: Kernels, monkeypatch: pytest.
     launches, allocations, waits = kernels.launches, kernels.allocations, kernels.waits
     conv(x, ptr=ptr, seed=1).backward(grad)
     assert (kernels.started.count("_merge_kernel"), kernels.started.count("_count_pieces_kernel")) == (8, 4)
-    assert kernels.launches - launches - (kernels.allocations - allocations) <= 148
+    assert kernels.launches - launches - (kernels.allocations - allocations) <= 146
     assert kernels.waits - waits <= 3
 
 
 @ON_ONE_SIDE
 # One launch copies the offsets, which may be edited between the passes.
-@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 226, 4), (True, 304, 6)])
+@pytest.mark.parametrize(("is_causal", "most", "waits"), [(False, 224, 4), (True, 302, 6)])
 def test_a_training_step_over_blocks_takes_few_launches(
     is_causal: bool, most: int, waits: int, kernels: Kernels
 ) -> None:
@@ -449,7 +449,7 @@ def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, mon
 
 
 @COUNTED
-@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 207, 4), ({"window": 3}, 226, 5)])
+@pytest.mark.parametrize(("option", "most", "waits"), [({"self_loops": True}, 205, 4), ({"window": 3}, 224, 5)])
 def test_edges_that_are_always_there_take_few_launches(
     option: dict[str, Any], most: int, waits: int, kernels: Kernels
 ) -> None:

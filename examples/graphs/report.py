@@ -33,12 +33,12 @@ def chosen(rows: Rows) -> dict[str, dict[int, Row]]:
     return found
 
 
-def difference(mine: dict[int, Row], other: dict[int, Row] | None) -> str:
+def difference(mine: dict[int, Row], other: dict[int, Row]) -> str:
     """Mean of the paired differences of test scores, with its 95 % interval."""
-    both = [split for split in mine if split in other] if other else []
+    both = mine.keys() & other
     if not both or mine is other:
         return ""
-    mean, half = interval([mine[split]["test"] - other[split]["test"] for split in both])  # type: ignore[index]
+    mean, half = interval([mine[split]["test"] - other[split]["test"] for split in both])
     return f"{mean:+.2f} ± {half:.2f}"
 
 
@@ -55,8 +55,12 @@ def tables(rows: Rows) -> str:
                 f"{100 * fmean(row[name] for row in found.values()):.1f}" if attends else ""
                 for name in ("density", "alike")
             ]
-            twin = difference(found, arms.get(f"{arm}:frozen"))
-            cells = (deviation([row["test"] for row in found.values()]), twin, difference(found, arms.get("random")))
+            twin = difference(found, arms.get(f"{arm}:frozen", {}))
+            cells = (
+                deviation([row["test"] for row in found.values()]),
+                twin,
+                difference(found, arms.get("random", {})),
+            )
             lines.append((f"`{arm}`", len(found), *cells, *shares, f"{pace:.0f}"))
         page += [f"## {graph}", markdown(HEADER, lines)]
     return "\n\n".join(page)

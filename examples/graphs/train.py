@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.metrics import roc_auc_score
@@ -27,8 +29,6 @@ from sbm_pyg import (
     indexer,
     patterns,
 )
-
-LEARNED = ("sbm", "indexer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,11 @@ def train(run: Run, data: Data, folder: Path) -> list[Row]:
         return cross_entropy(model(data.x, data.edge_index)[train_mask], data.y[train_mask])
 
     def measure() -> list[Row]:
-        if attends := any(isinstance(layer, SparseGPSConv) for layer in model.layers) and run.arm != "full":
-            with analysis.record_attention(model) as calls:
-                logits = model(data.x, data.edge_index)
-        else:
+        attends = run.arm not in ("none", "full", "performer")
+        recorded: Any = analysis.record_attention(model) if attends else nullcontext([])
+        with recorded as calls:
             logits = model(data.x, data.edge_index)
-        graphs = [call.graph for call in calls] if attends else []
+        graphs = [call.graph for call in calls]
         alike = [
             float((data.y[graph.edge_index[0]] == data.y[graph.edge_index[1]]).double().mean()) for graph in graphs
         ]

@@ -413,11 +413,7 @@ def fits(count: int, bytes_each: int, device: torch.device) -> bool:
     """
     if torch.compiler.is_compiling() or count * bytes_each <= MIN_CHECKED_BYTES:
         return True
-    if detect_fake_mode() is not None:
-        return True
-    asked = count * bytes_each
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0  # statistics of the cache take longer
-    return asked <= free or asked <= available(device)
+    return detect_fake_mode() is not None or count * bytes_each <= available(device)
 
 
 def available(device: torch.device) -> float:
@@ -426,8 +422,9 @@ def available(device: torch.device) -> float:
     Those of the CPU are without swap, and within the limits of this process.
     """
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
+        reserved, allocated = (stats[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
+        return free + reserved - allocated  # `memory_reserved` and `memory_allocated` each flatten all statistics
     if device.type != "cpu":
         return math.inf
     left = [_system(), _address_space()]

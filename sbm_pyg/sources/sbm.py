@@ -299,7 +299,7 @@ class SBM(EdgeProbability):
             (tensor([[1.2500]]), tensor([[0.7500]]))
         """
         dense = (upcast(self.edge_prob_dense(each)) for each in range(self.num_sequences))
-        edges = [p.where(~(p > 1), 1.0).sum((1, 2)) for p in dense]
+        edges = [p.where(~(p > 1), 1.0).sum((1, 2)) for p in dense]  # `clamp` may have no gradient at 1
         return torch.stack(edges) / self._pairs()[:, None]
 
     def _pairs(self) -> Tensor:

@@ -37,11 +37,11 @@ PANELS_PER_STEP, PAIR_ROWS = 16, 8
 """Panels, and rows by pairs, that a program takes at once."""
 GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
 """Random words of a row that a program takes at once, and keys of which it sums up the memberships at once."""
-MAX_REGISTERS = {1: 96, 2: 224, 4: 224}
-"""Registers of a thread by the warps of a program. Without the limit, the assembler spills so that more run at once.
+MAX_REGISTERS, MAX_GAP_REGISTERS = 224, 96
+"""Registers of a thread. Without the limit, the assembler spills some so that more programs run at once.
 
-The kernel with one warp needs no more than 96. With 96 in place of 224, so that more rows are sampled at once, an H200
-drew 5 % of 16,384 x 16,384 pairs in 8 heads in 16.6 ms instead of 22.2.
+The kernel of gaps needs no more than 96. With 96 in place of 224, so that more rows are sampled at once, an H200 drew
+5 % of 16,384 x 16,384 pairs in 8 heads in 16.6 ms instead of 22.2.
 """
 MAX_PROPOSAL_BYTES = 2**26
 """Bytes for proposals, at most; more if one program, which needs two bits for each key, takes more."""
@@ -500,10 +500,8 @@ def sample_sbm(
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
     tasks, counts = query_ptr.new_empty(rows), query_ptr.new_zeros(rows + 1)
     tile, law = {"BLOCKS": blocks, "TILE": 16}, {"CAUSAL": is_causal, "FASTRG": method == "fastrg"}
-    one, two, four = (
-        {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": registers}
-        for warps, registers in MAX_REGISTERS.items()
-    )
+    two, four = ({"num_warps": warps, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS} for warps in (2, 4))
+    one = four | {"num_warps": 1, "maxnreg": MAX_GAP_REGISTERS}
     launch(_panel_sums_kernel, (slots, heads), member, key_ptr, sums, sequences, keys, slots, **tile, **four)
     grid, step = (sequences, heads * triton.cdiv(blocks, tile["TILE"])), {"PANELS_PER_STEP": PANELS_PER_STEP}
     launch(_join_panels_kernel, grid, sums, key_ptr, slots, heads, **step, **tile, **four)

@@ -191,8 +191,7 @@ def _sort_by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tupl
     small = not torch.compiler.is_compiling() and heads * num_keys < 2**31  # half the passes of a sort on a GPU
     end = torch.add(col, head, alpha=num_keys).to(torch.int32 if small else torch.int64)
     rising, order = end.sort(stable=True)
-    ends = torch.arange(heads * num_keys + 1, dtype=end.dtype, device=col.device)
-    return order, torch.searchsorted(rising, ends), row[order]
+    return order, torch._convert_indices_from_coo_to_csr(rising, heads * num_keys), row[order]  # as PyG's `index2ptr`
 
 
 def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
