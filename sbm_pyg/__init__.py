@@ -6,15 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import estimators, ops
-from .attention import AttentionConv, SBMAttentionConv
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
-from .dcmm import DCMM, DCMMBias
-from .dense import FullAttention
 from .distributed import HeadParallel
-from .gps import SparseGPSConv, replace_attention
 from .graph import AttentionGraph
-from .learned_graph import LearnedGraph
+from .layers.attention import AttentionConv, SBMAttentionConv
+from .layers.dcmm import DCMM, DCMMBias
+from .layers.dense import FullAttention
+from .layers.gps import SparseGPSConv, replace_attention
+from .layers.learned_graph import LearnedGraph
+from .layers.multihead import SBMMultiheadAttention
+from .layers.normalizers import Entmax
+from .layers.positions import ALiBi, Rotary
 from .models import (
     EncoderTrace,
     MaskedLM,
@@ -24,9 +27,6 @@ from .models import (
     TokenClassifier,
     mask_tokens,
 )
-from .multihead import SBMMultiheadAttention
-from .normalizers import Entmax
-from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from .attention import AttentionConv
 from .auxiliary import in_backward
+from .layers.attention import AttentionConv
+from .layers.propagation import Returns, check_tokens
 from .ops import checks
-from .propagation import Returns, check_tokens
 from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
 from .sources.following import FollowingSource
 

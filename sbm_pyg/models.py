@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
 
-from .attention import AttentionConv, SBMAttentionConv
-from .dcmm import DCMMBias
-from .dense import FullAttention
 from .graph import AttentionGraph
+from .layers.attention import AttentionConv, SBMAttentionConv
+from .layers.dcmm import DCMMBias
+from .layers.dense import FullAttention
+from .layers.positions import ALiBi, Rotary
 from .ops import checks
 from .ops.reference.random_words import GOLDEN
 from .ops.values import can_read, require_values
-from .positions import ALiBi, Rotary
 from .pretrained import Pretrained
 from .ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
 from .sources import indexer, patterns, selectors
@@ -205,7 +205,7 @@ class SequenceEncoder(Pretrained):
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
         max_length: Length of the longest sequence, the number of learned position embeddings.
         dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
-        attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.dense.FullAttention`),
+        attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.layers.dense.FullAttention`),
             ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.sources.patterns`),
             ``"top_k"``, ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.sources.selectors`),
             ``"indexer"`` or ``"key_selection"`` (over an :class:`~sbm_pyg.sources.indexer.IndexerSource`), ``"dcmm"``

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .attention import AttentionConv
 from .auxiliary import AuxiliaryLosses
 from .estimators import Distill, Local
+from .layers.attention import AttentionConv
 from .ops import checks
 from .sources.learned import LearnedSource
 

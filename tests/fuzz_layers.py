@@ -79,7 +79,7 @@ from sbm_pyg import (
     sparsefinder,
 )
 from sbm_pyg.analysis import plots
-from sbm_pyg.attention import Returns
+from sbm_pyg.layers.attention import Returns
 from sbm_pyg.rows import CompressedRows
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors

@@ -37,7 +37,7 @@ from sbm_pyg import (
 )
 from sbm_pyg.analysis import graph_statistics, plots, to_networkx
 from sbm_pyg.blocks import block_means, pool_blocks
-from sbm_pyg.normalizers import normalize
+from sbm_pyg.layers.normalizers import normalize
 from sbm_pyg.ops.reference import blocks as meaning
 from sbm_pyg.ops.reference.blocks import Cut
 from sbm_pyg.ragged import offsets

@@ -33,9 +33,9 @@ from sbm_pyg import (
     SBMSource,
     Sparsifier,
     Tokens,
-    learned_graph,
 )
-from sbm_pyg.learned_graph import edge_weights
+from sbm_pyg.layers import learned_graph
+from sbm_pyg.layers.learned_graph import edge_weights
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 

@@ -37,7 +37,7 @@ from sbm_pyg import (
     estimators,
     pretrained,
 )
-from sbm_pyg.dense import FullAttention
+from sbm_pyg.layers.dense import FullAttention
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))

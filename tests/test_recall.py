@@ -17,7 +17,7 @@ from examples.common.corpus import stdlib_files
 from examples.recall import __main__ as program
 from examples.recall import train
 from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
-from sbm_pyg.dense import FullAttention
+from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")

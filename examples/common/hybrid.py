@@ -25,8 +25,8 @@ from sbm_pyg import (
     Tokens,
     sample_edges,
 )
-from sbm_pyg.dense import FullAttention
 from sbm_pyg.estimators import NoEstimator
+from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
 
 FIXED = ("window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing")

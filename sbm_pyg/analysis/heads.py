@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionConv
 from ..graph import AttentionGraph
-from ..normalizers import normalize
+from ..layers.attention import AttentionConv
+from ..layers.normalizers import normalize
+from ..layers.propagation import OUTPUT_ONLY, Returns
 from ..ops import checks, edge_attention
-from ..propagation import OUTPUT_ONLY, Returns
 from ..ragged import Tokens, draw_seed
 from ..sources.interface import Choice
 from ..sources.learned import sample_rows

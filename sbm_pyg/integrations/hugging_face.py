@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.trainer_callback import ExportableState
 
-from ..attention import AttentionConv, SBMAttentionConv
+from ..layers.attention import AttentionConv, SBMAttentionConv
 from ..ops import checks
 from ..sources import patterns, selectors
 from ..sources.indexer import Indexer, IndexerSource

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
-from ..attention import AttentionConv, Returns
 from ..graph import AttentionGraph
-from ..multihead import PaddedBatch, PaddedSequences
+from ..layers.attention import AttentionConv, Returns
+from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.learned import LearnedSource

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionConv
 from ..graph import AttentionGraph, check_graph
-from ..normalizers import normalize
+from ..layers.attention import AttentionConv
+from ..layers.normalizers import normalize
 from ..ops import checks, segment_entmax
 from ..ops.values import require_values
 from ..ragged import Tokens

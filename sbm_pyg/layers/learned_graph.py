@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.typing import SparseTensor
 
-from .estimators import draw_probes
-from .graph import AttentionGraph
-from .ops import checks
-from .ops.reference.random_words import PAIR, philox, split_ids
-from .ops.reference.segments import upcast
-from .ops.schemas import weigh_effect
-from .ragged import Tokens, draw_seed, resolve_ptr, resolve_sequence_ids
-from .sources.interface import Choice, EdgeProbability, GraphSource, min_probability
-from .sources.learned import LearnedSource
+from ..estimators import draw_probes
+from ..graph import AttentionGraph
+from ..ops import checks
+from ..ops.reference.random_words import PAIR, philox, split_ids
+from ..ops.reference.segments import upcast
+from ..ops.schemas import weigh_effect
+from ..ragged import Tokens, draw_seed, resolve_ptr, resolve_sequence_ids
+from ..sources.interface import Choice, EdgeProbability, GraphSource, min_probability
+from ..sources.learned import LearnedSource
 
 __all__ = ["LearnedGraph", "edge_weights"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
+from ..graph import AttentionGraph, check_graph
+from ..ops import checks
+from ..ops.values import can_read
+from ..ragged import offsets, unmerged
+from ..rows import index_type, masked_rows
 from .attention import Returns, SBMAttentionConv
-from .graph import AttentionGraph, check_graph
-from .ops import checks
-from .ops.values import can_read
 from .propagation import converts
-from .ragged import offsets, unmerged
-from .rows import index_type, masked_rows
 
 __all__ = ["SBMMultiheadAttention"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .ops import checks
-from .ops.reference.segments import group_by_length
+from ..ops import checks
+from ..ops.reference.segments import group_by_length
+from ..ragged import offsets, pad, resolve_ptr
+from ..sources.learned import attend_padded
 from .positions import ALiBi, Rotary
 from .propagation import check_tokens
-from .ragged import offsets, pad, resolve_ptr
-from .sources.learned import attend_padded
 
 __all__ = ["FullAttention"]
 

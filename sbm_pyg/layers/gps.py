@@ -15,11 +15,11 @@ from torch_geometric.nn import GPSConv, MessagePassing
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
+from ..ops import checks
+from ..sources.patterns import PatternSource, full
 from .attention import AttentionConv
 from .multihead import SBMMultiheadAttention
-from .ops import checks
 from .propagation import channel_pair
-from .sources.patterns import PatternSource, full
 
 __all__ = ["SparseGPSConv", "replace_attention"]
 

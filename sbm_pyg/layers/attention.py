@@ -17,18 +17,18 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import SparseTensor
 
-from .auxiliary import AuxiliaryLosses
-from .estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
-from .graph import AttentionGraph
+from ..auxiliary import AuxiliaryLosses
+from ..estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
+from ..graph import AttentionGraph
+from ..ops import METHODS, checks
+from ..ops.reference.random_words import GOLDEN
+from ..ragged import Tokens, count_positions, draw_seed, resolve_sides
+from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
+from ..sources.sampling import SBMSource
+from ..sources.sbm import SBMHead
 from .normalizers import Entmax, check_normalizer
-from .ops import METHODS, checks
-from .ops.reference.random_words import GOLDEN
 from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
-from .ragged import Tokens, count_positions, draw_seed, resolve_sides
-from .sources.interface import Choice, GraphSource, drop_forbidden_edges
-from .sources.sampling import SBMSource
-from .sources.sbm import SBMHead
 
 __all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
 

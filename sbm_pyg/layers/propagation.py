@@ -20,12 +20,12 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
-from . import ops
-from .estimators import Estimator
-from .graph import AttentionGraph, edge_list
+from .. import ops
+from ..estimators import Estimator
+from ..graph import AttentionGraph, edge_list
+from ..ops import checks
+from ..ops.reference.edges import dropout_mask
 from .normalizers import Entmax, alpha_of, normalize
-from .ops import checks
-from .ops.reference.edges import dropout_mask
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 

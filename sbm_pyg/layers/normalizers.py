@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
-from . import ops
-from .ops import checks
+from .. import ops
+from ..ops import checks
 
 __all__ = ["Entmax"]
 

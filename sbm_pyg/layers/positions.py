@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .graph import AttentionGraph, check_graph
-from .ops import checks
+from ..graph import AttentionGraph, check_graph
+from ..ops import checks
 
 __all__ = ["ALiBi", "Rotary"]
 

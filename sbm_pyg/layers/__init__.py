@@ -1,0 +1,1 @@
+"""Modules of attention over graphs: the layers, what they weigh edges with, and where tokens stand."""
