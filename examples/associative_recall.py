@@ -1,11 +1,9 @@
 """Multi-query associative recall with few edges: which value came with this key, somewhere before?
 
-    python examples/associative_recall.py
-    python examples/associative_recall.py --pictures docs/figures   the figures on the first page
+    python examples/associative_recall.py --pictures docs/figures --save examples/weights/recall   the first page, and the saved model
 
-A sequence tells pairs of key and value, then asks for the keys again among fillers. Two lines make the training sparse: attention is
-dense first, and teaches the block model of each layer; then each head attends to a twentieth of the pairs. (Arora et al., "Zoology";
-more: python -m examples.recall.)
+A sequence tells pairs of key and value, then asks for the keys again among fillers. Attention is dense first, and teaches the block
+model of each layer; then each head attends to a twentieth of the pairs. (Arora et al., "Zoology"; more: python -m examples.recall.)
 """
 
 import argparse
@@ -14,13 +12,14 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 for name, default in (("steps", 1000), ("seed", 0), ("length", 64), ("pairs", 8), ("density", 0.05)):
     parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
 parser.add_argument("--pictures", metavar="DIR", help="draw the losses, and a graph of the second layer")
+parser.add_argument("--save", metavar="DIR", help="save the model, with a card")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parser.parse_args()
 
 import torch
 from torch import Tensor, nn
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, Sparsifier
+from sbm_pyg import AttentionGraph, Pretrained, SBMAttentionConv, Sparsifier, analysis
 
 KEYS, VALUES, TOKENS, CHANNELS = 64, 64, 160, 64  # what is neither key nor value is a filler
 
@@ -36,9 +35,7 @@ def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> l
     return [tokens.scatter(1, places, keys).flatten(), ptr, (places + ptr[:-1, None]).flatten(), values.flatten()]
 
 
-class Block(nn.Module):
-    """A gated short convolution, which binds neighbours, and then attention."""
-
+class Block(nn.Module):  # a gated short convolution, which binds neighbours, and then attention
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv1d(CHANNELS, CHANNELS, 3, groups=CHANNELS)
@@ -54,11 +51,14 @@ class Block(nn.Module):
         return x + self.out(out), graph
 
 
-class Model(nn.Module):
+class RecallModel(Pretrained):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.first, self.second = nn.Embedding(TOKENS, CHANNELS), Block(), Block()
         self.head = nn.Sequential(nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, TOKENS))
+
+    def constructor_options(self) -> dict[str, int]:
+        return {}
 
     def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, AttentionGraph, AttentionGraph]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
@@ -69,29 +69,30 @@ class Model(nn.Module):
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
-    model, random = Model(), torch.Generator().manual_seed(options.seed)
+    model, random, size = RecallModel(), torch.Generator().manual_seed(options.seed), (options.length, options.pairs)
     sparsifier = Sparsifier(model, options.density, total_steps=options.steps)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     for step in range(1, options.steps + 1):
-        tokens, ptr, places, values = make_data(32, options.length, options.pairs, random)
+        tokens, ptr, places, values = make_data(32, *size, random)
         loss = nn.functional.cross_entropy(model.train()(tokens, ptr, step)[0][places], values)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         sparsifier.step(loss)
         if step % 100 == 0 or step == options.steps:
-            held_out = torch.Generator().manual_seed(2**32)
-            tokens, ptr, places, values = make_data(200, options.length, options.pairs, held_out)
+            tokens, ptr, places, values = make_data(200, *size, torch.Generator().manual_seed(2**32))
             with torch.no_grad(), sparsifier.sparse():
-                logits, first, second = model.eval()(tokens, ptr, seed=0)
+                logits, *graphs = model.eval()(tokens, ptr, seed=0)
             right = float((logits[places].argmax(1) == values).double().mean())
-            densities = " and ".join(f"{float(graph.density.mean()):.1%}" for graph in (first, second))
-            print(f"{sparsifier}: accuracy {right:.2%}, densities {densities}")
+            density = torch.stack([graph.density.mean(0) for graph in graphs])
+            print(f"{sparsifier}: accuracy {right:.2%}, densities {density.mean(1).numpy().round(3)}")
     if options.pictures:
-        from sbm_pyg.analysis import plots
-
-        plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
-        plots.plot_mask(second, title="Second layer").savefig(f"{options.pictures}/mask.png")
+        analysis.plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
+        analysis.plots.plot_mask(graphs[1], title="Second layer").savefig(f"{options.pictures}/mask.png")
+    if options.save:
+        words = [f"--{name} {each}" for name, each in vars(options).items() if each != parser.get_default(name)]
+        task = f"associative recall: `python examples/associative_recall.py {' '.join(words)}`"
+        model.save_pretrained(options.save, task=task, metric={"test accuracy": right}, density=density)
 
 
 if __name__ == "__main__":

@@ -493,6 +493,8 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
     trained, name = config["trained"], config["class"]
     density, metric = trained["density"], trained["metric"] or {}
     mean = None if density is None else float(torch.as_tensor(density).mean())
+    ours = type(model).__module__.partition(".")[0] == LIBRARY
+    loading = f"from {LIBRARY} import {name}" if ours else f"# first import {name} from the module that defines it"
     rows = [
         ("trained on", trained["task"] or "not stated"),
         *([(key, f"{value:.6g}") for key, value in metric.items()] or [("metric", "not stated")]),
@@ -513,7 +515,7 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
 ## Use
 
 ```python
-from {LIBRARY} import {name}
+{loading}
 
 model = {name}.from_pretrained("path/of/this/folder")
 ```

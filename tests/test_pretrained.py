@@ -298,6 +298,15 @@ def test_card_states_task_metric_and_density(tmp_path: Path) -> None:
     assert "| density | 20.00 % of the pairs of tokens |" in (tmp_path / "model" / "README.md").read_text().splitlines()
 
 
+def test_card_states_how_to_import_the_class(saved: Path, tmp_path: Path) -> None:
+    Doubled(encoder(), 2).save_pretrained(tmp_path / "doubled")
+    for folder, line in (
+        (saved, "from sbm_pyg import SequenceClassifier"),
+        (tmp_path / "doubled", "# first import Doubled from the module that defines it"),
+    ):
+        assert f"```python\n{line}\n\nmodel = " in (folder / "README.md").read_text()
+
+
 def test_card_says_what_was_not_stated(saved: Path) -> None:
     rows = (saved / "README.md").read_text().splitlines()
     assert {"| trained on | not stated |", "| metric | not stated |", "| density | not stated |"} <= {*rows}
