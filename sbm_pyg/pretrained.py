@@ -111,6 +111,7 @@ class Pretrained(nn.Module):
             config |= {"sha256": {WEIGHTS: _sha256(draft / WEIGHTS)}, "trained": record}
             (draft / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
             (draft / CARD).write_text(_card(self, config), encoding="utf-8")
+            shutil.copymode(draft / CONFIG, draft / WEIGHTS)  # safetensors lets the owner alone read it
             for path in draft.iterdir():
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())

@@ -106,6 +106,11 @@ def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(run(again), run(model))
 
 
+def test_all_files_have_the_mode_of_new_files(saved: Path) -> None:
+    (saved.parent / "new").touch()
+    assert {path.stat().st_mode for path in saved.iterdir()} == {(saved.parent / "new").stat().st_mode}
+
+
 def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "num_tokens": 9, "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
