@@ -152,8 +152,8 @@ def test_kernels_are_compiled_once_for_any_number_of_edges(count: int) -> None:
     from sbm_pyg.ops.cuda import edges as cuda_edges
     from sbm_pyg.ops.cuda import effects as cuda_effects
 
-    x, lse, chance = torch.zeros(1, 4, 8), torch.zeros(1, 4), torch.zeros(4)
-    ptr, col = torch.tensor([0, 1, 1, 1, count]), torch.arange(count)
+    x, lse, chance = torch.zeros(1, 8, 8), torch.zeros(1, 8), torch.zeros(8)
+    ptr, col = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, count]), torch.arange(count)
 
     def call() -> None:
         cuda_edges.edge_attention_backward(x, x, x, x, ptr, col, None, None, x, lse, 1.0, "score", 0.0, 0, False, False)
