@@ -751,6 +751,7 @@ def score_function(
     ops.checks.tensors(loss=loss)
     ops.checks.floating(loss=loss)
     ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
+    ops.checks.same_device("graph", graph.col, loss=loss)
     _check_pairs(graph, 5, 12)
     pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()

@@ -325,12 +325,13 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or a != a if isinstance(a, int | float | str) else True
 
 
-def walk(result: Any) -> Iterator[AttentionGraph]:
-    if isinstance(result, AttentionGraph):
-        yield result
-    elif isinstance(result, tuple | list):
+def walk(result: Any) -> Iterator[Any]:
+    """What a result consists of."""
+    if isinstance(result, tuple | list):
         for part in result:
             yield from walk(part)
+    else:
+        yield result
 
 
 def named(message: str, names: Sequence[str]) -> bool:
@@ -435,10 +436,18 @@ def review(
     """What is wrong with a result, or nothing."""
     try:
         for argument, (label, kind, _) in chosen.items():
-            empty = label == "{}" and argument in ("attention_options", "metric", "sbm_options")  # as good as none
+            empty = label == "{}" and argument in (
+                "attention_options",
+                "attn_kwargs",
+                "metric",
+                "sbm_options",
+            )  # as good as none
             expect(kind != "junk" or empty or argument in case.free, f"{label} was taken for '{argument}'")
-        for graph in walk(result):
-            valid(graph)
+        for part in walk(result):
+            if isinstance(part, AttentionGraph):
+                valid(part)
+            elif isinstance(part, Tensor) and part.layout == torch.strided and not chosen:
+                expect(part.isfinite().all(), "a valid call gives a number that is not finite")
         case.check(result, **arguments)
         if all(kind in HARMLESS for _, kind, _ in chosen.values()) and number % 2:  # also: equal calls, equal results
             again = plan(seed, number)[1]

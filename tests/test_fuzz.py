@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fuzz import faults, judge, named, run, share
-from fuzz_cases import Case, Wrong, dense, expect, valid
+from fuzz_cases import Case, Wrong, expect, valid
 from fuzz_layers import EXEMPT, TABLE, public_names
 from problems import random_graph
 
@@ -87,9 +86,6 @@ def test_a_name_counts_in_quotes_alone(message: str, has: bool) -> None:
 def test_oracles_know_a_graph_that_is_not_valid() -> None:
     graph = random_graph(2, 5, 5, 0.6)
     valid(graph)
-    bad = dense(graph).clone()
-    bad[0, 0, 0] ^= True
-    assert not torch.equal(bad, dense(graph))
     broken = object.__new__(AttentionGraph)
     for name in ("rowptr", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr"):
         object.__setattr__(broken, name, getattr(graph, name))
