@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -150,6 +151,24 @@ def small_sbms() -> dict[str, SBM]:
         "2 x 4": SBM(y[None, :2], torch.cat([z, y[:1]])[None], off_diagonal[None]),
         "4 x 2": SBM(torch.cat([y, z[2:]])[None], z[None, :2], off_diagonal[None]),
     }
+
+
+def copies(sbm: SBM, count: int) -> SBM:
+    """That many copies of a model's sequences in one batch: as many independent draws in one call."""
+    query_ptr = key_ptr = pointer(sbm.query_ptr.diff().tolist() * count)
+    if not torch.equal(sbm.query_ptr, sbm.key_ptr):
+        key_ptr = pointer(sbm.key_ptr.diff().tolist() * count)
+    query, key = (x.repeat(1, count, 1) for x in (sbm.query_membership, sbm.key_membership))
+    return replace(sbm, query_membership=query, key_membership=key, query_ptr=query_ptr, key_ptr=key_ptr)
+
+
+def pair_counts(graph: AttentionGraph, queries: int, keys: int) -> Tensor:
+    """How often each pair of a model is an edge of a graph over its copies, ``[H, N, M]``."""
+    key, query = graph.edge_index
+    found = torch.zeros(graph.heads, queries, keys, dtype=torch.float64)
+    return found.index_put(
+        (graph.edge_head, query % queries, key % keys), torch.ones(1, dtype=torch.float64), accumulate=True
+    )
 
 
 def same(one: Any, other: Any) -> bool:
