@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -50,6 +52,26 @@ GRAPHS: dict[str, AttentionGraph] = {
     "rows of 0, 1, 63, 1000": _rows([0, 1, 63, 1000, 0], 1000), "one row has all edges": _rows([0, 0, 40, 0], 40),
     "rows around a vector": _rows([15, 16, 17, 31, 32, 33, 2], 50),
 }  # fmt: skip
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """What a function returns, or the error that it raises, in a copy of this process, whose limits it may change."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: this process has threads
+        child = os.fork()
+    if not child:
+        try:
+            os.write(write, str(work()).encode())
+        except Exception as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        found = said.read()
+    os.waitpid(child, 0)
+    return found
 
 
 @contextmanager

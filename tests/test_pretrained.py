@@ -10,9 +10,8 @@ import math
 import os
 import pickle
 import re
-import subprocess
+import resource
 import sys
-import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from problems import in_a_fork
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
@@ -618,20 +618,15 @@ def test_what_another_thread_makes_is_not_counted(saved: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
 def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
     """A limit on the size of files stands for it; the first file is written by safetensors, which has errors of its own."""
-    code = """
-        import resource, sys
-        from sbm_pyg import SequenceEncoder
-        model = SequenceEncoder(15, 16)
+    model = encoder()
+
+    def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        try:
-            model.save_pretrained(sys.argv[1])
-        except ValueError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert f"Expected 'folder' to be writable (got '{tmp_path / 'model'}': " in done.stdout
-    assert "File too large" in done.stdout
+        model.save_pretrained(tmp_path / "model")
+
+    said = in_a_fork(limited)
+    assert f"ValueError: Expected 'folder' to be writable (got '{tmp_path / 'model'}': " in said
+    assert "File too large" in said
     assert not os.listdir(tmp_path)
 
 
