@@ -27,7 +27,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
 
 
-PARTS = 16  # of each file, every sixteenth test: half a minute, so that a busy machine shows that it gets on
+PARTS = 4  # of each file, every fourth test: a minute or two, so that a busy machine shows that it gets on
 
 
 def interpret(file: str, part: int) -> None:
@@ -64,23 +64,6 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
     done = run("-W", "error:TRITON", "-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == KERNELS
-
-
-WITHOUT = """
-import sys
-sys.modules["triton"] = None  # any import of it is an error
-import torch
-import sbm_pyg
-from sbm_pyg import ops, patterns
-graph, x = patterns.full(3), torch.ones(1, 3, 2, requires_grad=True)
-ops.edge_attention(x, x, x, graph.rows)[0].sum().backward()
-print(sum(name.startswith("sbm_pyg.ops.cuda.") for name in sys.modules))
-"""
-
-
-def test_users_of_the_cpu_need_no_triton() -> None:
-    done = run("-c", WITHOUT)
-    assert done.stdout.strip() == "0", done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name, (_, kernels) in schemas.KERNELS.items() if "cuda" in kernels])

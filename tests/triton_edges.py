@@ -36,7 +36,7 @@ test_precision = contract(
     test_ops.test_attention_is_as_accurate_as_torch_in_float32, *product(["bipartite"], ["score", "weight"])
 )
 test_both_passes_weigh_alike = contract(
-    test_ops.test_the_backward_pass_weighs_as_the_forward_pass, *product([5, 32, 100], [False, True], [False, True])
+    test_ops.test_the_backward_pass_weighs_as_the_forward_pass, (5, False, False), (32, True, False), (100, True, True)
 )
 test_half_precision = contract(
     test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), (torch.float16,)
@@ -66,7 +66,9 @@ test_long_rows = contract(
 test_long_rows_in_half_precision = contract(
     test_ops.test_attention_takes_half_precision_through_float32, (torch.bfloat16,), long=3
 )
-test_dots_of_long_rows = contract(test_ops.test_dot_equals_the_reference, *product(SMALL, [3]), long=2)
+test_dots_of_long_rows = contract(
+    test_ops.test_dot_equals_the_reference, *product(["no edges", "bipartite", "one row has all edges"], [3]), long=2
+)
 test_effects_of_long_rows = contract(
     test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), long=2
 )
@@ -132,7 +134,12 @@ def over_blocks(test: Callable[..., None], names: list[str], *cases: tuple[Any, 
 
 BLOCKS = [*test_blocks.CASES]
 test_block_attention = over_blocks(
-    test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", False, 5), ("cpu", True, 3)
+    test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", True, 3)
+)
+test_block_attention_without_a_bias = over_blocks(
+    test_blocks.test_block_attention_is_attention_over_the_tokens,
+    ["ragged", "causal, cross", "long"],
+    ("cpu", False, 5),
 )
 test_a_bias_may_leave_a_query_without_a_key = contract(
     test_blocks.test_a_bias_may_leave_a_query_without_a_key, ("cpu",), only="block"
@@ -148,7 +155,7 @@ test_block_weight = over_blocks(
 )
 test_blocks_in_low_precision = contract(
     test_blocks.test_low_precision_is_no_worse_than_that_of_torch,
-    *product([torch.float32, torch.float16, torch.bfloat16], [7, 64]),
+    *((torch.float32, 7), (torch.float16, 64), (torch.bfloat16, 7), (torch.bfloat16, 64)),
     only="block",
 )
 
@@ -183,7 +190,7 @@ def test_dropout_takes_the_words_of_the_reference(seed: int, dropout: float) -> 
 # ------------------------------------------------------------------ dot products of edges
 
 test_dot = contract(
-    test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 3, 16, 32, 128, 130]), *product(SMALL, [3])
+    test_ops.test_dot_equals_the_reference, *product(["bipartite"], [1, 16, 128, 130]), *product(SMALL, [3])
 )
 
 

@@ -33,7 +33,10 @@ ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
 FLOATS = torch.float32, torch.float64
 
 test_entmax = contract(
-    test_ops.test_entmax_equals_the_dense_one_row_by_row, *product(ALPHAS, [0.1, 30.0]), (1.5, 0.0), (1.5, 1.0)
+    test_ops.test_entmax_equals_the_dense_one_row_by_row,
+    *zip(ALPHAS, [0.1, 30.0] * 3, strict=True),
+    (1.5, 0.0),
+    (1.5, 1.0),
 )
 test_gradients_of_entmax = contract(
     test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
@@ -134,11 +137,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels
     }
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("blocks", "keys", "method", "exploration", "seed"),
-    [(6, 100, "bernoulli", 0.0, 1), (18, 150, "bernoulli", 0.0625, 2**63 - 1), (6, 100, "fastrg", 0.03125, -3)],
-)
+    ("blocks", "keys", "method", "exploration", "seed", "is_causal"),
+    [
+        (6, 100, "bernoulli", 0.0, 1, True), (18, 150, "bernoulli", 0.0625, 2**63 - 1, False), (6, 100, "fastrg", 0.03125, -3, False),
+        (6, 100, "fastrg", 0.03125, -3, True),
+    ],
+)  # fmt: skip
 def test_graphs_are_those_of_plain_torch(
     blocks: int, keys: int, method: str, exploration: float, seed: int, is_causal: bool, way: str
 ) -> None:
