@@ -259,10 +259,21 @@ def test_tokens_of_nan_leave_centroids_as_they_are() -> None:
 # ------------------------------------------------------------------ processes
 
 
-def _process(rank: int, folder: str, name: str) -> None:
+TOGETHER = "imitate", "causal density, imitate", "routing", "entropy"
+
+
+def _process(rank: int, folder: str) -> None:
     """One of two processes, which takes one part of each batch."""
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", USE_LIBUV="0")
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    found = {name: _three_steps(rank, name) for name in TOGETHER}
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    distributed.destroy_process_group()
+
+
+def _three_steps(rank: int, name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the last step, and the states."""
     layer = sync_statistics(make(name))  # the mean and centroids of its warm calls are added up: same for both
 
     class Loss(nn.Module):
@@ -277,22 +288,19 @@ def _process(rank: int, folder: str, name: str) -> None:
     for seed in (1, 2, 3):
         layer.zero_grad()
         parallel(rank, seed).backward()
-    if rank == 0:
-        found = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
-        torch.save((found, [*layer.buffers()]), f"{folder}/{name.replace(' ', '-')}.pt")
-    distributed.destroy_process_group()
+    return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None], [*layer.buffers()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["imitate", "causal density, imitate", "routing", "entropy"])
-def test_two_processes_have_the_gradients_and_states_of_one(name: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (str(tmp_path), name), nprocs=2)
-    grads, buffers = torch.load(tmp_path / f"{name.replace(' ', '-')}.pt")
-    layer = make(name)
-    for seed in (1, 2, 3):
-        wanted = step(layer, (slice(0, 4),), seed)
-    same(grads, wanted)
-    torch.testing.assert_close(buffers, [*layer.buffers()])
+def test_two_processes_have_the_gradients_and_states_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+    found = torch.load(tmp_path / "found.pt")
+    for name in TOGETHER:
+        layer = make(name)
+        for seed in (1, 2, 3):
+            wanted = step(layer, (slice(0, 4),), seed)
+        same(found[name][0], wanted)
+        torch.testing.assert_close(found[name][1], [*layer.buffers()])
 
 
 def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:
