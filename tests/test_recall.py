@@ -386,10 +386,10 @@ def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("name", tasks.TASKS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_example_of_the_test_is_one_of_training(name: str, seed: int) -> None:
-    """Of any task and size, and the test is the same for every seed."""
+    """Of any task, and the test is the same for every seed. More than 64 pairs without repeats take long to draw."""
     task = tasks.TASKS[name]
-    sizes = {*task.train, *task.test}
-    task = dataclasses.replace(task, train=dict.fromkeys(task.train, 20), test=dict.fromkeys(task.test, 20))
+    train, test = ({size: 20 for size in of if size[-1] <= 64} for of in (task.train, task.test))
+    sizes, task = {*train, *test}, dataclasses.replace(task, train=train, test=test)
     trained, tested = (task.examples(split, seed) for split in ("train", "test"))
     assert {*trained, *tested} == sizes
     seen = {tuple(row) for examples in trained.values() for row in examples.tokens.tolist()}

@@ -8,16 +8,17 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from PIL import Image
+from problems import in_a_fork
 from scipy import ndimage
 
 from examples.lra.__main__ import main
@@ -27,7 +28,6 @@ from examples.lra.data.prepare import load, prepare, splits_digest
 from examples.lra.data.tasks import TASKS, data_folder, open_data
 from examples.lra.settings import PRESETS, Plan
 
-ROOT = Path(files.__file__).parents[3]
 LEVEL = {"level": "curv_baseline"}
 
 
@@ -652,35 +652,33 @@ def test_command_line_prepares_describes_and_generates(
         assert message in capsys.readouterr().err
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from examples.lra.data import files
-from examples.lra.data.tasks import TASKS, prepare
-calls = []
-def watch(module, name, *moments):
-    done = getattr(module, name)
-    def watched(path, *rest, **options):
-        if (Path(path) / "manifest.json").exists() or name == "checksum":
-            calls.append(name)
-            if len(calls) == int(sys.argv[2]):
-                os.kill(os.getpid(), signal.SIGKILL)
-        return done(path, *rest, **options)
-    setattr(module, name, watched)
-watch(os, "replace")
-watch(sys.modules["examples.lra.data.prepare"], "checksum")
-prepare(TASKS["text"], Path(sys.argv[1]))
-"""
-
-
 @pytest.mark.parametrize("moment", [2, 10, 11])
 def test_a_kill_while_old_arrays_are_replaced_leaves_nothing_half_done(text: Path, moment: int) -> None:
     """In the midst of writing, before the old arrays are moved, and before the new ones get their name."""
     folder, _ = prepare(TASKS["text"], text)
     (text / "train" / "pos" / "3_9.txt").write_bytes(b"another text, so another length and time")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(text), str(moment)]
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    calls = []
+
+    def watched(name: str, done: Callable[..., Any]) -> Callable[..., Any]:
+        def act(path: Any, *rest: Any, **options: Any) -> Any:
+            if (Path(path) / "manifest.json").exists() or name == "checksum":
+                calls.append(name)
+                if len(calls) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return done(path, *rest, **options)
+
+        return act
+
+    def killed() -> None:
+        module = sys.modules["examples.lra.data.prepare"]
+        with (
+            patch.object(os, "replace", watched("replace", os.replace)),
+            patch.object(module, "checksum", watched("checksum", module.checksum)),
+        ):
+            prepare(TASKS["text"], text)
+        raise AssertionError("it was not killed")
+
+    assert in_a_fork(killed) == ""
     assert prepare(TASKS["text"], text) == (folder, True)
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}
     assert b"another text, so another length and time" in sequences(load(TASKS["text"], text, max_length=100)["train"])
