@@ -258,8 +258,7 @@ def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float
 
 
 @pytest.mark.parametrize("path", [*PATHS])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("value", [5, 3])
+@pytest.mark.parametrize(("biased", "value"), [(False, 5), (True, 3)])
 def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: str, biased: bool, value: int) -> None:
     parts = [x.requires_grad_() for x in tokens(graph, value=value)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None

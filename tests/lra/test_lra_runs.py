@@ -52,12 +52,16 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "draw_masks", lambda *arguments: None)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "plot_curves", lambda *arguments: None)
     monkeypatch.setattr(
         plots, "plot_training_density", lambda *arguments: SimpleNamespace(savefig=lambda *a, **o: None)
     )
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch, no_curves: None) -> None:
+    monkeypatch.setattr(trainer, "draw_masks", lambda *arguments: None)
 
 
 quick = pytest.mark.usefixtures("no_plots")
@@ -551,7 +555,7 @@ def test_regulariser_lowers_the_density(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["full", "dcmm", "sbm --block-size 4", *SOURCES[:-1]])
-def test_every_attention_trains(data: Path, tmp_path: Path, attention: str) -> None:
+def test_every_attention_trains(data: Path, tmp_path: Path, attention: str, no_curves: None) -> None:
     options = f"--attention {attention} --window 3 --steps 2 --precision bf16-mixed --test-graphs 2"
     density = train(data, tmp_path / "run", *options.split())["density"]
     every = ("full", "dcmm", "block_top_k")  # four blocks of 16 tokens are these lists
