@@ -32,7 +32,7 @@ def pretended() -> dict[str, dict[str, str]]:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} takes no devices that are written in Python")
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command, environment = [sys.executable, HERE / "pretend.py"], {**os.environ, "PYTHONPATH": path}
+    command, environment = [sys.executable, str(HERE / "pretend.py")], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     outcome: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
