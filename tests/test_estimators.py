@@ -465,6 +465,7 @@ def test_refused_arguments_of_estimators() -> None:
             r"Expected 'forced' to be bool \(got torch.int32\)",
         ),
         (lambda: straight_through(sbm, foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
+        (lambda: score_function(sbm, graph, loss.to("meta")), ValueError, "Expected 'loss' on cpu, as 'graph' is"),
         (lambda: relaxed_bias(sbm, graph, math.nan), ValueError, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         (
             lambda: relaxed_bias(cast(Any, graph), graph),
