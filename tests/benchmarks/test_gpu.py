@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,13 @@ def test_listops_goes_on_in_the_next_slice(tmp_path: Path, monkeypatch: pytest.M
     assert second[-1] == "--resume"
 
 
-def test_tests_tell_what_failed(tmp_path: Path) -> None:
+def test_tests_tell_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pytest-xdist, where it is installed, and without."""
     given = argparse.Namespace(output=tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     for outcome in (True, False):
+        if not outcome:
+            monkeypatch.setattr(gpu, "find_spec", lambda name: None)
         file = tmp_path / f"test_{outcome}.py"
         file.write_text(f"def test_it() -> None:\n    assert {outcome}\n")
         found = gpu.measure_tests(gpu.Item("tests", str(file)), given)
