@@ -45,6 +45,7 @@ PROGRAMS = [
         "dcmm_program",
         "glue",
         "graphs_program",
+        "long_documents",
         "pictures",
         "recall",
         "recipes",

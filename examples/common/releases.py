@@ -1,4 +1,4 @@
-"""Data sets as their authors release them: where their files are, and the reader of CIFAR-10, which two programs share."""
+"""Data sets as their authors release them: where their files are, and the reader of CIFAR-10, which programs share."""
 
 import dataclasses
 import pickle
@@ -51,6 +51,12 @@ class Release:
         raise ValueError(f"Expected '{root}' to hold {name} (got {got}). {self.source} {self.tree}")
 
 
+REVIEWS = Release(
+    name="the IMDb reviews",
+    folders=("aclImdb",),
+    parts=("train/neg", "train/pos", "test/neg", "test/pos"),
+    source="It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'.",
+)
 IMAGE = Release(
     name="CIFAR-10",
     folders=("cifar-10-batches-py", "cifar10"),

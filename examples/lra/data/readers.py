@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from examples.common.releases import IMAGE, Release, malformed, read_batch
+from examples.common.releases import IMAGE, REVIEWS, Release, malformed, read_batch
 from examples.lra.data.batches import Row, Rows
 from examples.lra.data.listops import HEADER, VOCABULARY
 from examples.lra.data.pathfinder import SIDE
@@ -94,12 +94,6 @@ TEXT_SPLITS = {
     "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000 of the whole release); "
     "its best step is chosen on the test set",
 }
-TEXT = Release(
-    name="the IMDb reviews",
-    folders=("aclImdb",),
-    parts=("train/neg", "train/pos", "test/neg", "test/pos"),
-    source="It is aclImdb_v1.tar.gz (80 MB) of https://ai.stanford.edu/~amaas/data/sentiment/, unpacked with 'tar -xzf'.",
-)
 
 
 def open_text(root: Path, *, split: str) -> dict[str, Rows]:
@@ -107,7 +101,7 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
 
     Reviews of one film have neighboring numbers, so a block of numbers is held out, not a random tenth.
     """
-    folder = TEXT.find(root)
+    folder = REVIEWS.find(root)
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
     for label, name in enumerate(CLASSES):
         for part in ("train", "test"):

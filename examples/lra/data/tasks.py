@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from examples.common.releases import Release
+from examples.common.releases import REVIEWS, Release
 from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import read_manifest
@@ -91,7 +91,7 @@ TASKS = {
         release=readers.LISTOPS, generate=listops.generate, words=("padding", *listops.VOCABULARY),
     ),
     "text": Task(
-        name="text", tokeniser=BYTES, options={"split": readers.TEXT_SPLITS}, open=readers.open_text, release=readers.TEXT,
+        name="text", tokeniser=BYTES, options={"split": readers.TEXT_SPLITS}, open=readers.open_text, release=REVIEWS,
     ),
     "retrieval": Task(
         name="retrieval", tokeniser=f"{BYTES}, the texts being Python literals b'...' as they stand", arity=2,

@@ -1,0 +1,198 @@
+"""Whole encoders over one long document, by its length: time and peak memory of a training step and of inference.
+
+    python -m examples.benchmarks.documents                          1,024 to 16,384 tokens, on one thread
+    python -m examples.benchmarks.documents --tokens 4096 --arms full sbm --rounds 3
+
+Encoders of this library (a classifier) have full attention, a window, or a block model at the density of the window; those of Hugging Face
+are BERT with torch's SDPA, BERT over the same block model, and Longformer, whose window has as many keys. All have the same number of
+layers, heads and channels, and learned positions. First, the encoder of the block model must agree with full attention over a graph of all
+pairs. Each turn is a process of its own, warmed up on a short document; OMP_NUM_THREADS sets its threads. Memory is the peak beyond what the
+process held before (Linux).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from examples.common.command import Command
+
+ARMS = {
+    "full": "full attention", "window": "window", "sbm": "block model", "sbm-blocks": "block model, blocks of 16 keys",
+    "hf-sdpa": "BERT, SDPA", "hf-sbm": "BERT, block model", "longformer": "Longformer",
+}  # fmt: skip
+"""Arms and their names in tables."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = Command("python -m examples.benchmarks.documents", __doc__)
+    command.option("tokens", [1024, 2048, 4096, 8192, 16_384], "of a document", least=64)
+    command.option("arms", [*ARMS], "(default: all)", choices=[*ARMS], metavar="A")
+    command.option("density", 0.05, "of graphs and windows", above=0)
+    for name, usual in (("channels", 128), ("layers", 2), ("heads", 2), ("vocabulary", 8000), ("rounds", 3)):
+        command.option(name, usual, above=0)
+    command.option("csv", Path("documents.csv"), "where to write")
+    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
+    given = command.read(arguments)
+    command.require(given.density < 1, "'density' below 1", given.density, "The arm `full` has all pairs.")
+    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
+    parse(None)
+
+import math
+import statistics
+import time
+import warnings
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from examples.benchmarks.sources import memory
+from examples.common.tables import by, markdown, write_csv
+from sbm_pyg import SequenceClassifier, SequenceEncoder, Sparsifier, patterns
+from sbm_pyg.info import tqdm
+
+WARM = 512  # tokens of the document that a process begins with
+BLOCKS = 64  # of block models
+
+
+class Encoder(nn.Module):
+    """A model of Hugging Face with a linear layer on the mean of its tokens."""
+
+    def __init__(self, model: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.model, self.classifier = model, nn.Linear(channels, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.classifier(self.model(input_ids=tokens[None]).last_hidden_state.mean(1))
+
+
+def build(arm: str, tokens: int, given: argparse.Namespace) -> nn.Module:
+    """The classifier of an arm for documents of so many tokens."""
+    torch.manual_seed(0)
+    if arm.startswith(("hf", "longformer")):
+        return _hugging_face(arm, tokens, given)
+    options: dict[str, Any] = {}
+    if arm == "window":
+        options = {"size": _keys(given.density, tokens) // 2}
+    if arm.startswith("sbm"):
+        options = {"num_blocks": BLOCKS, "block_size": 16 if arm == "sbm-blocks" else 1}
+    encoder = SequenceEncoder(
+        given.vocabulary, given.channels, num_layers=given.layers, heads=given.heads, ffn_channels=4 * given.channels,
+        max_length=max(tokens, WARM), attention="sbm" if arm.startswith("sbm") else arm, attention_options=options,
+    )  # fmt: skip
+    return SequenceClassifier(encoder, 2)
+
+
+def _keys(density: float, tokens: int) -> int:
+    """Keys of each query in a window; an even number, as Longformer needs it."""
+    return max(2, 2 * round(density * tokens / 2))
+
+
+def _hugging_face(arm: str, tokens: int, given: argparse.Namespace) -> nn.Module:
+    from transformers import BertConfig, BertModel, LongformerConfig, LongformerModel
+
+    bert: Any = BertConfig
+    sizes: dict[str, Any] = {"vocab_size": given.vocabulary, "hidden_size": given.channels}
+    sizes |= {"intermediate_size": 4 * given.channels, "num_hidden_layers": given.layers}
+    sizes |= {"num_attention_heads": given.heads, "max_position_embeddings": max(tokens, WARM) + 4}
+    if arm == "longformer":
+        window = [_keys(given.density, tokens)] * given.layers
+        return Encoder(LongformerModel(LongformerConfig(attention_window=window, **sizes), False), given.channels)
+    if arm == "hf-sdpa":
+        return Encoder(BertModel(bert(attn_implementation="sdpa", **sizes), False), given.channels)
+    import_module("sbm_pyg.integrations.hugging_face")  # registers "sbm"
+    options = {"num_blocks": BLOCKS}
+    return Encoder(BertModel(bert(attn_implementation="sbm", sbm=options, **sizes), False), given.channels)
+
+
+def turn(arm: str, tokens: int, given: argparse.Namespace) -> dict[str, float]:
+    """Seconds and MiB of a training step and of inference over one document, after some over a short one."""
+    model, found = build(arm, tokens, given), {}
+    optimizer = torch.optim.AdamW(model.parameters())
+    # sparse from the first step, as a model is after its dense steps
+    sparsifier = Sparsifier(model, given.density, 10**6, dense_part=0.0) if "sbm" in arm else None
+    torch.manual_seed(0)
+    for stage in ("inference", "step"):  # in the order of their peaks
+        model.train(stage == "step")
+        for length in (WARM, WARM, tokens):
+            document = torch.randint(given.vocabulary, (length,))
+            before, start = memory("VmRSS"), time.perf_counter()
+            with torch.set_grad_enabled(stage == "step"):
+                logits = model(document)
+            if stage == "step":
+                optimizer.zero_grad()
+                loss = cross_entropy(logits, torch.zeros(1, dtype=torch.int64))
+                loss.backward()
+                optimizer.step()
+                if sparsifier:
+                    sparsifier.step(loss)
+            found[stage] = time.perf_counter() - start
+        found[f"{stage} MiB"] = memory("VmHWM") - before
+    return found
+
+
+def gate() -> None:
+    """Refuses to go on unless the block model's encoder, over a given graph of all pairs, has the outputs of full attention."""
+    given = parse(["--channels", "32", "--vocabulary", "50"])
+    full, sparse = build("full", 64, given).eval(), build("sbm", 64, given).eval()
+    sparse.load_state_dict(full.state_dict(), strict=False)
+    tokens = torch.randint(50, (64,), generator=torch.Generator().manual_seed(0))
+    graph = patterns.full(64, heads=given.heads)
+    torch.testing.assert_close(sparse(tokens, edge_index=graph), full(tokens), rtol=1e-4, atol=1e-5)
+
+
+def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
+    """Medians over rounds by arm and length, next to the ratio to full attention, or to BERT with SDPA."""
+    lines = []
+    medians = {
+        (arm, tokens): {key: statistics.median(row[key] for row in some) for key in some[0] if key not in ("arm", "tokens")}
+        for (arm, tokens), some in by(rows, "arm", "tokens").items()
+    }  # fmt: skip
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        dense = "hf-sdpa" if arm.startswith(("hf", "longformer")) else "full"
+        for key in ("step", "inference"):
+            cells = []
+            for tokens in lengths:
+                own, other = medians[arm, tokens], medians.get((dense, tokens), {})
+                ratio = f" ({own[key] / other[key]:.2f})" if other and arm != dense else ""
+                cells.append(f"{1e3 * own[key]:,.0f}{ratio}, {own[f'{key} MiB']:,.0f}")
+            lines.append([ARMS[arm], key, *cells])
+    return markdown(["encoder", "stage", *(f"{tokens:,} tokens" for tokens in lengths)], lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    warnings.simplefilter("ignore")
+    if given.only:
+        arm, tokens = given.only.split(":")
+        print(json.dumps(turn(arm, int(tokens), given)))
+        return
+    gate()
+    words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.documents"]
+    for name in ("density", "channels", "layers", "heads", "vocabulary"):
+        words += [f"--{name}", str(getattr(given, name))]
+    turns = [(tokens, arm) for tokens in given.tokens for _ in range(given.rounds) for arm in given.arms]
+    rows = []
+    for tokens, arm in tqdm(turns, unit="turn"):
+        done = subprocess.run([*words, "--only", f"{arm}:{tokens}"], capture_output=True, text=True, check=False)
+        nothing = dict.fromkeys(("step", "step MiB", "inference", "inference MiB"), math.nan)
+        own = nothing if done.returncode else json.loads(done.stdout.splitlines()[-1])
+        rows.append(
+            {"arm": arm, "tokens": tokens, "error": done.stderr.strip().splitlines()[-1:] if done.returncode else ""}
+            | own
+        )
+        write_csv(given.csv, rows)
+    print("milliseconds (and the ratio to the dense encoder), MiB")
+    print(table(rows, given.tokens))
+
+
+if __name__ == "__main__":
+    main()
