@@ -173,6 +173,7 @@ def test_encoders_of_the_benchmark_agree_over_all_pairs(monkeypatch: pytest.Monk
         benchmark.gate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [*benchmark.ARMS])
 def test_the_benchmark_measures_every_encoder(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--only", f"{arm}:96", "--channels", "16", "--vocabulary", "64"])

@@ -4,6 +4,7 @@
     python -m examples.glue finetune --glue GLUE --tasks sst2 --methods full sbm --seeds 0 1 2
     python -m examples.glue evaluate --glue GLUE --tasks sst2
     python -m examples.glue table
+    python -m examples.glue padding --texts imdb.txt.gz             time of a step on the same documents with and without padding
 
 Texts are files, plain or gzip, with an empty line between documents, or a folder of `datasets`. GLUE is a folder with SST-2, QQP, QNLI
 and MNLI as released. Methods are full, sbm, random (block models that do not learn), window, dcmm, bigbird, lsh and routing; options
@@ -39,10 +40,13 @@ def _command(name: str, about: str) -> Command:
 
 
 def _sizes(command: Command, but: Sequence[str] = ()) -> None:
-    """Options that pretraining and fine-tuning share, without some of them."""
+    """Options that stages share, without some of them; those of "methods" are left out together."""
     command.option("preset", "small", "of sizes, which other options override", choices=tuple(PRESETS))
-    command.option("methods", ["full", "sbm"])
-    command.option("density", 0.1, "of sampled edges", above=0)
+    if "methods" not in but:
+        command.option("methods", ["full", "sbm"])
+        command.option("density", 0.1, "of sampled edges", above=0)
+        words = "learned, rotary, alibi or none"
+        command.option("position-encoding", "learned", words, choices=("learned", "rotary", "alibi", "none"))
     command.option("seeds", [0], least=0)
     command.option("threads", 1, "of the CPU", above=0)
     for name, usual in PRESETS["small"].items():
@@ -50,8 +54,6 @@ def _sizes(command: Command, but: Sequence[str] = ()) -> None:
             option = name.replace("_", "-")
             command.add_argument(f"--{option}", type=type(usual), help="(default: that of the preset)")
             command.bound(option, **{"least" if name == "window" else "above": 0})
-    words = "learned, rotary, alibi or none"
-    command.option("position-encoding", "learned", words, choices=("learned", "rotary", "alibi", "none"))
 
 
 def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
@@ -60,26 +62,37 @@ def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     for name, usual in PRESETS[given.preset].items():
         if getattr(given, name, None) is None:
             setattr(given, name, usual)
-    command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
+    density = getattr(given, "density", 0.0)
+    command.require(density < 1, "'density' below 1", density, "It is a part of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     words = "'vocabulary' of at least 300, 256 bytes and special tokens"
     command.require(given.vocabulary >= 300, words, given.vocabulary)
     return given
 
 
-def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
-    command = _command("pretrain", "Pretrains masked language models on texts.")
+def _texts(command: Command) -> None:
     command.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help="texts to learn from")
     words = "texts to test on (default: every hundredth document of --texts, which is not learned from)"
     command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help=words)
     words = "tokenizer.json of a masked model (default: one is learned from --texts)"
     command.add_argument("--tokenizer", type=Path, metavar="FILE", help=words)
-    _sizes(command)
+
+
+def _read_texts(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
+    """As :func:`_read`, with texts that are there."""
     given = _read(command, arguments)
-    words = f"'batch-tokens' of at least length = {given.length}"
-    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
     missing = [str(path) for path in (*given.texts, *(given.test or [])) if not path.exists()]
     command.require(not missing, "'texts' and 'test' to be files or folders", ", ".join(missing), "Give their paths.")
+    return given
+
+
+def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
+    command = _command("pretrain", "Pretrains masked language models on texts.")
+    _texts(command)
+    _sizes(command)
+    given = _read_texts(command, arguments)
+    words = f"'batch-tokens' of at least length = {given.length}"
+    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
     return given
 
 
@@ -122,6 +135,16 @@ def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
     command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
     given.limit = 1  # examples of train, which are not evaluated
     return given
+
+
+def parse_padding(arguments: Sequence[str]) -> argparse.Namespace:
+    about = "Times training steps with full attention on ragged and on padded batches of the same documents."
+    command = _command("padding", about)
+    _texts(command)
+    _sizes(command, but=("methods", "window", "steps", "batch_tokens", "learning_rate"))
+    command.option("batch-size", 32, "documents", above=0)
+    command.option("batches", 20, "that are timed", above=0)
+    return _read_texts(command, arguments)
 
 
 def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
@@ -219,6 +242,22 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
 
+def work_padding(given: argparse.Namespace) -> Iterator[Path]:
+    import torch
+
+    from examples.common.tables import write_csv
+    from examples.glue import padding
+    from examples.glue.data import prepare
+
+    torch.set_num_threads(given.threads)
+    given.seed = given.seeds[0]
+    tokenizer, texts = prepare(given)
+    rows = padding.measure(given, texts["train"], tokenizer, given.batches, given.batch_size)
+    print(padding.table(rows))
+    write_csv(given.output / "padding.csv", rows)
+    yield given.output / "padding.csv"
+
+
 def work_table(given: argparse.Namespace) -> Iterator[Path]:
     from examples.glue import report
 
@@ -230,6 +269,7 @@ STAGES = {
     "finetune": program(parse_finetune, work_finetune),
     "evaluate": program(parse_evaluate, work_evaluate),
     "table": program(parse_table, work_table),
+    "padding": program(parse_padding, work_padding),
 }
 
 
