@@ -129,7 +129,7 @@ class Sparsifier:
         trained = [each for each in trained if not each.is_inference()]  # which have no versions
         of_sources = {id(each) for source in self.sources for each in source.parameters()}
         self._own = [each for each in trained if id(each) in of_sources]
-        self._others = [each for each in trained if id(each) not in of_sources][:8]
+        self._others = [each for each in trained if id(each) not in of_sources]
         self._versions, self._unmoved = self._read_versions(), 0
         self.set_density()
 
@@ -219,7 +219,7 @@ class Sparsifier:
             self.set_density()
 
     def _read_versions(self) -> list[list[int]]:
-        """How often parameters of the sources, and some others, have been written."""
+        """How often parameters of the sources, and all others, have been written."""
         return [[each._version for each in some] for some in (self._own, self._others)]
 
     def _check_optimizer(self) -> None:
@@ -233,7 +233,7 @@ class Sparsifier:
                 f"The optimizer has not changed the graph sources in {UNMOVED_STEPS} steps. Make it of the parameters "
                 "of the whole model, after `replace_attention`.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,  # the caller of step, which no_grad wraps
             )
 
     def _join_losses(self) -> None:
@@ -267,10 +267,10 @@ class Sparsifier:
         self.set_density()
 
     def __str__(self) -> str:
-        """Progress: the running losses, and the number of steps."""
+        """Progress: the running losses, the number of steps, and when training becomes sparse."""
         losses = "no loss yet" if math.isnan(self._dense) else f"dense {self._dense:.4g}"
         losses += "" if math.isnan(self._sparse) else f", at {100 * self.density:g} % {self._sparse:.4g}"
-        return f"{losses}, {self.steps:,} steps{', sparse' if self.is_sparse else ''}"
+        return f"{losses}, {self.steps:,} steps, {'sparse' if self.is_sparse else f'dense until {self.dense_steps:,}'}"
 
     def __repr__(self) -> str:
         sources = f"{len(self.sources)} source{'' if len(self.sources) == 1 else 's'}"

@@ -149,6 +149,10 @@ def test_a_model_without_layers_to_replace_is_refused() -> None:
         replace_attention(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"got a layer itself; use `SBMMultiheadAttention.from_torch`"):
         replace_attention(torch_layer())
+    model = nn.Sequential(torch_layer())
+    replace_attention(model)
+    with pytest.raises(ValueError, match=r"\(got layers that have been replaced already\)"):
+        replace_attention(model)
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         replace_attention("model")  # type: ignore[arg-type]
 

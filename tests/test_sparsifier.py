@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, SequenceEncoder, Sparsifier, auxiliary_loss, patterns
+from sbm_pyg import (
+    AttentionConv,
+    DCMMBias,
+    SBMAttentionConv,
+    SequenceEncoder,
+    Sparsifier,
+    auxiliary_loss,
+    patterns,
+    replace_attention,
+)
 from sbm_pyg.estimators import Distill, Local, Mask
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
@@ -61,6 +70,7 @@ def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
     assert sparsifier.history[-1].sparse == pytest.approx(2 + 3 * 0.95**20)
     assert sparsifier.losses == sparsifier.history[-1]
     assert str(sparsifier) == "dense 4, at 10 % 3.075, 50 steps, sparse"
+    assert str(Sparsifier(layer(), 0.1, total_steps=5000)) == "no loss yet, 0 steps, dense until 3,500"
     assert repr(sparsifier) == f"Sparsifier(1 source, density=0.1, {sparsifier})"
 
 
@@ -341,8 +351,10 @@ def test_an_optimizer_without_the_sources_is_noticed() -> None:
             parameter.requires_grad_(False)
         return others(conv)
 
-    with pytest.warns(UserWarning, match="The optimizer has not changed the graph sources in 10 steps"):
+    words = "The optimizer has not changed the graph sources in 10 steps"
+    with pytest.warns(UserWarning, match=words) as found:
         train(others)
+    assert {each.filename for each in found} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(others, steps=9)
@@ -350,6 +362,28 @@ def test_an_optimizer_without_the_sources_is_noticed() -> None:
         train(lambda conv: conv.source.parameters())
         train(others, estimator="none")
         train(freeze)
+
+
+def test_an_optimizer_from_before_the_replacement_is_noticed() -> None:
+    """All layers of attention are new to it; only the feed-forward networks and norms learn."""
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replace_attention(model, num_blocks=4)
+    sparsifier, x = Sparsifier(model, 0.2, total_steps=20), torch.randn(2, 12, 16)
+
+    def step() -> None:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        sparsifier.step(loss)
+
+    for _ in range(9):
+        step()
+    with pytest.warns(UserWarning, match="Make it of the parameters of the whole model, after `replace_attention`"):
+        step()
 
 
 def test_dense_attention_trains_without_a_sparsifier_and_warns() -> None:

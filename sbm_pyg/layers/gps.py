@@ -200,6 +200,8 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **option
             found |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
     if not found or "" in found:
         got = "a layer itself; use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps`" if found else "none"
+        if any(isinstance(module, SBMMultiheadAttention | SparseGPSConv) for module in model.modules()):
+            got = "layers that have been replaced already"
         raise ValueError(
             f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
             "`sbm_pyg.integrations.hugging_face.replace_attention`."
