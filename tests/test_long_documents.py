@@ -173,6 +173,20 @@ def test_encoders_of_the_benchmark_agree_over_all_pairs(monkeypatch: pytest.Monk
         benchmark.gate()
 
 
+def test_the_table_of_the_benchmark_has_ratios_of_medians() -> None:
+    rows = [
+        {"arm": arm, "tokens": tokens, "step": step * tokens, "inference": 1.0, "step MiB": 7.0, "inference MiB": 1.0}
+        for arm, steps in (("full", (1, 2, 9)), ("sbm", (1, 1, 5)), ("longformer", (3, 3, 3)))
+        for tokens in (1024, 4096)
+        for step in steps
+    ]
+    shown = benchmark.table([row for row in rows if (row["arm"], row["tokens"]) != ("longformer", 4096)])
+    assert "| full attention | step, ms | 2,048,000 | 8,192,000 |" in shown
+    assert "| block model | step, ms | 1,024,000 (0.50) | 4,096,000 (0.50) |" in shown
+    assert "| Longformer | step, ms | 3,072,000 |  |" in shown
+    assert "| block model | step, MiB | 7 | 7 |" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [*benchmark.ARMS])
 def test_the_benchmark_measures_every_encoder(arm: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,9 @@
 
 Encoders of this library (a classifier) have full attention, a window, or a block model at the density of the window; those of Hugging Face
 are BERT with torch's SDPA, BERT over the same block model, and Longformer, whose window has as many keys. All have the same number of
-layers, heads and channels, and learned positions. First, the encoder of the block model must agree with full attention over a graph of all
-pairs. Each turn is a process of its own, warmed up on a short document; OMP_NUM_THREADS sets its threads. Memory is the peak beyond what the
-process held before (Linux).
+layers, heads and channels, learned positions, and no dropout of attention. First, the encoder of the block model must agree with full
+attention over a graph of all pairs. Each turn is a process of its own, warmed up on a short document; OMP_NUM_THREADS sets its threads.
+Memory is the peak beyond what the process held before (Linux).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from examples.common.command import Command
 
 ARMS = {
-    "full": "full attention", "window": "window", "sbm": "block model", "sbm-blocks": "block model, blocks of 16 keys",
+    "full": "full attention", "window": "window", "sbm": "block model", "sbm-blocks": "block model, blocks of 16 tokens",
     "hf-sdpa": "BERT, SDPA", "hf-sbm": "BERT, block model", "longformer": "Longformer",
 }  # fmt: skip
 """Arms and their names in tables."""
@@ -103,6 +103,7 @@ def _hugging_face(arm: str, tokens: int, given: argparse.Namespace) -> nn.Module
     sizes: dict[str, Any] = {"vocab_size": given.vocabulary, "hidden_size": given.channels}
     sizes |= {"intermediate_size": 4 * given.channels, "num_hidden_layers": given.layers}
     sizes |= {"num_attention_heads": given.heads, "max_position_embeddings": max(tokens, WARM) + 4}
+    sizes |= {"attention_probs_dropout_prob": 0.0}  # with dropout, SDPA stores all pairs on a CPU
     if arm == "longformer":
         window = [_keys(given.density, tokens)] * given.layers
         return Encoder(LongformerModel(LongformerConfig(attention_window=window, **sizes), False), given.channels)
@@ -149,23 +150,29 @@ def gate() -> None:
     torch.testing.assert_close(sparse(tokens, edge_index=graph), full(tokens), rtol=1e-4, atol=1e-5)
 
 
-def table(rows: list[dict[str, Any]], lengths: list[int]) -> str:
-    """Medians over rounds by arm and length, next to the ratio to full attention, or to BERT with SDPA."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians over rounds: milliseconds next to the ratio to full attention, or to BERT with SDPA, and MiB of a step."""
+    found = {
+        arm: {tokens: medians(some) for tokens, some in own.items()} for arm, own in by(rows, "arm", "tokens").items()
+    }
+    lengths = sorted({row["tokens"] for row in rows})
     lines = []
-    medians = {
-        (arm, tokens): {key: statistics.median(row[key] for row in some) for key in some[0] if key not in ("arm", "tokens")}
-        for (arm, tokens), some in by(rows, "arm", "tokens").items()
-    }  # fmt: skip
-    for arm in dict.fromkeys(row["arm"] for row in rows):
+    for arm, own in found.items():
         dense = "hf-sdpa" if arm.startswith(("hf", "longformer")) else "full"
         for key in ("step", "inference"):
-            cells = []
-            for tokens in lengths:
-                own, other = medians[arm, tokens], medians.get((dense, tokens), {})
-                ratio = f" ({own[key] / other[key]:.2f})" if other and arm != dense else ""
-                cells.append(f"{1e3 * own[key]:,.0f}{ratio}, {own[f'{key} MiB']:,.0f}")
-            lines.append([ARMS[arm], key, *cells])
-    return markdown(["encoder", "stage", *(f"{tokens:,} tokens" for tokens in lengths)], lines)
+            others = {tokens: each[key] for tokens, each in found.get(dense, {}).items() if arm != dense}
+            ratios = {tokens: f" ({own[tokens][key] / other:.2f})" for tokens, other in others.items() if tokens in own}
+            cells = [f"{1e3 * own[n][key]:,.0f}{ratios.get(n, '')}" if n in own else "" for n in lengths]
+            lines.append([ARMS[arm], f"{key}, ms", *cells])
+        lines.append([ARMS[arm], "step, MiB", *(f"{own[n]['step MiB']:,.0f}" if n in own else "" for n in lengths)])
+    return markdown(["encoder", "", *(f"{n:,.0f} tokens" for n in lengths)], lines)
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each measure over rounds."""
+    return {
+        key: statistics.median(row[key] for row in rows) for key in ("step", "inference", "step MiB", "inference MiB")
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -183,15 +190,13 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for tokens, arm in tqdm(turns, unit="turn"):
         done = subprocess.run([*words, "--only", f"{arm}:{tokens}"], capture_output=True, text=True, check=False)
-        nothing = dict.fromkeys(("step", "step MiB", "inference", "inference MiB"), math.nan)
-        own = nothing if done.returncode else json.loads(done.stdout.splitlines()[-1])
-        rows.append(
-            {"arm": arm, "tokens": tokens, "error": done.stderr.strip().splitlines()[-1:] if done.returncode else ""}
-            | own
-        )
+        if done.returncode:
+            print(f"{ARMS[arm]} failed at {tokens:,} tokens: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        measured = ("inference", "inference MiB", "step", "step MiB")
+        own = dict.fromkeys(measured, math.nan) if done.returncode else json.loads(done.stdout.splitlines()[-1])
+        rows.append({"arm": arm, "tokens": tokens, **own})
         write_csv(given.csv, rows)
-    print("milliseconds (and the ratio to the dense encoder), MiB")
-    print(table(rows, given.tokens))
+    print(table(rows))
 
 
 if __name__ == "__main__":
