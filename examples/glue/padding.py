@@ -105,6 +105,6 @@ def table(rows: list[Row]) -> str:
     mean = {way: fmean(row["seconds"] for row in some) for way, some in found.items()}
     lines = [
         [way, len(some), f"{100 * fmean(row['padding'] for row in some):.0f}", f"{1e3 * mean[way]:.0f}", f"{mean[way] / mean[RAGGED]:.2f}"]
-        for way, some in found.items()
+        for way, some in ((way, found[way]) for way in WAYS)
     ]  # fmt: skip
     return markdown(["batches", "number", "padding, %", "ms a step", "over ragged"], lines)
