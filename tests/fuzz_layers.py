@@ -619,7 +619,7 @@ def written(path: str, content: bytes) -> str:
 
 @case("Pretrained.from_pretrained", 6)
 def _load(d: Draw) -> Case:
-    """Of a whole folder, and of what is none; damaged ones stand in ``test_pretrained.py``."""
+    """Load a model from a folder, and refuse a folder without one; ``test_pretrained.py`` has damaged folders."""
     folder = f"{d.folder()}/model"
     SequenceClassifier(encoder(d), 3).save_pretrained(folder)
     hostile: list[tuple[str, str, Callable[[], Any]]] = [
@@ -1066,7 +1066,7 @@ function("unpad", 8, ragged.unpad, _unpad)
 function("ragged.resolve_ptr", 10, ragged.resolve_ptr, _resolve, free=("name",))
 function("ragged.offsets", 3, ragged.offsets, lambda d: {"counts": torch.tensor(d.lengths())})
 function("ragged.check_tensor", 2, ragged.check_tensor, lambda d: {"x": d.real(2), "name": "x"}, free=("name",), names={"x": ("name",)},
-         check=lambda result, x, name: expect(x is None or isinstance(x, Tensor), "what is no tensor passed"))  # fmt: skip
+         check=lambda result, x, name: expect(x is None or isinstance(x, Tensor), "a value that is not a tensor passed"))  # fmt: skip
 function("info.collect", 2, info.collect, lambda d: {"test": False})
 function("info.self_test", 1, info.self_test, lambda d: {})
 function("info.main", 1, _main, lambda d: {"json": d.random() < 0.5})

@@ -92,8 +92,8 @@ def test_damaged_texts_are_named(files: list[str], tmp_path: Path) -> None:
             [*data.read_sentences(sentences)]
     cut = tmp_path / "facts.gz"
     cut.write_bytes(gzip.compress(b"facts " * 1000)[:-10])
-    with pytest.raises(ValueError, match=r"facts\.gz' to be a whole file of text"):
-        data.read_text(cut)
+    with pytest.raises(ValueError, match=r"facts\.gz' to be a whole gzip file"):
+        [*data.read_lines(cut)]
     (tmp_path / "aclImdb" / "test" / "pos" / "3_9.txt").write_text(" ")
     with pytest.raises(ValueError, match="hold a review"):
         [*data.read_reviews(tmp_path, "test")]
@@ -120,7 +120,7 @@ def test_wrong_options_are_named(
 def test_the_program_trains_every_method_and_resumes(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*files, "--methods", *program.METHODS, "--parts", "4", "--part-length", "31", "--tests", "6"]
+    words = [*files, "--methods", *train.METHODS, "--parts", "4", "--part-length", "31", "--tests", "6"]
     words += ["--steps", "4", "--channels", "8", "--density", "0.2", "--vocabulary", "400", "--batch-tokens", "200"]
     words += ["--output", str(tmp_path / "runs")]
     program.main(words)

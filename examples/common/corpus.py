@@ -1,8 +1,10 @@
-"""Text that every machine has, the source code of Python's standard library; and tokenisers that are learned from text."""
+"""Lines of files of text; text that every machine has, the source code of Python's standard library; and tokenisers that are learned from text."""
 
+import gzip
 import random
 import sysconfig
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,22 @@ def stdlib_files(train_bytes: int = 4_000_000, test_bytes: int = 300_000) -> tup
     test, train = _take(found, test_bytes), []
     train = _take([path for path in found if path not in {*test}], train_bytes)
     return train, test
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines of a file of text, plain or gzip, without their ends."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield line.decode().rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    words = f"Expected '{path}' to be text in UTF-8 (got {error.reason} in line {number})."
+                    raise ValueError(f"{words} Convert the file.") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"Expected '{path}' to be a whole gzip file (got: {error}). Download it again.") from None
+    except OSError as error:
+        raise ValueError(f"Expected '{path}' to be a file of text (got {error.strerror!r}). See --help.") from None
 
 
 def train_tokenizer(

@@ -5,9 +5,7 @@ In: text files, plain or gzip, or a folder of the library `datasets`; TSV files 
 """
 
 import dataclasses
-import gzip
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.common.corpus import train_tokenizer
+from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
 from sbm_pyg.info import tqdm
 from sbm_pyg.ragged import offsets
@@ -70,22 +68,6 @@ def take(tokens: Tensor, ptr: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------ files
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Lines of a file of text, plain or gzip, without their ends."""
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield line.decode().rstrip("\r\n")
-                except UnicodeDecodeError as error:
-                    words = f"Expected '{path}' to be text in UTF-8 (got {error.reason} in line {number})."
-                    raise ValueError(f"{words} Convert the file.") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"Expected '{path}' to be a whole gzip file (got: {error}). Download it again.") from None
-    except OSError as error:
-        raise ValueError(f"Expected '{path}' to be a file of text (got {error.strerror!r}). See --help.") from None
 
 
 def read_documents(paths: Sequence[Path]) -> Iterator[str]:

@@ -5,9 +5,7 @@ for the first token of each document. Not here: models and training.
 """
 
 import dataclasses
-import gzip
 import random
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.common.corpus import train_tokenizer
+from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.releases import REVIEWS, malformed
 from sbm_pyg.ragged import offsets
 
@@ -56,7 +54,8 @@ def read_reviews(folder: Path, part: str) -> Iterator[tuple[str, int]]:
 
 def read_sentences(path: Path) -> Iterator[tuple[str, int]]:
     """Texts and labels of SST-2's ``train.tsv``."""
-    header, *lines = read_text(path).splitlines()
+    lines = read_lines(path)
+    header = next(lines, "")
     if header.split("\t") != ["sentence", "label"]:
         raise malformed(path, 1, "be the header 'sentence', tab, 'label'", header[:80])
     for number, line in enumerate(lines, 2):
@@ -66,15 +65,6 @@ def read_sentences(path: Path) -> Iterator[tuple[str, int]]:
         yield text.lower(), int(label)
 
 
-def read_text(path: Path) -> str:
-    """A file of text in UTF-8, plain or gzip."""
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return content.decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected '{path}' to be a whole file of text in UTF-8 (got: {error}). See --help.") from None
-
-
 def prepare(given: Any) -> tuple[dict[str, Texts], int]:
     """The texts of "train" and "test" as tokens of a tokeniser that is learned from those of "train", and the number of its tokens.
 
@@ -82,7 +72,7 @@ def prepare(given: Any) -> tuple[dict[str, Texts], int]:
     """
     reviews = {part: [*read_reviews(given.reviews, part)] for part in ("train", "test")}
     sentences = [*read_sentences(given.sentences)] if given.sentences else []
-    fillers = [line.lower() for path in given.fillers for line in read_text(path).splitlines() if len(line) >= 400]
+    fillers = [line.lower() for path in given.fillers for line in read_lines(path) if len(line) >= 400]
     held_out = len(fillers) // 10
     if held_out < 10:
         words = f"Expected 'fillers' to have 100 passages, lines of at least 400 letters (got {len(fillers)})."

@@ -109,18 +109,15 @@ def train(run: Run, texts: dict[str, Texts], num_tokens: int, tests: int, folder
 
     def measure() -> list[Row]:
         row: Row = dict(run.known)
-        numbers = torch.randperm(len(texts["test"].reviews), generator=torch.Generator().manual_seed(0))[
-            :tests
-        ].tolist()
+        order = torch.randperm(len(texts["test"].reviews), generator=torch.Generator().manual_seed(0))[:tests]
         for parts in sizes:
             right, densities = 0, []
-            for start in range(0, len(numbers), max(1, run.parts // parts)):
-                some = numbers[start : start + max(1, run.parts // parts)]
-                batch = documents["test"].of_reviews(parts, run.part_length, some)
-                found, trace = logits(batch, start, return_trace=True)
+            for number, some in enumerate(order.split(run.parts // parts)):
+                batch = documents["test"].of_reviews(parts, run.part_length, some.tolist())
+                found, trace = logits(batch, number * (run.parts // parts), return_trace=True)
                 right += int((found[batch.ptr[:-1]].argmax(1) == batch.labels).sum())
                 densities.append(float(trace.density.mean()))
-            row |= {f"accuracy_{parts}": right / len(numbers), f"density_{parts}": fmean(densities)}
+            row |= {f"accuracy_{parts}": right / len(order), f"density_{parts}": fmean(densities)}
         return [row]
 
     return fit(

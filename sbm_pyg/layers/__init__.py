@@ -1,1 +1,1 @@
-"""Modules of attention over graphs: the layers, what they weigh edges with, and where tokens stand."""
+"""Attention layers, and the normalizers, score biases and position encodings that they take."""
