@@ -12,8 +12,6 @@ Memory is the peak beyond what the process held before (Linux).
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
-import math
 import statistics
 import time
 import warnings
@@ -54,13 +51,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.sources import memory
+from examples.benchmarks.sources import measure_apart, memory
 from examples.common.tables import by, markdown, write_csv
 from sbm_pyg import SequenceClassifier, SequenceEncoder, Sparsifier, patterns
 from sbm_pyg.info import tqdm
 
 WARM = 512  # tokens of the document that a process begins with
 BLOCKS = 64  # of block models
+MEASURED = ("inference", "inference MiB", "step", "step MiB")  # seconds, and peaks
 
 
 class Encoder(nn.Module):
@@ -170,9 +168,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Of each measure over rounds."""
-    return {
-        key: statistics.median(row[key] for row in rows) for key in ("step", "inference", "step MiB", "inference MiB")
-    }
+    return {key: statistics.median(row[key] for row in rows) for key in MEASURED}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -183,18 +179,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(turn(arm, int(tokens), given)))
         return
     gate()
-    words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.documents"]
-    for name in ("density", "channels", "layers", "heads", "vocabulary"):
-        words += [f"--{name}", str(getattr(given, name))]
+    names = ("density", "channels", "layers", "heads", "vocabulary")
+    words = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
     turns = [(tokens, arm) for tokens in given.tokens for _ in range(given.rounds) for arm in given.arms]
     rows = []
     for tokens, arm in tqdm(turns, unit="turn"):
-        done = subprocess.run([*words, "--only", f"{arm}:{tokens}"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{ARMS[arm]} failed at {tokens:,} tokens: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        measured = ("inference", "inference MiB", "step", "step MiB")
-        own = dict.fromkeys(measured, math.nan) if done.returncode else json.loads(done.stdout.splitlines()[-1])
-        rows.append({"arm": arm, "tokens": tokens, **own})
+        found = measure_apart("examples.benchmarks.documents", words, f"{arm}:{tokens}", MEASURED)
+        rows.append({"arm": arm, "tokens": tokens} | found)
         write_csv(given.csv, rows)
     print(table(rows))
 

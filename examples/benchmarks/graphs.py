@@ -10,8 +10,6 @@ unless OMP_NUM_THREADS says otherwise; it is warmed up on small graphs. Memory i
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from examples.common.command import Command
@@ -48,7 +46,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GPSConv
 from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 
-from examples.benchmarks.sources import memory
+from examples.benchmarks.sources import measure_apart, memory
 from examples.common.tables import by, markdown, write_csv
 from sbm_pyg import AttentionConv, SBMAttentionConv, SparseGPSConv, patterns
 from sbm_pyg.info import tqdm
@@ -128,14 +126,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(turn(name, suite, sizes_of(given, suite))))
         return
     gate()
-    words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.graphs", "--nodes", str(given.nodes)]
-    words += ["--largest", str(given.largest), "--graphs", str(given.graphs)]
+    words = ["--nodes", str(given.nodes), "--largest", str(given.largest), "--graphs", str(given.graphs)]
     turns = [(suite, name) for suite in given.suites for _ in range(given.rounds) for name in ARMS[suite]]
     rows = []
     for suite, name in tqdm(turns, unit="turn"):
-        done = subprocess.run([*words, "--only", f"{suite}: {name}"], capture_output=True, text=True, check=False)
-        nothing = dict.fromkeys(("seconds", "MiB", "edges"), math.nan)
-        rows.append({"suite": suite, "arm": name} | (nothing if done.returncode else json.loads(done.stdout)))
+        found = measure_apart("examples.benchmarks.graphs", words, f"{suite}: {name}", ("seconds", "MiB", "edges"))
+        rows.append({"suite": suite, "arm": name} | found)
     write_csv(given.csv, rows)
     for suite, arms in by(rows, "suite", "arm").items():
         sizes, table = sizes_of(given, suite), []

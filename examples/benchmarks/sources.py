@@ -26,11 +26,13 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
     command.read(None)
 
 import ctypes
+import json
 import math
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,6 +84,16 @@ def memory(field: str) -> float:
     except OSError:
         return math.nan
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def measure_apart(module: str, words: Sequence[str], turn: str, names: Sequence[str]) -> dict[str, float]:
+    """Run ``python -m module WORDS --only TURN`` in a process of its own; return the JSON that it prints, or NaN for each name if it fails."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *words, "--only", turn]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{turn} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return dict.fromkeys(names, math.nan)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(graph: Graph, n: int) -> dict[str, float]:

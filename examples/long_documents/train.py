@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method
 from examples.common.fit import file_name, fit, train_missing
-from examples.common.runs import settings_of
+from examples.common.runs import fingerprint, settings_of
 from examples.common.tables import Row
 from examples.long_documents.data import Batch, Documents, Texts
 from sbm_pyg import SequenceEncoder, Sparsifier, TokenClassifier
@@ -128,4 +128,11 @@ def train(run: Run, texts: dict[str, Texts], num_tokens: int, tests: int, folder
 def train_all(runs: list[Run], texts: dict[str, Texts], num_tokens: int, tests: int, folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
     settings = settings_of(runs[0]) | {"tests": tests, "tokens": num_tokens}
+    known = [
+        tokens
+        for part in texts.values()
+        for some in ([review for review, _ in part.reviews], part.fillers, *part.sentences.values())
+        for tokens in some
+    ]
+    settings |= {"checksum of texts": fingerprint(tokens.numpy().tobytes() for tokens in known)}
     train_missing(folder, "long_documents", settings, runs, lambda run: train(run, texts, num_tokens, tests, folder))
