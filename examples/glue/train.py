@@ -53,6 +53,8 @@ class Run:
     heads: int
     window: int
     learning_rate: float
+    masking: float = 0.15
+    """Part of the tokens to predict in training."""
     position_encoding: str = "learned"
     dropout: float = 0.1
     weight_decay: float = 0.01
@@ -148,7 +150,7 @@ def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: An
     def losses(step: int) -> Tensor:
         tokens, ptr = stream[step]
         seed = 2**32 * run.seed + step
-        inputs, asked = mask_tokens(tokens, mask, num_tokens, special=special, seed=seed)
+        inputs, asked = mask_tokens(tokens, mask, num_tokens, probability=run.masking, special=special, seed=seed)
         return cross_entropy(model(inputs, ptr, asked=asked, seed=seed), tokens[asked])
 
     def measure() -> list[Row]:
