@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 PROGRAMS = [
     f"test_{name}.py"
     for name in (
+        "arena",
         "dcmm_program",
         "glue",
         "graphs_program",

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from entmax import entmax15
 from test_recall import generator
+from torch import Tensor
 
 from examples.arena import __main__ as program
-from examples.arena import methods, report, tasks, train
+from examples.arena import methods, report, rivals, tasks, train
 from examples.common.hybrid import beyond
 from examples.common.tasks import Examples
 from sbm_pyg import Sparsifier, Tokens
@@ -190,12 +192,98 @@ def test_each_method_and_its_twin_train_at_their_density(method: str) -> None:
         assert sparsifier is not None
         assert sparsifier.is_sparse
         batch = train.batch_of(tasks.TASKS["recall"], 0, 0, 4)
+        for _ in range(80 if name.startswith("dash") else 0):  # it takes its graphs to their density in training
+            model(batch.tokens, batch.places, seed=0)
         _, choices = model.eval()(batch.tokens, batch.places, seed=0)
         for choice in choices:
             assert choice is not None
             assert choice.graph.is_causal
             assert bool(choice.graph.contains(torch.arange(256).expand(2, -1)).all())
             assert 0.05 < beyond(choice.graph) < 0.4
+
+
+def dash_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tensor:
+    """DashAttention of one head and one sequence, by its formulas and token by token."""
+    size, scale = source.size, q.size(1) ** -0.5
+    rows = []
+    for i in range(len(q)):
+        own = i // size
+        prior = torch.ones(own + 1).to(q)
+        if own:
+            blocks = [k[b * size : (b + 1) * size] for b in range(own)]
+            means = torch.stack([(each @ source.summary[head] * scale).softmax(0) @ each for each in blocks])
+            share = entmax15(means @ q[i] * scale * source.log_factor.exp(), dim=0)
+            log = share.clamp(min=1e-3).log()
+            prior[:own] = torch.where(share > 0, (log - log[share > 0].mean()).exp(), 0)
+        weight = prior[torch.arange(i + 1) // size] * (k[: i + 1] @ q[i] * scale).exp()
+        rows.append(weight @ v[: i + 1] / weight.sum())
+    return torch.stack(rows)
+
+
+def hsa_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tensor:
+    """HSA of one head and one sequence: attention within each block, then a mean over the chosen blocks."""
+    size, scale = source.size, q.size(1) ** -0.5
+    rows = []
+    for i in range(len(q)):
+        own = i // size
+        begins = [b * size for b in range(own + 1)]
+        parts = [slice(begin, min(begin + size, i + 1)) for begin in begins]
+        read = torch.stack([(k[part] @ q[i] * scale).softmax(0) @ v[part] for part in parts])
+        landmarks = [k[part].mean(0) @ source.key[head] for part in parts[:-1]]
+        score = torch.stack([(q[i] @ source.query[head]) @ each * scale for each in landmarks] + [source.own[head]])
+        best = sorted(range(own), key=lambda b: -float(score[b].detach()))[:3]
+        chosen = [*best, own]
+        rows.append(score[chosen].softmax(0) @ read[chosen])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", rivals.RIVALS)
+def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients are those of plain formulas, over ragged sequences and two heads, and no later token matters."""
+    torch.manual_seed(0)
+    oracle = {"dash": dash_oracle, "hsa": hsa_oracle}[name]
+    conv: Any = methods.make_attention(name, 12, 2, 0.6).double().eval()
+    conv.source.target_density = 0.6
+    source = conv.source.source
+    if name == "dash":
+        source.log_factor.fill_(2.5)
+    else:
+        monkeypatch.setattr(rivals, "room", lambda *_: 3.0)
+        source.own.data.normal_()
+    ptr = torch.tensor([0, 11, 18])
+    x = torch.randn(18, 12, dtype=torch.float64, requires_grad=True)
+    out, graph = conv(x, ptr=ptr, return_graph=True)
+    q, k, v = (lin(x).view(18, 2, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
+    expected = torch.cat([
+        torch.cat([oracle(q[h, a:b], k[h, a:b], v[h, a:b], source, h) for h in range(2)], 1)
+        for a, b in ((0, 11), (11, 18))
+    ])  # fmt: skip
+    assert torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+    assert 0.3 < float(graph.density.mean()) < 0.95  # some blocks are left out
+    wanted = [x, *source.parameters()]
+    push = torch.randn_like(out)
+    found, exact = (torch.autograd.grad((each * push).sum(), wanted, retain_graph=True) for each in (out, expected))
+    for mine, theirs in zip(found, exact, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-7, atol=1e-9)
+        assert float(theirs.abs().max()) > 1e-4
+    changed = x.detach().clone()
+    changed[9:11] += 1
+    assert torch.equal(conv(changed, ptr=ptr)[:9], out[:9])
+
+
+@pytest.mark.parametrize(("asked", "found"), [(0.2, 0.2), (0.01, 0.093)])
+def test_dash_moves_to_its_density(asked: float, found: float) -> None:
+    """Or to 1.25 earlier blocks a query, since one alone would give the loss nothing to compare."""
+    torch.manual_seed(0)
+    conv: Any = methods.make_attention("dash", 16, 1, asked)
+    conv.source.target_density = asked
+    x, ptr = torch.randn(320, 16), torch.arange(6) * 64
+    for _ in range(60):
+        graph = conv(x, ptr=ptr, return_graph=True)[1]
+    assert abs(beyond(graph) / found - 1) < 0.15
+    factor = conv.source.source.log_factor.clone()
+    conv.eval()(x, ptr=ptr)
+    assert torch.equal(conv.source.source.log_factor, factor)
 
 
 def test_random_edges_are_drawn_once_or_anew() -> None:
@@ -231,6 +319,7 @@ def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_pa
         "target_density",
         "seen",
         "last_seed",
+        "log_factor",  # by which DashAttention takes its graphs to their density
     }
     assert any("lin_query" in name for name in learned)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from examples.arena.rivals import RIVALS
 from examples.common import hybrid
 from examples.common.runs import fingerprint
 from sbm_pyg import AttentionConv, Choice, GraphSource, LearnedSource, Tokens
@@ -28,11 +29,12 @@ METHODS = {  # name: as hybrid.py reads it
     "gates": "indexer:estimator=mask",  # straight through
     "concrete": "indexer:estimator=concrete",  # relaxed edges, at a temperature that falls from 1 to 0.1
     "sbm": "sbm",
+    **{name: name for name in RIVALS},  # learn through attention itself
 }
 TWINS = {
     "gates": f"indexer:{FROZEN}",
     "concrete": f"indexer:{FROZEN}",
-    "routing": f"routing:{FROZEN}",
+    **{name: f"{name}:{FROZEN}" for name in ("routing", *RIVALS)},
 }  # else by options
 
 
@@ -95,7 +97,7 @@ def load(method: str) -> type[GraphSource]:
 
 def _own(method: str, channels: int, heads: int, density: float) -> tuple[GraphSource, Any]:
     """A user's source, made with those of these arguments that it takes, and its estimator."""
-    kind = load(method)
+    kind: Any = RIVALS.get(method) or load(method)
     offered: dict[str, Any] = {"channels": channels, "heads": heads, "density": density}
     takes = inspect.signature(kind).parameters
     other = [name for name, value in takes.items() if name not in offered and value.default is value.empty]
@@ -149,7 +151,7 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
     width = channels // heads
     frozen = method.endswith(f":{FROZEN}")
     name = method.removesuffix(f":{FROZEN}")
-    if is_own(method):
+    if is_own(method) or name in RIVALS:
         source, estimator = _own(name, width, heads, density)
         conv = AttentionConv(channels, width, heads, Scheduled(source), estimator=estimator, is_causal=True)
         return hybrid.freeze(conv) if frozen else conv
@@ -167,6 +169,5 @@ def check(method: str) -> None:
     """Raises a ValueError for a name that is not a method."""
     if is_own(method):
         _own(method, 8, 1, 0.5)
-    elif method != TWINS["routing"]:
-        name = method.removesuffix(f":{FROZEN}")
+    elif (name := method.removesuffix(f":{FROZEN}")) not in ("routing", *RIVALS):
         hybrid.options_of(METHODS.get(name, name))

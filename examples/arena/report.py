@@ -15,7 +15,14 @@ from examples.common.tables import Row, by, extent, interval, markdown
 
 HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
           "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
-NAMES = {"dsa": "DSA", "gates": "straight-through gates", "concrete": "concrete edges", "indexer": "indexer (local)"}
+NAMES = {
+    "dsa": "DSA",
+    "dash": "DashAttention",
+    "hsa": "HSA",
+    "gates": "straight-through gates",
+    "concrete": "concrete edges",
+    "indexer": "indexer (local)",
+}
 Key = tuple[str, str, float]  # method, start and density
 Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each size, by seed
 

@@ -1,0 +1,229 @@
+"""Two sources of blocks that learn through attention itself, DashAttention and HSA, and their estimator.
+
+Both score earlier blocks of keys for each query, attend over the keys of few blocks, and let the weight of a block act on the weights of
+its keys. So the loss trains the scores of the blocks that were chosen, exactly, and those of others not at all. The block of the query is
+always chosen.
+
+In: the tokens of a causal layer. Out: a choice whose ``log_on`` is added to the scores of its edges, by :class:`Prior`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch_geometric.utils import softmax
+
+from sbm_pyg import AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
+from sbm_pyg.estimators import AttentionCall, Estimator
+
+LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound
+LEAST_BLOCKS = 1.25  # earlier blocks of a query of DashAttention, in the mean: a block that is alone learns nothing
+RATE = 0.1  # of the scale of DashAttention, which takes its graphs to their density
+
+
+class Prior(Estimator):
+    """Adds the logarithm of the probabilities to the scores of the chosen edges, in training and evaluation."""
+
+    softmax_only = True
+
+    def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
+        """The logarithms, ``[E]``."""
+        return None if choice.probability is None else choice.probability.log_on(choice.graph)
+
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        """None: while attention is dense, only queries and keys learn."""
+        return None
+
+
+class EdgePrior(EdgeProbability):
+    """Factors of the exponentials of scores, for the edges of one graph.
+
+    Args:
+        graph: The graph.
+        log_prior: Logarithms of the factors, ``[E]``.
+    """
+
+    def __init__(self, graph: AttentionGraph, log_prior: Tensor) -> None:
+        self.graph, self.log_prior = graph, log_prior
+
+    def log_on(self, graph: AttentionGraph) -> Tensor:
+        """Logarithms of the factors of some of the edges."""
+        return self.log_prior[self.graph.find(graph.edge_index, graph.edge_head)]
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        """The factors."""
+        return self.log_on(graph).exp()
+
+    def expected_density(self) -> Tensor:
+        """The density of the graph, whose factors are no probabilities."""
+        return self.graph.density
+
+
+class Blocks:
+    """The blocks of the keys of a batch, and the pairs of each query and an earlier block: their rows are those of a graph.
+
+    Args:
+        tokens: Queries and keys of a causal layer, which are the same tokens.
+        size: Keys of a block.
+    """
+
+    def __init__(self, tokens: Tokens, size: int) -> None:
+        self.tokens, self.size = tokens, size
+        ptr = pad((-(-tokens.key_ptr.diff() // size)).cumsum(0), (1, 0))
+        self.count = int(ptr[-1])
+        self.of_key = ptr[tokens.key_sequence] + tokens.key_position // size  # [M]
+        earlier = (tokens.query_position // size).repeat(tokens.heads)  # [H*N]
+        self.row = torch.repeat_interleave(earlier)
+        first = earlier.cumsum(0) - earlier
+        self.position = torch.arange(len(self.row)) - first[self.row]  # of the block in its sequence
+        col = ptr[tokens.query_sequence].repeat(tokens.heads)[self.row] + self.position
+        sides = tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr
+        self.pairs = AttentionGraph(pad(earlier.cumsum(0), (1, 0)), col, *sides)
+
+    def means(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Weighted sums over the keys of each block: ``[H, count, C]`` from ``[H, M]`` and ``[H, M, C]``."""
+        return x.new_zeros(len(x), self.count, x.size(2)).index_add(1, self.of_key, weight[..., None] * x)
+
+    def choose(self, kept: Tensor, log_weight: Tensor) -> tuple[AttentionGraph, Tensor, Tensor]:
+        """The keys of some of the pairs, and those of the block of the query up to the query.
+
+        Args:
+            kept: Mask of the pairs.
+            log_weight: A number of each pair.
+
+        Returns:
+            The graph; the number of the pair of each edge or, for the block of the query, that of all pairs plus its row; and the
+            log-weight of each edge, 0 in the block of the query.
+        """
+        tokens, size = self.tokens, self.size
+        row = torch.arange(len(tokens.query_position) * tokens.heads)
+        own = tokens.query_position.repeat(tokens.heads)
+        part = torch.cat([kept.nonzero().squeeze(1), len(kept) + row])
+        rows = torch.cat([self.row[kept], row])
+        first = torch.cat([self.position[kept] * size, own // size * size])
+        length = torch.cat([torch.full_like(self.row[kept], size), own % size + 1])
+        order = (rows * (int(own.max()) + 1) + first).argsort()
+        part, rows, first, length = (x[order] for x in (part, rows, first, length))
+        edge = torch.repeat_interleave(length)  # the part of each edge
+        col = first[edge] + torch.arange(len(edge)) - (length.cumsum(0) - length)[edge]
+        col = col + tokens.key_ptr[tokens.query_sequence].repeat(tokens.heads)[rows[edge]]
+        degree = torch.zeros_like(row).index_add(0, rows, length)
+        sides = tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr
+        graph = AttentionGraph(pad(degree.cumsum(0), (1, 0)), col, *sides, is_causal=True)
+        log_weights = torch.cat([log_weight, log_weight.new_zeros(len(row))])
+        return graph, part[edge], log_weights[part[edge]]
+
+
+class Dash(GraphSource):
+    """DashAttention: 1.5-entmax over the earlier blocks chooses blocks, and is the prior of the softmax over their keys.
+
+    A block is the mean of its keys, weighted by their softmax with a learned query of the head. A weight of entmax is divided by the
+    geometric mean of those of its query, since the block of the query has the prior 1. Scores have a factor that moves in training until
+    graphs have their density.
+
+    Args:
+        channels, heads: Of the attention.
+        density: Share of the pairs beyond self-loops.
+        size: Keys of a block.
+
+    Reference: Huang et al., "DashAttention: Differentiable and Adaptive Sparse Hierarchical Attention", 2605.18753, and its code, where
+    the user sets the factor, and the logarithm of the prior is divided by a large number.
+    """
+
+    estimator = Prior()
+    head_dims: ClassVar[dict[str, int]] = {"summary": 0}
+
+    def __init__(self, channels: int, heads: int, density: float, size: int = 2) -> None:
+        super().__init__()
+        self.density, self.size = density, size
+        self.summary = nn.Parameter(torch.randn(heads, channels))
+        self.log_factor: Tensor
+        self.register_buffer("log_factor", torch.zeros(()))
+
+    def forward(self, tokens: Tokens) -> Choice:
+        """As any source of a causal layer."""
+        blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
+        weight = softmax((tokens.key @ self.summary[..., None]).squeeze(2).T * scale, blocks.of_key).T
+        score = ops.edge_dot(tokens.query, blocks.means(weight, tokens.key), blocks.pairs.rows)
+        share = ops.segment_entmax(score * scale * self.log_factor.exp(), ptr=blocks.pairs.rowptr)
+        kept = share > 0
+        log_share = share.clamp(min=LEAST_PRIOR).log()
+        total = torch.zeros(len(blocks.pairs.rowptr) - 1).to(score)
+        count = total.index_add(0, blocks.row, kept.to(score)).clamp(min=1)
+        mean = total.index_add(0, blocks.row, log_share * kept) / count
+        graph, _, log_prior = blocks.choose(kept, log_share - mean[blocks.row])
+        if self.training and len(blocks.row):
+            wanted = max(LEAST_BLOCKS, room(tokens, self.density, self.size))
+            self.log_factor += RATE * (kept.sum() / (blocks.row.diff().count_nonzero() + 1) / wanted).log()
+        return Choice(graph, EdgePrior(graph, log_prior), independent=False)
+
+
+class HSA(GraphSource):
+    """Hierarchical sparse attention: softmax within each chosen block, and softmax over their retrieval scores between them.
+
+    Retrieval scores are the products of a projected query and the projected mean of the keys of a block; the block of the query has a
+    learned score. A query takes the earlier blocks of the largest scores, as many as its density has room for.
+
+    Args:
+        channels, heads: Of the attention.
+        density: Share of the pairs beyond self-loops.
+        size: Keys of a block.
+
+    Reference: Hu et al., "Random Long-Context Access for Mamba via Hardware-aligned Hierarchical Sparse Attention", 2504.16795, where an
+    encoder makes landmarks of blocks, and recent tokens are a window of their own.
+    """
+
+    estimator = Prior()
+    head_dims: ClassVar[dict[str, int]] = {"query": 0, "key": 0, "own": 0}
+
+    def __init__(self, channels: int, heads: int, density: float, size: int = 2) -> None:
+        super().__init__()
+        self.density, self.size = density, size
+        self.query, self.key = (nn.Parameter(torch.randn(heads, channels, channels) * channels**-0.5) for _ in range(2))
+        self.own = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, tokens: Tokens) -> Choice:
+        """As any source of a causal layer."""
+        blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
+        even = torch.bincount(blocks.of_key).to(tokens.key).reciprocal()[blocks.of_key].expand(tokens.heads, -1)
+        landmark = blocks.means(even, tokens.key) @ self.key
+        score = ops.edge_dot(tokens.query @ self.query, landmark, blocks.pairs.rows) * scale
+        kept = largest(score.detach(), blocks.row, max(1, round(room(tokens, self.density, self.size))))
+        graph, part, _ = blocks.choose(kept, score)
+        # softmax over the chosen blocks and the block of the query, whose row follows all pairs
+        row = torch.arange(len(blocks.pairs.rowptr) - 1)
+        own = self.own.repeat_interleave(tokens.num_queries)
+        shares = score.new_zeros(len(score) + len(row))
+        chosen = torch.cat([kept.nonzero().squeeze(1), len(score) + row])
+        found = softmax(torch.cat([score[kept], own]), torch.cat([blocks.row[kept], row]))
+        shares = shares.index_put((chosen,), found)
+        # softmax within each block
+        dot = ops.edge_dot(tokens.query, tokens.key, graph.rows) * scale
+        most = torch.full_like(shares, -torch.inf).scatter_reduce(0, part, dot.detach(), "amax")[part]
+        total = torch.zeros_like(shares).index_add(0, part, (dot - most).exp())[part]
+        log_prior = shares[part].clamp(min=1e-20).log() - most - total.log()
+        return Choice(graph, EdgePrior(graph, log_prior), independent=False)
+
+
+def room(tokens: Tokens, density: float, size: int) -> float:
+    """Earlier blocks of a query that a density has room for, in the mean, in addition to its own."""
+    length = int(tokens.query_ptr.diff().max())
+    return (density * (length - 1) / 2 - (size - 1) / 2) / size
+
+
+def largest(score: Tensor, row: Tensor, few: int) -> Tensor:
+    """Mask of the largest scores of each row."""
+    order = score.argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]
+    ends = torch.bincount(row).cumsum(0) if len(row) else row
+    first = pad(ends, (1, 0))
+    rank = torch.arange(len(row)) - first[row[order]]
+    return torch.zeros(len(row), dtype=torch.bool).index_put((order,), rank < few)
+
+
+RIVALS: dict[str, Callable[[int, int, float], GraphSource]] = {"dash": Dash, "hsa": HSA}
+"""Sources by the name of their method."""
