@@ -164,8 +164,9 @@ def _make_attention(
     known -= {"score_bias"} if name == "dcmm" else set()
     unknown = [option for option in options if option not in known]
     if unknown:
+        hint = " Give the density to a Sparsifier." if "density" in unknown and "target_density" in known else ""
         raise ValueError(
-            f"Expected 'attention_options' of {name!r} to be known (got {unknown}). They are {sorted(known)}."
+            f"Expected 'attention_options' of {name!r} to be known (got {unknown}).{hint} They are {sorted(known)}."
         )
     if name in ("full", "sbm"):
         return kinds[0](channels, head_channels, heads, is_causal=is_causal, **options)

@@ -302,6 +302,7 @@ def test_constructor_errors() -> None:
         ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
         ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
         ({"attention_options": {"blocks": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)"),
+        ({"attention_options": {"density": 0.1}}, ValueError, r"got \['density'\]\)\. Give the density to a Sparsifier\."),
         ({"attention_options": {"heads": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)"),
         ({"attention_options": {"concat": False}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)"),
         ({"attention": "window", "attention_options": {"window": 3}}, ValueError,
