@@ -6,6 +6,7 @@ Not here: dense attention and what sources learn from it (``sources.learned``, `
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterator
@@ -24,6 +25,7 @@ from .sources.learned import LearnedSource
 
 __all__ = ["Loss", "Sparsifier"]
 
+NUMBERS = itertools.count()  # of Sparsifiers: a source is set by the last one that was made for it
 UNMOVED_STEPS = 10  # without a change of the sources, before a warning
 MOMENTUM, TRIAL_MOMENTUM = 0.95, 0.7  # of running means of losses, and of those of trial steps
 
@@ -107,6 +109,9 @@ class Sparsifier:
                 "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none, nor do "
                 "ranks with a number of keys 'k'."
             )
+        self._number = next(NUMBERS)
+        for source in self.sources:
+            source._sparsifier = self._number
         self.every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
         self.density, self.total_steps = density, total_steps
         self.dense_steps = math.ceil(dense_part * total_steps)
@@ -157,7 +162,13 @@ class Sparsifier:
 
         Raises:
             TypeError, ValueError: The loss is not one number, or not finite.
+            RuntimeError: Another Sparsifier has been made for the same sources.
         """
+        if any(source._sparsifier != self._number for source in self.sources):
+            raise RuntimeError(
+                "Expected one Sparsifier for a source (got a step of one after another was made for the same model). "
+                "Step the last one, and make a new one for each training."
+            )
         value = checks.scalar("loss", loss, "Take the mean of several losses.")
         if not math.isfinite(value):
             raise ValueError(f"Expected 'loss' to be finite (got {value}). Look for a step that diverged.")

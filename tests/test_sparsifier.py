@@ -426,6 +426,17 @@ def test_arguments(arguments: tuple[Any, ...], error: type[Exception], text: str
         Sparsifier(*positional, **{"total_steps": 10, **options})
 
 
+def test_an_earlier_sparsifier_of_the_same_sources_is_refused() -> None:
+    conv = layer()
+    first = Sparsifier(conv, 0.2, 10)
+    first.step(1.0)
+    second = Sparsifier(conv, 0.1, 10)
+    with pytest.raises(RuntimeError, match="one Sparsifier for a source"):
+        first.step(1.0)
+    assert first.steps == 1
+    second.step(1.0)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, torch.ones(2), "a", None])
 def test_a_loss_is_one_finite_number(loss: Any) -> None:
     sparsifier = Sparsifier(layer(), 0.1, 10)

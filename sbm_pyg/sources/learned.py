@@ -260,6 +260,7 @@ class LearnedSource(GraphSource):
     """Target density of calls in training mode, in place of :attr:`target_density`, or None. A
     :class:`~sbm_pyg.Sparsifier` sets it for trial steps; ``state_dict`` does not contain it."""
     _density: float | None = None
+    _sparsifier: int | None = None  # number of the last one that was made for it
 
     @abstractmethod
     def predict(self, tokens: Tokens) -> EdgeProbability:
