@@ -31,10 +31,11 @@ METHODS = {  # name: as hybrid.py reads it
     "sbm": "sbm",
     **{name: name for name in RIVALS},  # learn through attention itself
 }
+WITHOUT_OPTIONS = ("routing", *RIVALS)  # and with a twin
 TWINS = {
     "gates": f"indexer:{FROZEN}",
     "concrete": f"indexer:{FROZEN}",
-    **{name: f"{name}:{FROZEN}" for name in ("routing", *RIVALS)},
+    **{name: f"{name}:{FROZEN}" for name in WITHOUT_OPTIONS},
 }  # else by options
 
 
@@ -169,5 +170,5 @@ def check(method: str) -> None:
     """Raises a ValueError for a name that is not a method."""
     if is_own(method):
         _own(method, 8, 1, 0.5)
-    elif (name := method.removesuffix(f":{FROZEN}")) not in ("routing", *RIVALS):
+    elif (name := method.removesuffix(f":{FROZEN}")) not in WITHOUT_OPTIONS:
         hybrid.options_of(METHODS.get(name, name))

@@ -14,29 +14,30 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch_geometric.utils import softmax
 
 from sbm_pyg import AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
-from sbm_pyg.estimators import AttentionCall, Estimator
+from sbm_pyg.blocks import block_means
+from sbm_pyg.estimators import NoEstimator
+from sbm_pyg.ragged import offsets
+from sbm_pyg.sources.pairs import graph_of_ranges
 
 LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound
 LEAST_BLOCKS = 1.25  # earlier blocks of a query of DashAttention, in the mean: a block that is alone learns nothing
 RATE = 0.1  # of the scale of DashAttention, which takes its graphs to their density
 
 
-class Prior(Estimator):
-    """Adds the logarithm of the probabilities to the scores of the chosen edges, in training and evaluation."""
+class Prior(NoEstimator):
+    """Adds the logarithm of the probabilities to the scores of the chosen edges, in training and evaluation.
+
+    While attention is dense, only queries and keys learn.
+    """
 
     softmax_only = True
 
     def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
         """The logarithms, ``[E]``."""
         return None if choice.probability is None else choice.probability.log_on(choice.graph)
-
-    def dense_loss(self, call: AttentionCall) -> Tensor | None:
-        """None: while attention is dense, only queries and keys learn."""
-        return None
 
 
 class EdgePrior(EdgeProbability):
@@ -73,49 +74,32 @@ class Blocks:
 
     def __init__(self, tokens: Tokens, size: int) -> None:
         self.tokens, self.size = tokens, size
-        ptr = pad((-(-tokens.key_ptr.diff() // size)).cumsum(0), (1, 0))
+        ptr = offsets(-(-tokens.key_ptr.diff() // size))
         self.count = int(ptr[-1])
         self.of_key = ptr[tokens.key_sequence] + tokens.key_position // size  # [M]
-        earlier = (tokens.query_position // size).repeat(tokens.heads)  # [H*N]
-        self.row = torch.repeat_interleave(earlier)
-        first = earlier.cumsum(0) - earlier
-        self.position = torch.arange(len(self.row)) - first[self.row]  # of the block in its sequence
+        self.own = (tokens.query_position // size).repeat(tokens.heads)  # number of earlier blocks, [H*N]
+        rowptr, self.row = offsets(self.own), torch.repeat_interleave(self.own)
+        self.position = torch.arange(len(self.row)) - rowptr[self.row]  # of the block in its sequence
         col = ptr[tokens.query_sequence].repeat(tokens.heads)[self.row] + self.position
-        sides = tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr
-        self.pairs = AttentionGraph(pad(earlier.cumsum(0), (1, 0)), col, *sides)
+        self.pairs = AttentionGraph(rowptr, col, tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr)
 
-    def means(self, weight: Tensor, x: Tensor) -> Tensor:
-        """Weighted sums over the keys of each block: ``[H, count, C]`` from ``[H, M]`` and ``[H, M, C]``."""
-        return x.new_zeros(len(x), self.count, x.size(2)).index_add(1, self.of_key, weight[..., None] * x)
-
-    def choose(self, kept: Tensor, log_weight: Tensor) -> tuple[AttentionGraph, Tensor, Tensor]:
+    def choose(self, kept: Tensor) -> tuple[AttentionGraph, Tensor]:
         """The keys of some of the pairs, and those of the block of the query up to the query.
 
         Args:
             kept: Mask of the pairs.
-            log_weight: A number of each pair.
 
         Returns:
-            The graph; the number of the pair of each edge or, for the block of the query, that of all pairs plus its row; and the
-            log-weight of each edge, 0 in the block of the query.
+            The graph, and for each edge the number of its pair or, in the block of the query, the number of all pairs plus its row.
         """
         tokens, size = self.tokens, self.size
-        row = torch.arange(len(tokens.query_position) * tokens.heads)
-        own = tokens.query_position.repeat(tokens.heads)
-        part = torch.cat([kept.nonzero().squeeze(1), len(kept) + row])
-        rows = torch.cat([self.row[kept], row])
-        first = torch.cat([self.position[kept] * size, own // size * size])
-        length = torch.cat([torch.full_like(self.row[kept], size), own % size + 1])
-        order = (rows * (int(own.max()) + 1) + first).argsort()
-        part, rows, first, length = (x[order] for x in (part, rows, first, length))
-        edge = torch.repeat_interleave(length)  # the part of each edge
-        col = first[edge] + torch.arange(len(edge)) - (length.cumsum(0) - length)[edge]
-        col = col + tokens.key_ptr[tokens.query_sequence].repeat(tokens.heads)[rows[edge]]
-        degree = torch.zeros_like(row).index_add(0, rows, length)
-        sides = tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr
-        graph = AttentionGraph(pad(degree.cumsum(0), (1, 0)), col, *sides, is_causal=True)
-        log_weights = torch.cat([log_weight, log_weight.new_zeros(len(row))])
-        return graph, part[edge], log_weights[part[edge]]
+        row = torch.cat([self.row[kept], torch.arange(len(self.own))])
+        start = tokens.key_ptr[tokens.query_sequence].repeat(tokens.heads)[row]
+        first = start + size * torch.cat([self.position[kept], self.own])
+        last = start + tokens.query_position.repeat(tokens.heads)[row]
+        graph = graph_of_ranges(tokens, row, first, torch.minimum(first + size, last + 1))
+        row, block = graph.edge_row, tokens.key_position[graph.col] // size
+        return graph, torch.where(block == self.own[row], len(kept) + row, self.pairs.rowptr[row] + block)
 
 
 class Dash(GraphSource):
@@ -148,14 +132,18 @@ class Dash(GraphSource):
         """As any source of a causal layer."""
         blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
         weight = softmax((tokens.key @ self.summary[..., None]).squeeze(2).T * scale, blocks.of_key).T
-        score = ops.edge_dot(tokens.query, blocks.means(weight, tokens.key), blocks.pairs.rows)
+        mean = tokens.key.new_zeros(tokens.heads, blocks.count, tokens.key.size(2)).index_add(
+            1, blocks.of_key, weight[..., None] * tokens.key
+        )
+        score = ops.edge_dot(tokens.query, mean, blocks.pairs.rows)
         share = ops.segment_entmax(score * scale * self.log_factor.exp(), ptr=blocks.pairs.rowptr)
         kept = share > 0
         log_share = share.clamp(min=LEAST_PRIOR).log()
-        total = torch.zeros(len(blocks.pairs.rowptr) - 1).to(score)
-        count = total.index_add(0, blocks.row, kept.to(score)).clamp(min=1)
-        mean = total.index_add(0, blocks.row, log_share * kept) / count
-        graph, _, log_prior = blocks.choose(kept, log_share - mean[blocks.row])
+        none = score.new_zeros(len(blocks.own))
+        count = none.index_add(0, blocks.row, kept.to(score)).clamp(min=1)
+        log_mean = none.index_add(0, blocks.row, log_share * kept) / count
+        graph, part = blocks.choose(kept)
+        log_prior = torch.cat([log_share - log_mean[blocks.row], none])[part]
         if self.training and len(blocks.row):
             wanted = max(LEAST_BLOCKS, room(tokens, self.density, self.size))
             self.log_factor += RATE * (kept.sum() / (blocks.row.diff().count_nonzero() + 1) / wanted).log()
@@ -189,13 +177,12 @@ class HSA(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As any source of a causal layer."""
         blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
-        even = torch.bincount(blocks.of_key).to(tokens.key).reciprocal()[blocks.of_key].expand(tokens.heads, -1)
-        landmark = blocks.means(even, tokens.key) @ self.key
+        landmark = block_means(tokens.key, tokens.key_ptr, self.size)[0] @ self.key
         score = ops.edge_dot(tokens.query @ self.query, landmark, blocks.pairs.rows) * scale
         kept = largest(score.detach(), blocks.row, max(1, round(room(tokens, self.density, self.size))))
-        graph, part, _ = blocks.choose(kept, score)
+        graph, part = blocks.choose(kept)
         # softmax over the chosen blocks and the block of the query, whose row follows all pairs
-        row = torch.arange(len(blocks.pairs.rowptr) - 1)
+        row = torch.arange(len(blocks.own))
         own = self.own.repeat_interleave(tokens.num_queries)
         shares = score.new_zeros(len(score) + len(row))
         chosen = torch.cat([kept.nonzero().squeeze(1), len(score) + row])
@@ -219,9 +206,7 @@ def largest(score: Tensor, row: Tensor, few: int) -> Tensor:
     """Mask of the largest scores of each row."""
     order = score.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
-    ends = torch.bincount(row).cumsum(0) if len(row) else row
-    first = pad(ends, (1, 0))
-    rank = torch.arange(len(row)) - first[row[order]]
+    rank = torch.arange(len(row)) - offsets(torch.bincount(row))[row[order]]
     return torch.zeros(len(row), dtype=torch.bool).index_put((order,), rank < few)
 
 

@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Sizes; "paper" is Table 7 of Cho et al., in batches of 256 sequences of 512 tokens. Short runs learn far more with rotary positions and
 more masks (Wettig et al., "Should You Mask 15% in Masked Language Modeling?", 2023); test texts always have 15 %."""
-POSITIONS = ("learned", "rotary", "alibi", "none")
+POSITIONS = ("learned", "rotary", "alibi", "none")  # as SequenceEncoder, which brings torch
 TUNING = {"small": (1, 32, 5e-4), "laptop": (3, 32, 5e-4), "paper": (5, 32, 3e-5)}
 """Epochs, batch size and learning rate of fine-tuning."""
 TASKS = ("sst2", "qqp", "qnli", "mnli")  # as data.py, which brings torch

@@ -101,10 +101,11 @@ def pad_batch(
 
 def table(rows: list[Row]) -> str:
     """Times of each way in Markdown, as ratios to ragged batches."""
-    found = by(rows, "way")
+    ways = by(rows, "way")
+    found = {way: ways[way] for way in WAYS}
     mean = {way: fmean(row["seconds"] for row in some) for way, some in found.items()}
     lines = [
         [way, len(some), f"{100 * fmean(row['padding'] for row in some):.0f}", f"{1e3 * mean[way]:.0f}", f"{mean[way] / mean[RAGGED]:.2f}"]
-        for way, some in ((way, found[way]) for way in WAYS)
+        for way, some in found.items()
     ]  # fmt: skip
     return markdown(["batches", "number", "padding, %", "ms a step", "over ragged"], lines)
