@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# CI sets HYPOTHESIS_PROFILE=ci.
+settings.register_profile("quick", max_examples=30, deadline=None)
+settings.register_profile("ci", max_examples=200, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -33,10 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if part := os.environ.get("SBM_PYG_PART"):  # of `test_triton.interpret`
         number, parts = map(int, part.split("/"))
         items[:] = items[number::parts]
-    here = Path(__file__).parent
     for item in items:
-        if {here / "lra", here / "benchmarks"} & {*item.path.parents} or item.path.name in PROGRAMS:
+        if tests_a_program(item.path):
             item.add_marker(pytest.mark.examples)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import the tests of programs if none of them will run."""
+    return True if "not examples" in config.option.markexpr and tests_a_program(collection_path) else None
+
+
+def tests_a_program(path: Path) -> bool:
+    folders = {Path(__file__).parent / name for name in ("lra", "benchmarks")}
+    return path in folders or bool(folders & {*path.parents}) or path.name in PROGRAMS
 
 
 PROGRAMS = [

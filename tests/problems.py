@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,6 +174,13 @@ def small_sbms() -> dict[str, SBM]:
         "2 x 4": SBM(y[None, :2], torch.cat([z, y[:1]])[None], off_diagonal[None]),
         "4 x 2": SBM(torch.cat([y, z[2:]])[None], z[None, :2], off_diagonal[None]),
     }
+
+
+LAW_CASES = [
+    pytest.param(name, marks=[] if name in ("2 x 4", "3 x 3, off-diagonal") else pytest.mark.slow)
+    for name in small_sbms()
+]
+"""Names of these models. One square and one that is not are enough for the inner loop."""
 
 
 def copies(sbm: SBM, count: int) -> SBM:

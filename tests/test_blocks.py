@@ -460,7 +460,10 @@ class FreeBlocks(EdgeProbability):
         return self.p.mean((1, 2))[None]
 
 
-@pytest.mark.parametrize(("length", "is_causal"), [(9, False), (7, False), (7, True), (9, True)])
+@pytest.mark.parametrize(
+    ("length", "is_causal"),
+    [(7, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, False), (7, False), (9, True)))],
+)
 def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is_causal: bool) -> None:
     ptr = torch.tensor([0, length])
     every = make([length], 3, heads=1, density=1.0, is_causal=is_causal)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import copies, pair_counts, small_sbms
+from problems import LAW_CASES, copies, pair_counts, small_sbms
 from scipy import stats
 from test_sampling import chi_square, joint_law
 from test_sampling import way as way
@@ -70,8 +70,8 @@ def uneven(heads: int, lengths: tuple[int, ...], key_lengths: tuple[int, ...], b
 # ------------------------------------------------------------------ laws
 
 
-@pytest.mark.parametrize("name", small_sbms())
-@pytest.mark.parametrize("exploration", [0.0, 0.05])
+@pytest.mark.parametrize("name", LAW_CASES)
+@pytest.mark.parametrize("exploration", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_the_joint_law_over_all_graphs(name: str, exploration: float, way: str) -> None:
     """Chi-square over the 64 (or fewer) graphs that are allowed; a later pair must never be an edge."""
     sbm, count = small_sbms()[name], 60_000

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import pointer as offsets
 from torch import Tensor
@@ -86,8 +86,6 @@ SQUARE_MASKS = st.builds(
     DENSITIES,
 )
 DTYPES = st.sampled_from([torch.int32, torch.int64])
-many = settings(max_examples=200, deadline=None)
-some = settings(max_examples=40, deadline=None)
 
 RAGGED = draw_masks(0, [(2, 3), (4, 4), (1, 2)], heads=2, density=0.5)
 SQUARE = draw_masks(1, [(3, 3), (2, 2)], heads=2, density=0.5)
@@ -122,7 +120,6 @@ def test_resolve_ptr_takes_both_integer_types(dtype: torch.dtype) -> None:
         assert ptr.dtype == torch.int64
 
 
-@many
 @given(LENGTHS)
 def test_resolve_ptr_from_batch(lengths: list[int]) -> None:
     batch = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -189,7 +186,6 @@ def test_resolve_ptr_names_the_argument() -> None:
         resolve_ptr(2, torch.tensor([0, 3]), name="key_ptr")
 
 
-@many
 @given(LENGTHS, st.sampled_from([(), (3,), (2, 2)]), st.sampled_from([torch.float64, torch.int64]))
 def test_unpad_inverts_pad(lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (torch.arange(sum(lengths) * int(np.prod(shape))).view(-1, *shape) + 1).to(dtype)
@@ -374,7 +370,6 @@ def is_valid(rowptr: list[int], col: list[int], query_ptr: list[int], key_ptr: l
     return True
 
 
-@many
 @given(MASKS, DTYPES, st.data())
 def test_exactly_the_valid_graphs_are_made(masks: list[Tensor], dtype: torch.dtype, data: st.DataObject) -> None:
     graph = build(masks, dtype)
@@ -431,7 +426,6 @@ def test_a_dense_mask_that_memory_cannot_hold_is_refused(monkeypatch: pytest.Mon
     assert graph.to_dense().sum() == 1
 
 
-@many
 @given(MASKS, DTYPES)
 def test_properties(masks: list[Tensor], dtype: torch.dtype) -> None:
     graph = build(masks, dtype)
@@ -515,7 +509,6 @@ def test_a_graph_without_values_says_so() -> None:
 # ------------------------------------------------------------------------------------------------ graphs from graphs
 
 
-@many
 @given(MASKS, DTYPES)
 def test_sequence_head_and_concatenate(masks: list[Tensor], dtype: torch.dtype) -> None:
     graph, heads = build(masks, dtype), masks[0].size(0)
@@ -552,7 +545,6 @@ def test_errors_of_graphs_from_graphs() -> None:
         AttentionGraph.concatenate([graph, graph.head(0)])
 
 
-@many
 @given(SEEDS, SHAPES, HEADS, HEADS, DENSITIES, DENSITIES, DTYPES, DTYPES)
 def test_union(
     seed: int,
@@ -580,7 +572,6 @@ def test_union(
     assert other == build(others)
 
 
-@many
 @given(MASKS, DTYPES)
 def test_select_and_find(masks: list[Tensor], dtype: torch.dtype) -> None:
     graph = build(masks, dtype)
@@ -636,7 +627,6 @@ def test_union_is_with_graphs_only() -> None:
 # ------------------------------------------------------------------------------------------------ from other forms
 
 
-@many
 @given(MASKS, SEEDS)
 def test_from_edge_index_sorts_and_drops_repeats(masks: list[Tensor], seed: int) -> None:
     graph = build(masks)
@@ -697,7 +687,6 @@ def test_from_edge_index_errors(
         AttentionGraph.from_edge_index(edge_index, **options)
 
 
-@many
 @given(MASKS)
 def test_edge_index_of_pyg_round_trip(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -743,7 +732,6 @@ def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     assert not repeated.is_coalesced()
 
 
-@many
 @given(
     SEEDS,
     st.integers(1, 3),
@@ -774,7 +762,6 @@ def test_from_dense_errors(shape: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ to other forms
 
 
-@many
 @given(MASKS, DTYPES)
 def test_to_scipy(masks: list[Tensor], dtype: torch.dtype) -> None:
     graph = build(masks, dtype)
@@ -786,7 +773,6 @@ def test_to_scipy(masks: list[Tensor], dtype: torch.dtype) -> None:
             assert np.array_equal(graph.to_scipy(head, sequence).toarray(), mask[head].numpy())
 
 
-@many
 @given(SQUARE_MASKS, DTYPES)
 def test_data_round_trip(masks: list[Tensor], dtype: torch.dtype) -> None:
     graph = build(masks, dtype)
@@ -824,7 +810,6 @@ def test_to_data_needs_the_same_tokens() -> None:
         graph.to_data()
 
 
-@many
 @given(MASKS)
 def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -846,7 +831,6 @@ def test_hetero_data_round_trip(masks: list[Tensor]) -> None:
     assert again == graph
 
 
-@many
 @given(SQUARE_MASKS)
 def test_networkx_of_tokens(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -860,7 +844,6 @@ def test_networkx_of_tokens(masks: list[Tensor]) -> None:
             )  # networkx: rows are sources
 
 
-@many
 @given(MASKS)
 def test_networkx_bipartite(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -877,7 +860,6 @@ def test_networkx_bipartite(masks: list[Tensor]) -> None:
             assert nx.is_bipartite(result)
 
 
-@many
 @given(MASKS)
 def test_networkx_of_all_heads(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -932,7 +914,6 @@ def test_heads_are_whole_numbers(index: Any, error: type[Exception], message: st
         build(RAGGED).head(index)
 
 
-@some
 @given(MASKS, SEEDS)
 def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
     graph = build(masks)
@@ -966,7 +947,6 @@ def every_size(graph: AttentionGraph) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------ and back
 
 
-@some
 @given(SQUARE_MASKS)
 def test_from_data_inverts_to_data(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -978,7 +958,6 @@ def test_from_data_inverts_to_data(masks: list[Tensor]) -> None:
     assert AttentionGraph.from_data(data).to_dense(0).shape[0] == 1
 
 
-@some
 @given(MASKS)
 def test_from_data_inverts_to_hetero_data(masks: list[Tensor]) -> None:
     graph = build(masks)
@@ -1015,7 +994,6 @@ def test_from_data_errors(data: Any, edge_type: Any, error: type[Exception], mes
         AttentionGraph.from_data(data, edge_type)
 
 
-@some
 @given(MASKS)
 def test_from_networkx_inverts_to_networkx(masks: list[Tensor]) -> None:
     graph = build(masks)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from entmax import entmax15, entmax_bisect, sparsemax
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import GRAPHS, in_a_fork, on_threads, random_graph, reference_attention, same
 from torch import Tensor
@@ -1186,7 +1186,6 @@ def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: 
     assert all(torch.equal(one, two) for one, two in zip(*grads[:2], strict=True)) == same
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     heads=st.integers(1, 3),
     queries=st.integers(1, 12),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from problems import pointer as offsets
 from torch import Tensor
@@ -107,7 +107,6 @@ def test_larger_blocks() -> None:
 
 
 @every_case
-@settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, heads=st.integers(1, 3))
 def test_each_sequence_gets_its_own_pattern(case: Case, lengths: list[int], heads: int) -> None:
     graph = case(None, ptr=offsets(lengths), heads=heads)
@@ -229,7 +228,6 @@ def test_keys_are_drawn_alike_in_long_sequences(k: int) -> None:
     assert scipy.stats.chi2.cdf(deviation.sum().item(), n - 1) > FALSE_ALARM
 
 
-@settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(0, 12), st.integers(1, 3), st.integers(0, 2**63 - 1))
 def test_random_has_the_exact_number_of_keys(lengths: list[int], k: int, heads: int, seed: int) -> None:
     graph = patterns.random(None, k, ptr=offsets(lengths), heads=heads, seed=seed).validate()
@@ -296,7 +294,6 @@ def test_a_sequence_keeps_its_keys_in_any_batch(case: Case) -> None:
         case.function(None, ptr=offsets(lengths), sequence_ids=sequence_ids[:2], **case.arguments)
 
 
-@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 100))
 def test_bigbird_is_the_union(
     lengths: list[int], heads: int, size: int, num_global: int, num_random: int, seed: int

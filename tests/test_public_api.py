@@ -99,6 +99,7 @@ def test_shelves_have_equal_titles() -> None:
             assert not path.exists() or f"def {op}(" not in path.read_text(), f"{op} has a kernel that nothing calls"
 
 
+@pytest.mark.slow
 def test_attention_on_the_cpu_needs_no_optional_package() -> None:
     """Triton neither, nor the kernels for GPUs."""
     code = f"""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from problems import copies, on_threads, pair_counts, same, small_sbms
+from problems import LAW_CASES, copies, on_threads, pair_counts, same, small_sbms
 from scipy import stats
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
@@ -65,9 +65,8 @@ def chi_square(numbers: Tensor, law: Tensor) -> float:
 # ------------------------------------------------------------------ joint laws
 
 
-@pytest.mark.parametrize(
-    ("name", "exploration"), [*((name, 0.0) for name in small_sbms()), ("3 x 3, off-diagonal", 0.05), ("2 x 4", 0.05)]
-)
+@pytest.mark.parametrize("name", LAW_CASES)
+@pytest.mark.parametrize("exploration", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_bernoulli_has_the_joint_law(name: str, exploration: float, way: str) -> None:
     """Chi-square over all 512 (or 256) graphs, a million draws."""
     sbm = small_sbms()[name]

@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BLOCKED = """
 import sys, warnings
 sys.modules["numba"] = None
@@ -57,6 +59,7 @@ def differ(mine: Any, theirs: Any) -> float:
     return abs(mine - theirs)
 
 
+@pytest.mark.slow
 def test_everything_runs_without_numba() -> None:
     folder = Path(__file__).parent
     path = os.pathsep.join([str(folder), str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
@@ -333,7 +333,6 @@ def test_majority_is_the_share_of_the_most_frequent_label() -> None:
     assert ragged([1] * 4).majority(np.array([0, 3, 1])) == 2 / 3  # labels 0, 0 and 1
 
 
-@settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=80), budget=st.integers(1, 120))
 def test_token_budget_covers_every_example_once(lengths: list[int], budget: int) -> None:
     batches = by_length(np.array(lengths), budget)
