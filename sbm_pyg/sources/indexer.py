@@ -278,9 +278,7 @@ class IndexProbability(EdgeProbability):
         Raises:
             TypeError, ValueError: It is not.
         """
-        tokens = self.tokens
-        sizes = (tokens.heads, tokens.num_queries, tokens.num_keys)
-        check_over(graph, name, self, sizes, tokens.query_ptr, tokens.key_ptr, tokens.is_causal)
+        check_over(graph, name, self, self.tokens)
 
     @torch.no_grad()
     def top_k(self, k: int | Tensor) -> AttentionGraph:

@@ -243,7 +243,9 @@ class GraphSource(torch.nn.Module, ABC):
         """
         check_record(tokens)
         choice = super().__call__(tokens)
-        _check_choice(choice, tokens)
+        if not isinstance(choice, Choice):
+            raise TypeError(f"Expected 'source' to return a Choice (got {type(choice).__name__}). Try `Choice(graph)`.")
+        choice.check_tokens(tokens)
         return choice
 
     def reset_parameters(self) -> None:
@@ -329,37 +331,27 @@ class SourceGraph(BaseTransform):
         return f"{type(self).__name__}({self.source})"
 
 
-def _check_choice(choice: object, tokens: Tokens) -> None:
-    """Check that a source returned a :class:`Choice` over the tokens that it was given."""
-    if not isinstance(choice, Choice):
-        raise TypeError(f"Expected 'source' to return a Choice (got {type(choice).__name__}). Try `Choice(graph)`.")
-    choice.check_tokens(tokens)
-
-
 def check_probability(probability: object) -> None:
     """Raise TypeError unless it is an :class:`EdgeProbability`."""
     way_out = "An SBM is one; others are subclasses of `sbm_pyg.EdgeProbability`."
     checks.kind("probability", probability, EdgeProbability, "an EdgeProbability", way_out)
 
 
-def check_over(
-    graph: AttentionGraph, name: str, probability: EdgeProbability, sizes: tuple[int, int, int],
-    query_ptr: Tensor, key_ptr: Tensor, is_causal: bool,
-) -> None:  # fmt: skip
-    """Check that a graph has the tokens, heads and sequences of the probabilities."""
+def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, tokens: Any) -> None:
+    """Check that a graph has the heads, tokens and sequences of the probabilities, as ``tokens`` has them."""
     check_graph(graph, name)
-    theirs = (graph.heads, graph.num_queries, graph.num_keys)
+    sizes, theirs = ((each.heads, each.num_queries, each.num_keys) for each in (tokens, graph))
     owner = type(probability).__name__
     if sizes != theirs:
         raise ValueError(
             f"Expected '{name}' with (heads, queries, keys) = {sizes} (got {theirs}). "
             f"Build it over the tokens of this {owner}."
         )
-    if not graph.same_offsets(query_ptr, key_ptr):
+    if not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
         raise ValueError(
             f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with this 'ptr'."
         )
-    if is_causal and not graph.is_causal:
+    if tokens.is_causal and not graph.is_causal:
         raise ValueError(f"Expected '{name}' to be causal, as this {owner} is (got {graph}). Take `graph.causal()`.")
 
 

@@ -102,11 +102,7 @@ class SBM(EdgeProbability):
                     f"Expected '{name}' to be {query.dtype}, as 'query_membership' is "
                     f"(got {tensor.dtype}). Convert one of them."
                 )
-            if tensor.device != query.device:
-                raise ValueError(
-                    f"Expected '{name}' on {query.device}, as 'query_membership' is (got {tensor.device}). "
-                    "Move all to one device."
-                )
+            checks.same_device("query_membership", query, **{name: tensor})
             if tensor.dim() != 3:
                 raise ValueError(
                     f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). "
@@ -362,8 +358,7 @@ class SBM(EdgeProbability):
         Raises:
             TypeError, ValueError: It is not.
         """
-        sizes = (self.heads, self.num_queries, self.num_keys)
-        check_over(graph, name, self, sizes, self.query_ptr, self.key_ptr, self.is_causal)
+        check_over(graph, name, self, self)
 
     def _density_factor(self, density: float, degree: Tensor, allowed: Tensor) -> Tensor:
         """The factor by which :meth:`with_density` scales the rates of each query, ``[H, N]``."""
@@ -611,12 +606,8 @@ class SBMHead(torch.nn.Module):
         alike = key is query and key_gated == query_gated
         key_side = query_side if alike else self._memberships(key, key_gated, mapped)
         if self.parameterization == "paper":
-            block = (
-                (self.clusters @ self.clusters.mT)
-                .flatten(1)
-                .softmax(-1)
-                .view(self.heads, self.num_blocks, self.num_blocks)
-            )
+            affinity = self.clusters @ self.clusters.mT  # [H, K, K]
+            block = affinity.flatten(1).softmax(-1).view_as(affinity)
         elif self.parameterization == "mixed":
             block = self.block.sigmoid()
         else:
@@ -672,9 +663,7 @@ class SBMHead(torch.nn.Module):
             affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
         else:
             weight, bias = mapped
-            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(
-                x
-            )  # in place: the linear layer returns a new tensor
+            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place of a new tensor of the layer
             affinity = torch.baddbmm(bias, hidden, weight.mT)
         if self.groups == 1:
             return affinity.sigmoid_() if gated else affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
