@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,12 +104,6 @@ class AttentionCall:
     training: bool
     tokens: Tokens | None = None
     source: GraphSource | None = None
-
-    @cached_property
-    def prob(self) -> Tensor:
-        """Probability of each edge, ``[E]``, computed once: all losses share its gradient."""
-        assert self.choice.probability is not None
-        return self.choice.probability.on(self.choice.graph.blocks)
 
 
 class Estimator:
@@ -219,8 +212,8 @@ class Local(Estimator):
         ops.checks.number("rows", rows, "(0, 1]", "It is a part of the queries.")
         self.probes, self.rows = probes, rows
 
-    def attach(self, out: Tensor, call: AttentionCall, prob: Tensor | None = None) -> Tensor:
-        """As :meth:`Estimator.attach`; ``prob`` are the probabilities of the edges, if already computed."""
+    def attach(self, out: Tensor, call: AttentionCall) -> Tensor:
+        """As :meth:`Estimator.attach`."""
         choice = call.choice
         if choice.probability is None or not torch.is_grad_enabled():
             return out
@@ -239,14 +232,14 @@ class Local(Estimator):
         if kept is not None:
             blocks, edge = graph.blocks._select_queries(kept)
             graph = graph.with_blocks(blocks)
-            prob, forced = (x if x is None else x[edge] for x in (prob, forced))
+            forced = None if forced is None else forced[edge]
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(call.query, call.key, probes)
             if kept is not None and bias is not None:  # of tokens, also where edges join blocks
                 bias = bias[edge] if graph.block_size == 1 else call.score_bias(call.query, call.key, graph)
         return attach_local_expectation(
             out, call.query, call.key, call.value, choice.probability, graph, probes, chance, bias=bias,
-            probe_bias=probe_bias, forced=forced, scale=call.scale, exploration=choice.exploration, prob=prob,
+            probe_bias=probe_bias, forced=forced, scale=call.scale, exploration=choice.exploration,
             weight=1 / self.rows,
         )  # fmt: skip
 
@@ -279,10 +272,8 @@ class Imitate(Estimator):
         choice = call.choice
         if choice.probability is None or not call.training or not torch.is_grad_enabled():
             return None
-        return self.weight * distillation(
-            call.query, call.key, choice.probability, choice.graph, bias=call.bias, scale=call.scale,
-            prob=call.prob, over=self.over,
-        )  # fmt: skip
+        how: dict[str, Any] = {"bias": call.bias, "scale": call.scale, "over": self.over}
+        return self.weight * distillation(call.query, call.key, choice.probability, choice.graph, **how)
 
 
 class Distill(Local):
