@@ -67,8 +67,7 @@ def taken(call: Callable[[], Any]) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference_segments, rows, pairs, conditions):
         monkeypatch.setattr(module, "EDGES_PER_CHUNK", 2**14, raising=False)
-    for module in (pairs, selectors):
-        monkeypatch.setattr(module, "CHUNK", 2**14)
+    monkeypatch.setattr(pairs, "CHUNK", 2**14)
 
 
 @pytest.fixture

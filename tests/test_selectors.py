@@ -121,8 +121,7 @@ def test_rules_are_their_definitions(
             expected[head, start + i, [first + j for j in keys]] = True
     tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal, seed=3)
     for chunk in (2**23, 40):  # all rows at once, and few
-        for module in (pairs, selectors):
-            monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(pairs, "CHUNK", chunk)
         monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
         graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)

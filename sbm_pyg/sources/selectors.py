@@ -26,21 +26,9 @@ from ..ops.reference.random_words import head_generator
 from ..ops.reference.segments import compress, edge_row, group_by_length
 from ..ragged import Tokens
 from ..rows import index_type
-from . import patterns
+from . import pairs, patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource
-from .pairs import (
-    CHUNK,
-    PairTile,
-    best_of,
-    check_centroids,
-    detached,
-    graph_of_ranges,
-    graph_of_rows,
-    grouped,
-    keep_top_k,
-    select_pairs,
-)
 
 __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
 
@@ -69,9 +57,9 @@ def top_k(tokens: Tokens, k: int) -> AttentionGraph:
         >>> top_k(Tokens(x), 2).to_dense()[0].int().tolist()
         [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
-    return graph_of_rows(tokens, *select_pairs(tokens, keep_top_k(k), most=k))
+    return pairs.graph_of_rows(tokens, *pairs.select_pairs(tokens, pairs.keep_top_k(k), most=k))
 
 
 @torch.no_grad()
@@ -97,7 +85,7 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
 
     Reference: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     k = min(checks.integer("k", k, 1, "It is the number of blocks of each query."), tokens.num_keys)
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
     size = min(size, max(tokens.num_keys, tokens.num_queries))
@@ -105,13 +93,13 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     own = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
     limit = block_ptr.diff()[tokens.query_sequence]
     limit = torch.minimum(limit, tokens.query_position // size + 1) if tokens.is_causal else limit
-    rowptr, chosen = select_pairs(tokens, keep_top_k(k, own), most=k, among=(mean, block_ptr, limit))
+    rowptr, chosen = pairs.select_pairs(tokens, pairs.keep_top_k(k, own), most=k, among=(mean, block_ptr, limit))
     row = edge_row(rowptr, chosen.numel())
     query_of = row % tokens.num_queries
     sequence = tokens.query_sequence[query_of]
     start = tokens.key_ptr[sequence]
     first = start + (chosen - block_ptr[sequence]) * size
-    return graph_of_ranges(tokens, row, first, torch.minimum(first + size, start + tokens.allowed_keys[query_of]))
+    return pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, start + tokens.allowed_keys[query_of]))
 
 
 @torch.no_grad()
@@ -138,7 +126,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
 
     Reference: Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer", 2020, section 2.
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     query, key = tokens.query, tokens.key
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are the opposites of the others.")
     if buckets % 2:
@@ -156,7 +144,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
         matrix = torch.stack([torch.randn(query.size(2), buckets // 2, generator=each) for each in random]).to(query)
         turned = [x @ matrix for x in (query, key)]
         mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
-        order, low, here, after, high = grouped(tokens, mine, theirs, buckets)
+        order, low, here, after, high = pairs.grouped(tokens, mine, theirs, buckets)
         if tokens.is_causal:
             first = low + ((here - low) // size - 1).clamp(min=0) * size
             end = after
@@ -167,7 +155,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
             end = torch.minimum(high, start + (rank // size + 1) * size)
         shift = number * order.numel()  # to the keys of this round in the concatenation
         found.append((every, first + shift, end + shift, order))
-    return graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    return pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 @torch.no_grad()
@@ -194,8 +182,8 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     Reference: Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers", TACL 2021, whose causal
     models rank all tokens of a sequence, and then mask later ones.
     """
-    tokens = detached(tokens)
-    centroids = check_centroids(centroids, tokens.query)
+    tokens = pairs.detached(tokens)
+    centroids = pairs.check_centroids(centroids, tokens.query)
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         size = min(size, max(tokens.num_keys, tokens.num_queries))
@@ -203,13 +191,13 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     if tokens.is_causal:
         count = tokens.allowed_keys.clamp(min=1)
         count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
-        return graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
+        return pairs.graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
     # tokens by group; a group is a head, a sequence and a centroid
     query_count, queries = _nearest_tokens(near[0], tokens.query_ptr, size)
     key_count, keys = _nearest_tokens(near[1], tokens.key_ptr, size)
     group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
     key_end = key_count.cumsum(0)
-    return graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
+    return pairs.graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
 
 
 class SelectorSource(GraphSource):
@@ -358,10 +346,8 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
     way_out = "Choose fewer keys, or fewer sequences at once."
     edges = tokens.heads * int(torch.minimum(tokens.allowed_keys, count).sum())
     checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # tiles, and their concatenation
-    keep, row = (
-        keep_top_k(count),
-        torch.arange(tokens.heads * tokens.num_queries, device=near.device).view(tokens.heads, -1),
-    )
+    keep = pairs.keep_top_k(count)
+    row = torch.arange(tokens.heads * tokens.num_queries, device=near.device).view(tokens.heads, -1)
     found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for queries, keys, _ in group_by_length(tokens.query_ptr, tokens.key_ptr):
         scores = near[:, keys.clamp(min=0)]
@@ -375,12 +361,12 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
             best = torch.cat([best, scores[..., fresh]], -1)
             position = torch.cat([position, positions[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            for tile in rows.split(max(1, CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
+            for tile in rows.split(max(1, pairs.CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
                 valid, query = tile >= 0, tile.clamp(min=0)
                 mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
                 possible = valid[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
-                where = PairTile(query, keys, valid, possible)
+                where = pairs.PairTile(query, keys, valid, possible)
                 kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
                 key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
                 found.append(where.rows(kept, key[kept], row))
@@ -406,10 +392,10 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     found = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]
-        for first in range(0, clusters, step := max(1, CHUNK // max(1, heads * padded.numel()))):
+        for first in range(0, clusters, step := max(1, pairs.CHUNK // max(1, heads * padded.numel()))):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
-            head, sequence, cluster, position = best_of(scores, valid, width[which, None]).nonzero(as_tuple=True)
+            head, sequence, cluster, position = pairs.best_of(scores, valid, width[which, None]).nonzero(as_tuple=True)
             group = (head * sequences + which[sequence]) * clusters + first + cluster
             found.append((group, head * tokens + padded[sequence, position]))
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -16,19 +16,7 @@ from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ragged import Tokens, resolve_ptr
-from ..sources import patterns
-from ..sources.pairs import (
-    PairTile,
-    check_centroids,
-    detached,
-    expand_ranges,
-    graph_of_pairs,
-    graph_of_ranges,
-    graph_of_rows,
-    grouped,
-    keep_top_k,
-    select_pairs,
-)
+from ..sources import pairs, patterns
 
 __all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "distance"]
 
@@ -54,16 +42,18 @@ def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> Attent
         >>> distance(Tokens(x), 1.5).to_dense()[0].int().tolist()
         [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     checks.number("threshold", threshold, "[0, inf]", "It is a distance.")
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
 
-    def near(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
+    def near(scores: Tensor, possible: Tensor, tile: pairs.PairTile) -> Tensor:
         inside = possible & (scores >= -threshold)
-        return inside if cap is None else keep_top_k(cap)(scores.masked_fill_(~inside, -torch.inf), inside, tile)
+        return inside if cap is None else pairs.keep_top_k(cap)(scores.masked_fill_(~inside, -torch.inf), inside, tile)
 
-    return graph_of_rows(tokens, *select_pairs(tokens, near, lambda query, key: -_distance(query, key), cap))
+    return pairs.graph_of_rows(
+        tokens, *pairs.select_pairs(tokens, near, lambda query, key: -_distance(query, key), cap)
+    )
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
@@ -123,7 +113,7 @@ def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
         [1, 0]
     """
     _check_points(x)
-    centroids = check_centroids(centroids, x, "x", "r")
+    centroids = pairs.check_centroids(centroids, x, "x", "r")
     return _nearest_clusters(x, centroids, _check_top(top, centroids.size(1)))[0]
 
 
@@ -156,7 +146,7 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
         >>> bucketing(Tokens(x), 2).to_dense()[0].int().tolist()
         [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     count = checks.integer("num_buckets", num_buckets, 1, "It is the number of buckets of a dimension.")
     if tokens.is_causal:
         raise ValueError(
@@ -168,10 +158,10 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
     for dim in range(tokens.query.size(2)):
         mine = _bucket(tokens.query[..., dim], tokens.query_ptr, tokens.query_sequence, count)
         theirs = _bucket(tokens.key[..., dim], tokens.key_ptr, tokens.key_sequence, count)
-        order, low, _, _, high = grouped(tokens, mine, theirs, count)
+        order, low, _, _, high = pairs.grouped(tokens, mine, theirs, count)
         shift = dim * order.numel()  # to the keys of this dimension in the concatenation
         found.append((every, low + shift, high + shift, order))
-    return graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    return pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
@@ -200,8 +190,8 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
     Raises:
         TypeError, ValueError: As :func:`distance`; or the tokens are causal and there is a cap.
     """
-    tokens = detached(tokens)
-    centroids = check_centroids(centroids, tokens.query, width="r")
+    tokens = pairs.detached(tokens)
+    centroids = pairs.check_centroids(centroids, tokens.query, width="r")
     count = centroids.size(1)
     top = _check_top(top, count)
     if cap is not None:
@@ -210,9 +200,9 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
             raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
     mine, theirs = (_nearest_clusters(x, centroids, top) for x in (tokens.query, tokens.key))
     group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
-    order, low, _, after, high = grouped(tokens, mine[0], group, count + 1)
+    order, low, _, after, high = pairs.grouped(tokens, mine[0], group, count + 1)
     every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
-    return graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order)
+    return pairs.graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order)
 
 
 def _check_top(top: int, count: int) -> int:
@@ -281,13 +271,13 @@ def block_bigbird(
         >>> graph.to_dense()[0, ::2].int().tolist()
         [[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
     """
-    tokens = detached(tokens)
+    tokens = pairs.detached(tokens)
     if tokens.is_causal:
         raise ValueError(
             "Expected no 'is_causal' with blocks (got True). Their means hold later tokens; take 'distance' or "
             "'clustering'."
         )
-    centroids = check_centroids(centroids, tokens.query, width="r")
+    centroids = pairs.check_centroids(centroids, tokens.query, width="r")
     k = min(checks.integer("k", k, 1, "It is a number of blocks."), max(tokens.num_keys, tokens.num_queries))
     size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
     size = min(size, max(tokens.num_keys, tokens.num_queries))
@@ -304,20 +294,20 @@ def block_bigbird(
     over = Tokens(query_mean, key_mean, query_ptr, key_ptr)
     half_width = -1 if block_window is None else block_window
     choose = _by_nearest if by == "nearest" else _by_shared
-    chosen = graph_of_pairs(over, *choose(over, centroids.to(query_mean.dtype), k, count, half_width))
+    chosen = pairs.graph_of_pairs(over, *choose(over, centroids.to(query_mean.dtype), k, count, half_width))
     if block_window is not None:
         chosen = chosen | patterns.window(None, block_window, ptr=query_ptr)
     if count:
         chosen = chosen | patterns.global_tokens(None, count, ptr=query_ptr)
     head = chosen.num_queries * torch.arange(tokens.heads, device=tokens.query.device)
     of = (head[:, None] + query_block).flatten()  # [H*N], the row of blocks of each query
-    row, edge = expand_ranges(
+    row, edge = pairs.expand_ranges(
         torch.arange(of.numel(), device=tokens.query.device), chosen.rowptr[of], chosen.rowptr[of + 1]
     )
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
     first = tokens.key_ptr[sequence] + over.key_position[block] * size
-    return graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
+    return pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
 
 
 def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +322,7 @@ def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half
         group, item, rank = _ranked(tokens, every, far, clusters, sequence, position >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))
     (mine, query), (theirs, key) = taken
-    row, at = expand_ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
+    row, at = pairs.expand_ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
     return row, key[at] % tokens.num_keys
 
 
@@ -344,7 +334,7 @@ def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_
     wanted = _group(tokens, mine[0], tokens.query_sequence, centroids.size(1))
     (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
     low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
-    row, at = expand_ranges(
+    row, at = pairs.expand_ranges(
         query, low, torch.minimum(high, low + k + 2 * half_width + 1 if half_width >= 0 else low + k)
     )
     col = key[at]
