@@ -44,25 +44,9 @@ from .sources.interface import Choice, EdgeProbability, GraphSource, check_proba
 from .sources.learned import LearnedSource, sample_rows, sample_sequences
 
 __all__ = [
-    "ESTIMATORS",
-    "AttentionCall",
-    "Concrete",
-    "Distill",
-    "Estimator",
-    "Imitate",
-    "Local",
-    "Mask",
-    "NoEstimator",
-    "Paper",
-    "Relaxed",
-    "attach_local_expectation",
-    "concrete_bias",
-    "distillation",
-    "draw_probes",
-    "relaxed_bias",
-    "row_distillation",
-    "score_function",
-    "straight_through",
+    "ESTIMATORS", "AttentionCall", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator",
+    "Paper", "Relaxed", "attach_local_expectation", "concrete_bias", "distillation", "draw_probes", "relaxed_bias",
+    "row_distillation", "score_function", "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")

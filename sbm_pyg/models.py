@@ -32,14 +32,9 @@ from .sources import indexer, patterns, selectors
 from .sources.interface import Choice, GraphSource
 
 __all__ = [
-    "EncoderTrace",
-    "MaskedLM",
-    "PairClassifier",
-    "SequenceClassifier",
-    "SequenceEncoder",
-    "TokenClassifier",
+    "EncoderTrace", "MaskedLM", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier",
     "mask_tokens",
-]
+]  # fmt: skip
 
 SOURCES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # with the defaults of their sizes
     "window": (partial(patterns.PatternSource, patterns.window), {"size": 64}),

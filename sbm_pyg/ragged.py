@@ -24,17 +24,9 @@ from .ops.reference.segments import allowed_keys
 from .ops.values import can_read, require_values
 
 __all__ = [
-    "Tokens",
-    "check_tensor",
-    "count_pairs",
-    "draw_seed",
-    "offsets",
-    "pad",
-    "resolve_ptr",
-    "resolve_sequence_ids",
-    "resolve_sides",
-    "unpad",
-]
+    "Tokens", "check_tensor", "count_pairs", "draw_seed", "offsets", "pad", "resolve_ptr", "resolve_sequence_ids",
+    "resolve_sides", "unpad",
+]  # fmt: skip
 
 HEAD_BITS = 24
 """Bits of the number of a head in the counters of random words."""

@@ -21,24 +21,10 @@ from .reference import edges as reference_edges
 from .reference.segments import Rows
 
 __all__ = [
-    "Rows",
-    "block_attention",
-    "block_effect",
-    "block_expectation",
-    "block_weight",
-    "edge_attention",
-    "edge_dot",
-    "edge_effect",
-    "edge_entmax",
-    "edge_gate",
-    "invalid_row",
-    "local_expectation",
-    "reach_dot",
-    "sample_queries",
-    "sample_sbm",
-    "sample_systematic",
-    "segment_entmax",
-]
+    "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention", "edge_dot",
+    "edge_effect", "edge_entmax", "edge_gate", "invalid_row", "local_expectation", "reach_dot", "sample_queries",
+    "sample_sbm", "sample_systematic", "segment_entmax",
+]  # fmt: skip
 
 METHODS = ("bernoulli", "fastrg")
 """Names of the distributions of a sampled graph."""

@@ -19,22 +19,9 @@ from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "PairRule",
-    "PairTile",
-    "Score",
-    "check_centroids",
-    "check_vectors",
-    "detached",
-    "dot_product",
-    "expand_ranges",
-    "graph_of_pairs",
-    "graph_of_ranges",
-    "graph_of_rows",
-    "grouped",
-    "keep_top_k",
-    "pair_tiles",
-    "part_of",
-    "select_pairs",
+    "PairRule", "PairTile", "Score", "best_of", "check_centroids", "check_vectors", "detached", "dot_product",
+    "expand_ranges", "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles",
+    "part_of", "select_pairs",
 ]  # fmt: skip
 
 CHUNK = 2**23  # scores at a time

@@ -11,12 +11,6 @@ from . import ground_truth, predictors
 from .projection import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection, projection_loss
 
 __all__ = [
-    "Projection",
-    "Sample",
-    "SparsefinderSource",
-    "fit_centroids",
-    "fit_projection",
-    "ground_truth",
-    "predictors",
+    "Projection", "Sample", "SparsefinderSource", "fit_centroids", "fit_projection", "ground_truth", "predictors",
     "projection_loss",
-]
+]  # fmt: skip
