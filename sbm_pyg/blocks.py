@@ -18,8 +18,9 @@ from . import ops
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference.blocks import Cut, cut_blocks
+from .ops.reference.segments import runs
 from .ops.values import require_values
-from .ragged import check_tensor, offsets, resolve_ptr
+from .ragged import check_tensor, count_positions, offsets, resolve_ptr
 from .rows import check_edges, check_graph
 
 __all__ = ["BlockGraph", "BlockPool", "block_means", "block_tokens", "pool_blocks"]
@@ -164,21 +165,19 @@ class BlockGraph(AttentionGraph):
         query, key = self.cuts
         total, device = self.num_edges, self.device
         checks.memory("graph", total, 40, device, "Take fewer heads or sequences; attention needs no edges of tokens.")
-        token_of_row = torch.arange(self.num_queries, device=device).repeat(self.heads)  # [H*N]
         block = torch.repeat_interleave(query.length, output_size=self.num_queries)
         row = (torch.arange(self.heads, device=device)[:, None] * query.count + block).flatten()  # [H*N], of blocks
         degree = self.blocks.rowptr.diff()[row]
         count = int(degree.sum())
-        token = torch.repeat_interleave(degree, output_size=count)
-        edge = torch.arange(count, device=device) + (self.blocks.rowptr[row] - degree.cumsum(0) + degree)[token]
+        edge = runs(self.blocks.rowptr[row], degree, count)
         col = self.blocks.col.long()[edge]
         size = key.length[col]
         if self.is_causal:
-            position = token_of_row - self.query_ptr[query.sequence[row % query.count]]
-            size = torch.minimum(size, position[token] - self.block_size * key.position[col] + 1)
-        each = torch.repeat_interleave(size, output_size=total)
-        first = (key.first[col] - size.cumsum(0) + size)[each]
-        return (first + torch.arange(total, device=device)).to(self.blocks.col.dtype), edge[each]
+            position = count_positions(self.query_ptr, self.num_queries).repeat(self.heads)  # [H*N]
+            position = position.repeat_interleave(degree, output_size=count)
+            size = torch.minimum(size, position - self.block_size * key.position[col] + 1)
+        keys = runs(key.first[col], size, total, self.blocks.col.dtype)
+        return keys, edge.repeat_interleave(size, output_size=total)
 
     @property
     def col(self) -> Tensor:

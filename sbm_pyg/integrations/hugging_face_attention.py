@@ -19,7 +19,8 @@ from transformers.utils.output_capturing import _active_collector
 from ..graph import AttentionGraph
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
-from ..ragged import Tokens, draw_seed
+from ..ops.reference.segments import runs
+from ..ragged import Tokens, draw_seed, offsets
 from ..sources import patterns
 from ..sources.learned import LearnedSource
 
@@ -247,13 +248,8 @@ class GraphAttention(nn.Module):
         choice = free(tokens).expand(self.conv.heads)
         first = torch.maximum(key_ptr[1:] - 1 - distance, key_ptr[:-1])
         count = key_ptr[1:] - first
-        row = torch.repeat_interleave(count)
-        start = count.cumsum(0) - count
-        col = first[row] + torch.arange(row.numel(), device=row.device) - start[row]
-        last = AttentionGraph.from_edge_index(
-            torch.stack([col, row]), query_ptr.numel() - 1, flat[1].size(1), query_ptr=query_ptr, key_ptr=key_ptr
-        )
-        return choice.graph | last
+        sizes = (query_ptr.numel() - 1, flat[1].size(1), 1, query_ptr, key_ptr)
+        return choice.graph | AttentionGraph._trusted(offsets(count), runs(first, count), *sizes)
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
