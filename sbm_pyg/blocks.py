@@ -206,17 +206,9 @@ class BlockGraph(AttentionGraph):
         return query, key
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor | None = None,
-        bias: Tensor | None = None,
-        scale: float = 1.0,
-        gate_form: str = "score",
-        dropout: float = 0.0,
-        seed: int = 0,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float,
+        gate_form: str, dropout: float, seed: int,
+    ) -> Tensor:  # fmt: skip
         if gate is not None:  # a gate is a number per edge of tokens, which no kernel over blocks takes
             return super()._attend(query, key, value, gate, bias, scale, gate_form, dropout, seed)
         rows = self.blocks.rows._replace(bias=self._block_bias(bias))

@@ -96,17 +96,9 @@ class AttentionGraph(CompressedRows):
     # ---------------------------------------------------------------- kernels, for layers and estimators
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor | None = None,
-        bias: Tensor | None = None,
-        scale: float = 1.0,
-        gate_form: str = "score",
-        dropout: float = 0.0,
-        seed: int = 0,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, bias: Tensor | None, scale: float,
+        gate_form: str, dropout: float, seed: int,
+    ) -> Tensor:  # fmt: skip
         """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are per edge of tokens, ``[E]``."""
         rows = self.rows._replace(bias=bias)
         return ops.edge_attention(query, key, value, rows, gate, scale, gate_form, dropout, seed)[0]
@@ -376,10 +368,8 @@ class AttentionGraph(CompressedRows):
                 f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
             )
-        same = True
-        if ptr is not None or batch is not None:
-            same = edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device))
-        if not same:
+        given = ptr is not None or batch is not None
+        if given and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
             raise ValueError(
                 f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
@@ -407,7 +397,6 @@ class AttentionGraph(CompressedRows):
         *before, num_queries, num_keys = mask.shape
         batch, heads = before[0] if len(before) == 2 else 1, before[-1] if before else 1
         flat = mask.reshape(batch, heads, num_queries, num_keys)
-
         position = torch.arange(num_keys, device=mask.device)
 
         def rows(number: Tensor) -> tuple[Tensor, Tensor]:
@@ -609,11 +598,9 @@ class AttentionGraph(CompressedRows):
         require_values(self.col, "graph")
         checks.flag("bipartite", bipartite, "If True, queries and keys are separate nodes.", optional=True)
         graph = self.sequence(resolve_index(sequence, self.num_sequences, "sequence"))
-        chosen = (
-            graph
-            if head == "all"
-            else graph.head(resolve_index(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
-        )
+        chosen = graph
+        if head != "all":
+            chosen = graph.head(resolve_index(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
         if bipartite is False and not square:
             raise ValueError(
