@@ -432,11 +432,7 @@ class CompressedRows:
         require_values(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(f"Expected 'mask' to be bool (got {mask.dtype}). Pass a comparison such as `weight > 0`.")
-        if not torch.compiler.is_compiling() and mask.shape != self.col.shape:
-            raise ValueError(
-                f"Expected 'mask' to be [E] = [{self.num_edges}] (got {list(mask.shape)}). "
-                "It is True for the edges to keep."
-            )
+        checks.shape("mask", mask, self.col.shape, "[E]", "It is True for the edges to keep.")
         return self._with(offsets(mask)[self.rowptr], self.col[unmerged(mask)], self.heads)
 
     def _select_queries(self, kept: Tensor) -> tuple[Self, Tensor]:

@@ -94,8 +94,7 @@ class Sparsifier:
         keep_dense: Collection[str] = (),
         scaler: Any = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
+        checks.kind("model", model, torch.nn.Module, "a module", "Its sources are set.")
         checks.number("density", density, "(0, 1)", "It is a part of the pairs; leave the Sparsifier out for all.")
         total_steps = checks.integer("total_steps", total_steps, 1, "It is the number of training steps.")
         checks.number("dense_part", dense_part, "[0, 1]", "It is a part of the training steps.")

@@ -187,8 +187,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 @contextmanager
 def _watch(model: nn.Module, see: Callable[[str, AttentionConv, Choice, _Inputs, _Filter], None]) -> Iterator[None]:
     """Show each call of an attention layer to a function: the graph, and queries, keys and values, rotated."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). It has attention layers.")
+    checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
     if not layers:
         raise ValueError(

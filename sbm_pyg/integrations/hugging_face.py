@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -79,11 +79,8 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
         >>> replace_attention(model, num_blocks=4, self_loops=True)
         ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"Expected 'model' to be a PreTrainedModel (got {type(model).__name__}). For torch's layers take "
-            "`sbm_pyg.replace_attention`."
-        )
+    way_out = "For torch's layers take `sbm_pyg.replace_attention`."
+    checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", way_out)
     options = {"source": source, **options}
     names = _attach(model, options, replaced=True)
     model.set_attn_implementation(NAME)
@@ -109,8 +106,7 @@ def register_source(name: str, make: Callable[..., GraphSource]) -> None:
         >>> from sbm_pyg import SBMHead, SBMSource
         >>> register_source("tied", lambda channels, heads, **options: SBMSource(SBMHead(channels, heads), **options))
     """
-    if not callable(make):
-        raise TypeError(f"Expected 'make' to be a function (got {type(make).__name__}). It returns a GraphSource.")
+    checks.kind("make", make, Callable, "a function", "It returns a GraphSource.")
     if name in BUILT_IN:
         raise ValueError(f"Expected 'name' to be new (got {name!r}, which the library has). Choose another.")
     SOURCES[name] = make
@@ -121,7 +117,7 @@ def register_source(name: str, make: Callable[..., GraphSource]) -> None:
 
 def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> list[str]:
     """Add a part with a source to the self-attention modules of a model; returns the names of those that have one."""
-    found = dict(_find_attention(model))
+    found = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
     stays = {name for name, each in found.items() if CROSS.search(f"{name} {type(each).__name__}") or _is_local(each)}
     if len(stays) == len(found) and (found or replaced):
         got = f"{len(found)} of them in windows or between encoder and decoder" if found else "none"
@@ -140,11 +136,6 @@ def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool =
     for config in configs.values() if made else ():
         config.sbm, config.attn_implementation = dict(options), NAME
     return [name for name, module in found.items() if getattr(module, NAME) is not None]
-
-
-def _find_attention(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules that call the attention interface."""
-    return ((name, module) for name, module in model.named_modules() if _calls_interface(type(module).forward))
 
 
 @cache

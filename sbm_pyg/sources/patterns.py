@@ -541,19 +541,14 @@ def check_window(window: int | None) -> int | None:
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
-def check_same_tokens(bipartite: bool) -> None:
-    """Raise ValueError if queries and keys are different tokens: then a window has no meaning."""
+def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
+    """Add a window to the choice in each head, regardless of the probabilities."""
+    if window_size is None:
+        return choice
     if bipartite:
         raise ValueError(
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
             "Leave it out, or add a pattern of your own and pass the graph."
         )
-
-
-def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
-    """Add a window to the choice in each head, regardless of the probabilities."""
-    if window_size is None:
-        return choice
-    check_same_tokens(bipartite)
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
