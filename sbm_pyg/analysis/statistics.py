@@ -367,12 +367,9 @@ def _spectral_gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
                 gaps.append(0.0)
                 continue
             rows = one.to_scipy(head)
-            both = (
-                scipy_sparse().block_array([[None, rows], [rows.T, None]], format="csr")
-                if split
-                else (rows + rows.T.tocsr())
-            )
-            gaps.append(_gap(both))
+            back = rows.T.tocsr()
+            joined = scipy_sparse().block_array([[None, rows], [back, None]], format="csr") if split else rows + back
+            gaps.append(_gap(joined))
     return np.array(gaps)
 
 

@@ -193,11 +193,8 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
         torch.bincount(head, minlength=ground_truth.heads).to(wide)
         for head in (ground_truth.edge_head, graph.edge_head, ground_truth.edge_head[hit])
     )
-    missed = (
-        torch.zeros_like(ground_truth.degree.flatten())
-        .index_add_(0, ground_truth.edge_row, (~hit).long())
-        .view(ground_truth.heads, -1)
-    )
+    rows = ground_truth.heads * ground_truth.num_queries
+    missed = torch.bincount(ground_truth.edge_row[~hit], minlength=rows).view(ground_truth.heads, -1)
     pairs = float(graph.pairs_per_sequence.sum())
     exact = (missed == 0).to(wide).mean(1)
     recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
