@@ -65,18 +65,9 @@ def apply_gate_and_bias(score: Tensor, gate: Tensor | None, bias: Tensor | None,
 
 
 def edge_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    gate_form: str,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None, bias: Tensor | None,
+    scale: float, gate_form: str, dropout: float, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, num_queries = query.shape[:2]
     rows = heads * num_queries
     row, end = edge_ends(query, key, rowptr, col)
@@ -95,23 +86,10 @@ def edge_attention(
 
 
 def edge_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    gate_form: str,
-    dropout: float,
-    seed: int,
-    need_gate: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, gate: Tensor | None,
+    bias: Tensor | None, out: Tensor, lse: Tensor, scale: float, gate_form: str, dropout: float, seed: int,
+    need_gate: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     row, end = edge_ends(query, key, rowptr, col)
     score = row_dots(query, key, row, end) * scale
     logit = apply_gate_and_bias(score, gate, bias, gate_form)
@@ -129,8 +107,7 @@ def edge_attention_backward(
     order, ptr, rows = by_key(rowptr, col, *key.shape[:2])
     grad_key = segments(grad_score[order][:, None] * flat_query[rows], ptr)
     grad_value = segments(kept[order][:, None] * flat_grad[rows], ptr)
-    empty = grad_logit.new_empty(0)
-    grad_gate = grad_bias = empty
+    grad_gate, grad_bias = (grad_logit.new_empty(0) for _ in range(2))
     if gate is not None and need_gate:
         grad_gate = (grad_logit * score if gate_form == "score" else grad_logit / upcast(gate)).to(gate.dtype)
     if bias is not None and need_bias:
@@ -140,5 +117,5 @@ def edge_attention_backward(
         grad_key.view(key.shape).to(key.dtype),
         grad_value.view(value.shape).to(value.dtype),
         grad_gate,
-        grad_bias if grad_bias is not grad_gate else empty.clone(),
+        grad_bias,
     )

@@ -88,22 +88,10 @@ def leave_one_out(
 
 
 def edge_effect(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    bias: Tensor | None,
-    probe_rowptr: Tensor,
-    probe_col: Tensor,
-    probe_bias: Tensor | None,
-    scale: float,
-    rate: Tensor | None,
-    member: Tensor | None,
-    chance: Tensor | None,
-    exploration: float,
-) -> tuple[Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None,
+    member: Tensor | None, chance: Tensor | None, exploration: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     measured = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
         row, end = edge_ends(query, key, pointer, tokens)

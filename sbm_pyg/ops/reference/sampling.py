@@ -141,17 +141,9 @@ class Plan(NamedTuple):
 
 
 def sample_sbm(
-    rate: Tensor,
-    member: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    sequence_ids: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
+    exploration: float, clamp: bool, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw all rows together. If memory does not hold all of them, the host waits twice for each part."""
     rows, num_keys = rate.size(0) * rate.size(1), member.size(1)
     dtype = torch.int32 if num_keys < 2**31 else torch.int64
