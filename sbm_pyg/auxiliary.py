@@ -81,13 +81,10 @@ class AuxiliaryLosses:
         return AuxiliaryLosses, (self.weight, self.scaled)
 
     def add(self, out: Tensor, loss: Tensor | None, whose: str, is_needed: bool = True) -> Tensor:
-        """Store the loss of a call and return its output.
+        """Store the loss of a call, if there is one, and return its output.
 
-        Args:
-            out: The output.
-            loss: The loss, or None.
-            whose: Name of the module in errors.
-            is_needed: Whether a backward pass raises an error if the loss was not taken; otherwise it warns.
+        A backward pass raises an error if the loss was not taken; it names the module, ``whose`` loss it is. It warns
+        if the loss is not needed.
         """
         if loss is None:
             return out

@@ -120,14 +120,9 @@ class AttentionGraph(CompressedRows):
     ) -> Tensor:  # fmt: skip
         """The output; its backward pass also reaches the factors of the probabilities, or those of edges and probes.
 
-        Args:
-            inputs: Output, queries, keys and values.
-            probes: Graph of the probes.
-            biases: Score biases of the edges and of the probes, or None.
-            factors: Factors of the probabilities, or None.
-            prob: Computes the probabilities of edges and probes of ``blocks``, if there are no factors to use.
-            **options: ``chance``, ``forced``, ``scale``, ``exploration`` and ``weight`` of
-                :func:`sbm_pyg.ops.local_expectation`.
+        Inputs are output, queries, keys and values; ``biases`` are those of edges and probes. Without factors, ``prob``
+        computes the probabilities of edges and probes of ``blocks``. Options are those of
+        :func:`sbm_pyg.ops.local_expectation`.
         """
         edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
         both = None if factors is not None else prob()

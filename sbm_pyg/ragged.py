@@ -204,13 +204,7 @@ def count_positions(ptr: Tensor, count: int) -> Tensor:
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:
-    """Number of pairs of a query and a key in each sequence, ``[B]`` int64.
-
-    Args:
-        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
-        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
-        is_causal: Count only pairs with a key position up to the query position.
-    """
+    """Number of pairs of a query and a key in each sequence, ``[B]`` int64; if causal, without later keys."""
     queries, keys = query_ptr.diff(), key_ptr.diff()
     if not is_causal:
         return queries * keys
@@ -310,11 +304,8 @@ def resolve_sides(
     """Offsets of the sequences in queries and in keys: the same tensor for both, if they are given once and N = M.
 
     Args:
-        num_queries: Number of queries N.
-        num_keys: Number of keys M.
-        ptr: Offsets, ``[B+1]`` int64, or the pair (keys, queries), in PyG's order; or None.
-        batch: Sequence number of each token, or the pair (keys, queries); or None.
-        device: As in :func:`resolve_ptr`.
+        num_queries, num_keys: N and M.
+        ptr, batch, device: As in :func:`resolve_ptr`; offsets and numbers also as a pair (keys, queries), PyG's order.
         names: Names of the offsets of queries and of keys in error messages.
 
     Raises:
@@ -338,17 +329,9 @@ def resolve_sides(
 
 
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
-    """Offsets of the sequences of PyG ``Data``, or of one node type of ``HeteroData``: its ``ptr``, else its ``batch``.
+    """Offsets of the sequences of PyG ``Data``, or of one node type of ``HeteroData``, ``[B+1]`` int64.
 
-    Args:
-        store: An object with ``num_nodes`` and, optionally, ``ptr`` or ``batch``.
-        device: As in :func:`resolve_ptr`.
-
-    Returns:
-        Offsets, ``[B+1]`` int64; None if the object has neither.
-
-    Raises:
-        TypeError, ValueError: As :func:`resolve_ptr`.
+    They are those of its ``ptr``, else of its ``batch``, as :func:`resolve_ptr` checks them; None if it has neither.
     """
     ptr, batch = store.get("ptr"), store.get("batch")
     if ptr is None and batch is None:

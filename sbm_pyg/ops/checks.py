@@ -384,18 +384,9 @@ def install(extra: str, options: str = "") -> str:
 
 
 def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, what: str = "edges") -> None:
-    """Refuse a number of things that available memory cannot hold, before any is allocated.
+    """Refuse so many things for which an argument asks, if memory cannot hold them, before any is allocated.
 
-    Args:
-        name: Argument that asks for them.
-        count: How many.
-        bytes_each: Bytes that each takes while it is made.
-        device: Where.
-        way_out: What to do instead.
-        what: What they are.
-
-    Raises:
-        ValueError: They take more than there is.
+    ``bytes_each`` are those that one takes while it is made.
     """
     if fits(count, bytes_each, device):
         return
