@@ -244,10 +244,7 @@ def fit_centroids(
         ImportError: scikit-learn is not installed.
         TypeError, ValueError: An argument has the wrong type or range, or there are fewer tokens than centroids.
     """
-    try:
-        from sklearn.cluster import KMeans
-    except ImportError as error:
-        raise ImportError("Expected scikit-learn to be installed. `pip install scikit-learn`.") from error
+    cluster = checks.imported("sklearn.cluster", "examples")
     num_clusters = checks.integer("num_clusters", num_clusters, 1, "It is the number of centroids of a head.")
     if block_size is not None:
         block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
@@ -261,7 +258,7 @@ def fit_centroids(
             "Give more samples."
         )
     start = checks.seed(seed) % 2**32
-    fitted = [KMeans(num_clusters, n_init=1, random_state=start).fit(head.cpu().numpy()) for head in points]
+    fitted = [cluster.KMeans(num_clusters, n_init=1, random_state=start).fit(head.cpu().numpy()) for head in points]
     return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
 
 
