@@ -383,7 +383,8 @@ def local_expectation(
         x if x is None or not x.is_floating_point() else x.detach()
         for x in (query, key, value, *rows, *probes, chance, forced)
     )
-    return schemas.LocalExpectation.apply(out, *probabilities, *constants, scale, exploration, weight)
+    tokens = (None, None, None, False)  # no blocks
+    return schemas.Expectation.apply(out, *probabilities, *constants, *tokens, scale, exploration, weight)
 
 
 def block_attention(
@@ -558,8 +559,8 @@ def block_expectation(
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
     checks.no_tangent(out, *prob)
     constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
-    more = (chance, forced, layout[2], is_causal, scale, exploration, weight)
-    return schemas.BlockExpectation.apply(out, *prob, *constants, *layout[:2], *more)
+    more = (chance, forced, *layout, is_causal, scale, exploration, weight)
+    return schemas.Expectation.apply(out, None, None, *prob, *constants, *more)
 
 
 def segment_entmax(

@@ -297,24 +297,11 @@ class EdgeSum(torch.autograd.Function):
         return dweight, dvalue, None, None
 
 
-def _pass_through(out: Tensor) -> Tensor:
-    # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
-    return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
+class Expectation(torch.autograd.Function):
+    """The identity on the output of attention, whose gradient reaches the edge probabilities by the effects of edges.
 
-
-def _weighted(
-    effects: tuple[Tensor, Tensor], probs: tuple[Tensor, Tensor], rowptrs: tuple[Tensor, Tensor], chance: Tensor,
-    forced: Tensor | None, exploration: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the probabilities of edges and of probes, from their effects."""
-    edges = weigh_effect(effects[0], probs[0], rowptrs[0], chance, forced, exploration, False)
-    return edges, weigh_effect(effects[1], probs[1], rowptrs[1], chance, None, exploration, True)
-
-
-class LocalExpectation(torch.autograd.Function):
-    """The identity on the output of attention, whose gradient reaches the edge probabilities by ``edge_effect``.
-
-    Probabilities are those of ``rate`` and ``member``, or given for each edge and each probe.
+    Probabilities are those of ``rate`` and ``member``, or given for each edge and each probe. With a ``block_size``
+    edges join blocks, whose probabilities are given.
     """
 
     @staticmethod
@@ -322,48 +309,11 @@ class LocalExpectation(torch.autograd.Function):
         out: Tensor, rate: Tensor | None, member: Tensor | None, prob: Tensor | None, probe_prob: Tensor | None,
         query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
         probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, chance: Tensor, forced: Tensor | None,
-        scale: float, exploration: float, factor: float,
+        query_ptr: Tensor | None, key_ptr: Tensor | None, block_size: int | None, is_causal: bool, scale: float,
+        exploration: float, factor: float,
     ) -> Tensor:  # fmt: skip
-        return _pass_through(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:-3])
-        ctx.options = inputs[-3:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rate, member, prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
-        scale, exploration, factor = ctx.options
-        grad = grad.contiguous()  # which attention below needs as well
-        scaled = grad if factor == 1 else grad * factor  # effects are linear in it
-        rows, probe_rows = attention[3:5], attention[6:8]
-        need = ctx.needs_input_grad[1:5]
-        grads: list[Tensor | None] = [None] * 4
-        if rate is None:
-            effects = edge_effect(scaled, *attention, scale, None, None, None, 0.0)
-            rowptrs = rows[0], probe_rows[0]
-            grads[2:] = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
-        else:
-            effect, probe_effect = edge_effect(scaled, *attention, scale, rate, member, chance, exploration)
-            effect = effect if forced is None else effect.masked_fill_(forced, 0)
-            one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
-            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
-            grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
-        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 14)
-
-
-class BlockExpectation(torch.autograd.Function):
-    """As :class:`LocalExpectation`, over blocks, whose effects are those of ``block_effect``."""
-
-    @staticmethod
-    def forward(
-        out: Tensor, prob: Tensor, probe_prob: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor,
-        col: Tensor, bias: Tensor | None, probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None,
-        query_ptr: Tensor, key_ptr: Tensor, chance: Tensor, forced: Tensor | None, block_size: int, is_causal: bool,
-        scale: float, exploration: float, factor: float,
-    ) -> Tensor:  # fmt: skip
-        return _pass_through(out)
+        # A compiled graph that begins with `out` would return a view of its input, and leave the derivative out.
+        return out.clone() if torch.compiler.is_compiling() else out.view_as(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -372,10 +322,24 @@ class BlockExpectation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        prob, probe_prob, *attention, chance, forced = ctx.saved_tensors
-        *layout, exploration, factor = ctx.options
+        rate, member, prob, probe_prob, *attention, chance, forced, query_ptr, key_ptr = ctx.saved_tensors
+        block_size, is_causal, scale, exploration, factor = ctx.options
+        grad = grad.contiguous()  # which attention below needs as well
         scaled = grad if factor == 1 else grad * factor  # effects are linear in it
-        effects = block_effect(scaled.contiguous(), *attention, *layout)
-        rowptrs = attention[3], attention[6]
-        found = _weighted(effects, (prob, probe_prob), rowptrs, chance, forced, exploration)
-        return grad, *found, *[None] * 18
+        rows, probe_rows = attention[3:5], attention[6:8]
+        need = ctx.needs_input_grad[1:5]
+        grads: list[Tensor | None] = [None] * 4
+        if rate is None:
+            if block_size is None:
+                effects = edge_effect(scaled, *attention, scale, None, None, None, 0.0)
+            else:
+                effects = block_effect(scaled, *attention, query_ptr, key_ptr, block_size, is_causal, scale)
+            grads[2] = weigh_effect(effects[0], prob, rows[0], chance, forced, exploration, False)
+            grads[3] = weigh_effect(effects[1], probe_prob, probe_rows[0], chance, None, exploration, True)
+        else:
+            effect, probe_effect = edge_effect(scaled, *attention, scale, rate, member, chance, exploration)
+            effect = effect if forced is None else effect.masked_fill_(forced, 0)
+            one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
+            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
+            grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
+        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 18)
