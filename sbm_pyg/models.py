@@ -135,12 +135,6 @@ class EncoderTrace:
         return torch.stack([torch.ones(self.shape, device=device, dtype=dtype) if row is None else row for row in rows])
 
 
-def _check_parameters(name: str, count: int) -> None:
-    """Refuse more parameters than memory holds."""
-    width, device = torch.get_default_dtype().itemsize, torch.get_default_device()
-    checks.memory(name, count, width, device, "Build a smaller model.", "parameters")
-
-
 def _make_attention(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
@@ -284,7 +278,7 @@ class SequenceEncoder(Pretrained):
         counts = {source: width * channels, "max_length": max_length * channels, "heads": attended}
         counts |= {"ffn_channels": network, "num_layers": num_layers * (attended + network)}
         for name, count in counts.items():
-            _check_parameters(name, count)
+            checks.parameters(name, count)
         checks.memory("num_layers", num_layers, LAYER_BYTES, torch.device("cpu"), "Build a smaller model.", "layers")
         checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {[*ATTENTION]}.")
         if isinstance(attention, str):
@@ -491,7 +485,7 @@ class _Head(Pretrained):
         checks.kind("encoder", encoder, SequenceEncoder, "a SequenceEncoder", "It turns tokens into vectors.")
         self.encoder = encoder
         self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
-        _check_parameters("num_classes", self.num_classes * getattr(encoder, width))
+        checks.parameters("num_classes", self.num_classes * getattr(encoder, width))
 
     def constructor_options(self) -> dict[str, Any]:
         """As :meth:`Pretrained.constructor_options`."""

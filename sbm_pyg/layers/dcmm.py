@@ -130,9 +130,8 @@ class DCMMBias(nn.Module):
             checks.flag(name, flag, "See the docstring of DCMMBias.")
         checks.number("scale", scale, "(-inf, inf)", "It is the initial factor of the bias.")
         checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is the weight of the entropy in the loss.")
-        device, width = torch.get_default_device(), torch.get_default_dtype().itemsize
-        checks.memory("num_blocks", num_blocks * (channels + num_blocks), width, device, "Take fewer.", "parameters")
-        checks.memory("heads", heads * num_blocks**2, width, device, "Take fewer heads or communities.", "parameters")
+        checks.parameters("num_blocks", num_blocks * (channels + num_blocks), "Take fewer.")
+        checks.parameters("heads", heads * num_blocks**2, "Take fewer heads or communities.")
         self.channels, self.heads, self.num_blocks = given.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight

@@ -397,6 +397,11 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
     )
 
 
+def parameters(name: str, count: int, way_out: str = "Build a smaller model.") -> None:
+    """Refuse more parameters, of torch's default type and on its default device, than memory holds."""
+    memory(name, count, torch.get_default_dtype().itemsize, torch.get_default_device(), way_out, "parameters")
+
+
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
     """Whether memory holds so many things.
 
