@@ -114,6 +114,7 @@ def test_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     text = (DOCS / "guides" / name).read_text()
     if name == "torch_sparse.md":
         pytest.importorskip("torch_sparse", reason="torch-sparse is not installed")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     run_page(DOCS / "guides" / name, capsys, monkeypatch)
     if name != "index.md":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from examples.common.corpus import train_tokenizer
 from examples.glue import __main__ as program
@@ -16,41 +19,8 @@ from examples.glue import data, padding, report, train
 from sbm_pyg import SequenceClassifier, SequenceEncoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORDS = [
-    "the",
-    "film",
-    "was",
-    "a",
-    "quiet",
-    "and",
-    "moving",
-    "story",
-    "of",
-    "two",
-    "friends",
-    "on",
-    "a",
-    "long",
-    "travel",
-    "by",
-    "train",
-]
-SIZES = [
-    "--vocabulary",
-    "300",
-    "--length",
-    "48",
-    "--batch-tokens",
-    "256",
-    "--channels",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--window",
-    "2",
-]
+WORDS = ["the", "film", "was", "a", "quiet", "and", "moving", "story", "of", "two", "friends", "on", "a", "long", "travel", "by", "train"]  # fmt: skip
+SIZES = ["--vocabulary", "300", "--length", "48", "--batch-tokens", "256", "--channels", "16", "--layers", "1", "--heads", "2", "--window", "2"]  # fmt: skip
 
 
 def write_texts(path: Path, count: int = 300) -> Path:
@@ -322,6 +292,20 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
         assert first == "index\tprediction"
         assert len(guesses) == (3 if "-test" in file.name else 20)
         assert all(guess in (f"{at}\t0", f"{at}\t1") for at, guess in enumerate(guesses))
+    saved = tmp_path / "saved"
+    for _ in range(2):  # the second replaces the first
+        program.main(["evaluate", "--glue", str(glue), "--save", str(saved), *out])
+    assert len(list(saved.iterdir())) == len(best_rows)
+    model = SequenceClassifier.from_pretrained(next(saved.glob("*pretrained-sbm*"))).float()
+    tokenizer = Tokenizer.from_file(str(next(saved.glob("*pretrained-sbm*")) / "tokenizer.json"))
+    given = argparse.Namespace(glue=glue, length=32, limit=1, hold_out=0.1, skip_damaged=False)
+    dev = data.read_task(given, data.TASKS["sst2"], tokenizer)["dev"]
+    sentences = [line.split("\t")[0] for line in (glue / "SST-2" / "dev.tsv").read_text().splitlines()[1:]]
+    encoded = [tokenizer.encode(sentence).ids for sentence in sentences]
+    assert [dev.tokens[a:b].tolist() for a, b in pairwise(dev.ptr.tolist())] == encoded
+    predictions = next(file for file in written if "pretrained-sbm" in file.name and "-dev" in file.name).read_text()
+    answers = model(dev.tokens.long(), dev.ptr, seed=0).argmax(1).tolist()
+    assert predictions.splitlines()[1:] == [f"{number}\t{answer}" for number, answer in enumerate(answers)]
     # other sizes, other texts, and models that are not there
     for words, message in (
         (["pretrain", "--texts", str(glue / "SST-2" / "dev.tsv"), *SIZES, *out], "was prepared with (got others)"),

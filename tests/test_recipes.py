@@ -193,7 +193,7 @@ def answered(model: associative_recall.RecallModel, seed: int) -> tuple[float, f
 @pytest.mark.parametrize("folder", sorted((EXAMPLES / "weights").iterdir()), ids=lambda folder: folder.name)
 def test_saved_models_are_small_and_have_a_card(folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert {"README.md", "config.json", "model.safetensors"} == files.keys()
+    assert {"README.md", "config.json", "model.safetensors"} == files.keys() - {"tokenizer.json"}
     assert sum(files.values()) <= 3 * 2**20
     trained = json.loads((folder / "config.json").read_text())["trained"]
     assert None not in trained.values()

@@ -134,6 +134,10 @@ def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
     command.option("threads", 1, "of the CPU", above=0)
     command.option("hold-out", 0.1, "as in finetune", above=0)
     command.add_argument("--skip-damaged", action="store_true", help="as in finetune")
+    words = (
+        "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
+    )
+    command.add_argument("--save", type=Path, metavar="DIR", help=words)
     given = command.read(arguments)
     command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
     given.limit = 1  # examples of train, which are not evaluated
@@ -227,6 +231,11 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
         sets: dict[int, dict[str, data.Examples]] = {}  # by the length of the models
         for path in paths:
             run, model = train.load_best(path, task, tokenizer.get_vocab_size())
+            title = path.name.removesuffix(".best.pt")
+            scores: dict[str, float] = {}
+            density = None
+            if given.save:
+                model = model.half().float()  # what is saved is what is evaluated
             if run.length not in sets:
                 given.length = run.length
                 sets[run.length] = data.read_task(given, task, tokenizer) | data.read_tests(given, task, tokenizer)
@@ -235,13 +244,21 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
                 guessed, densities = train.predict(model, examples)
                 if part in task.dev:
                     row = train.score(guessed, densities, examples, len(task.classes))
+                    scores |= {f"{part}, {key}": float(row[key]) for key in ("accuracy", "f1")}
+                    density = float(row["density"]) if part == task.dev[0] else density
                     shares = (f"{100 * row[key]:.1f}" for key in ("accuracy", "f1", "density"))
                     lines.append([name, part, *map(str, list(run.known.values())[1:]), len(examples), *shares])
                 rows = (f"{number}\t{task.classes[guess]}" for number, guess in enumerate(guessed.tolist()))
-                file = folder / "predictions" / f"{path.name.removesuffix('.best.pt')}-{part}.tsv"
+                file = folder / "predictions" / f"{title}-{part}.tsv"
                 file.parent.mkdir(exist_ok=True)
                 write_text(file, "\n".join(["index\tprediction", *rows]) + "\n")
                 yield file
+            if given.save:
+                start = "from random weights" if run.scratch else "after pretraining"
+                command = f"python -m examples.glue finetune --tasks {name} --methods {run.method}"
+                text = f"{task.folder}, {start}: `{command}`; the tokenizer makes one sequence of a text or a pair"
+                card = {"task": text, "metric": scores, "density": density}
+                yield data.save_model(given.save / title, model.half(), tokenizer, **card)
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
+from sbm_pyg import Pretrained
 from sbm_pyg.info import tqdm
 from sbm_pyg.ragged import offsets
 
@@ -201,6 +202,21 @@ def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: S
         found.append([start, *(token for part in parts for token in (*part, end))])
     tokens = torch.tensor([token for ids in found for token in ids], dtype=torch.int32)
     return Examples(tokens, offsets(torch.tensor([*map(len, found)])), torch.tensor(classes))
+
+
+def save_model(folder: Path, model: Pretrained, tokenizer: Any, **card: Any) -> Path:
+    """Saves a classifier with its card and its tokenizer, which then encodes a text or a pair as :func:`encode_examples` does."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    special = [(token, tokenizer.token_to_id(token)) for token in (START, SEPARATOR)]
+    own = Tokenizer.from_str(tokenizer.to_str())
+    single, pair = f"{START} $A {SEPARATOR}", f"{START} $A {SEPARATOR} $B {SEPARATOR}"
+    own.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    (folder / "tokenizer.json").unlink(missing_ok=True)  # `save_pretrained` replaces a folder of its own files alone
+    model.save_pretrained(folder, **card)
+    own.save(str(folder / "tokenizer.json"), pretty=False)
+    return folder
 
 
 class Stream:
