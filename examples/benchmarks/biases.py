@@ -9,7 +9,6 @@ gradients. Each turn is a process of its own. Memory is the peak beyond what the
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("density", 0.01, "of the sampled graph", above=0)
     command.option("rounds", 3, "turns of each", least=1)
     command.option("csv", Path("biases.csv"), "where to write")
-    command.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)  # one turn, in a process of its own
+    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
     given = command.read(arguments)
     command.require(given.density <= 1, "'density' in (0, 1]", given.density)
     return given
@@ -33,19 +32,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
-import math
-import statistics
 import time
 
 import torch
 from torch import Tensor
 
-from examples.benchmarks.sources import memory
-from examples.common.tables import by, markdown, write_csv
+from examples.benchmarks.turns import measure_turns, medians, memory
+from examples.common.tables import groups, markdown
 from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv
-from sbm_pyg.info import tqdm
 
 CHANNELS, TOLERANCE = 32, 1e-4
+MEASURED = ("edges", "seconds", "MiB")
 
 
 def layer(name: str, density: float) -> SBMAttentionConv:
@@ -104,23 +101,17 @@ def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     torch.set_num_threads(1)
     if given.only:
-        print(json.dumps(turn(given.only, given.tokens[0], given.density)))
+        own = json.loads(given.only)
+        print(json.dumps(turn(own["arm"], own["tokens"], given.density)))
         return
     gate(given.density)
-    rows = []
-    turns = [(n, name) for n in given.tokens for _ in range(given.rounds) for name in NAMES]
-    words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.biases", "--density", str(given.density)]
-    for n, name in tqdm(turns, unit="turn"):
-        command = [*words, "--tokens", str(n), "--only", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        nothing = dict.fromkeys(("seconds", "MiB", "edges"), math.nan)
-        rows.append({"tokens": n, "arm": name} | (nothing if done.returncode else json.loads(done.stdout)))
-    write_csv(given.csv, rows)
+    turns = [{"tokens": n, "arm": name} for n in given.tokens for _ in range(given.rounds) for name in NAMES]
+    words = ["--density", str(given.density)]
+    rows = measure_turns("examples.benchmarks.biases", words, turns, MEASURED, given.csv)
     table = []
-    for n, arms in by(rows, "tokens", "arm").items():
-        for name, own in arms.items():
-            edges, seconds, mib = (statistics.median(row[key] for row in own) for key in ("edges", "seconds", "MiB"))
-            table.append([f"{n:,}", name, f"{edges:,.0f}", f"{seconds:.3g}", f"{mib:,.0f}"])
+    for n, name, some in groups(rows, "tokens", "arm"):
+        edges, seconds, mib = medians(some, MEASURED).values()
+        table.append([f"{n:,}", name, f"{edges:,.0f}", f"{seconds:.3g}", f"{mib:,.0f}"])
     print(markdown(["N", "arm", "pairs with a score", "seconds", "MiB"], table))
 
 

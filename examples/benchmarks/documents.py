@@ -42,7 +42,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parse(None)
 
-import statistics
 import time
 import warnings
 from importlib import import_module
@@ -51,10 +50,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples.benchmarks.sources import measure_apart, memory
-from examples.common.tables import by, markdown, write_csv
+from examples.benchmarks.turns import measure_turns, medians, memory
+from examples.common.tables import Rows, by, markdown
 from sbm_pyg import SequenceClassifier, SequenceEncoder, Sparsifier, patterns
-from sbm_pyg.info import tqdm
 
 WARM = 512  # tokens of the document that a process begins with
 BLOCKS = 64  # of block models
@@ -148,11 +146,10 @@ def gate() -> None:
     torch.testing.assert_close(sparse(tokens, edge_index=graph), full(tokens), rtol=1e-4, atol=1e-5)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Rows) -> str:
     """Medians over rounds: milliseconds next to the ratio to full attention, or to BERT with SDPA, and MiB of a step."""
-    found = {
-        arm: {tokens: medians(some) for tokens, some in own.items()} for arm, own in by(rows, "arm", "tokens").items()
-    }
+    arms = by(rows, "arm", "tokens")
+    found = {arm: {n: medians(some, MEASURED) for n, some in own.items()} for arm, own in arms.items()}
     lengths = sorted({row["tokens"] for row in rows})
     lines = []
     for arm, own in found.items():
@@ -166,28 +163,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(["encoder", "", *(f"{n:,.0f} tokens" for n in lengths)], lines)
 
 
-def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each measure over rounds."""
-    return {key: statistics.median(row[key] for row in rows) for key in MEASURED}
-
-
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     warnings.simplefilter("ignore")
     if given.only:
-        arm, tokens = given.only.split(":")
-        print(json.dumps(turn(arm, int(tokens), given)))
+        print(json.dumps(turn(**json.loads(given.only), given=given)))
         return
     gate()
     names = ("density", "channels", "layers", "heads", "vocabulary")
     words = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
-    turns = [(tokens, arm) for tokens in given.tokens for _ in range(given.rounds) for arm in given.arms]
-    rows = []
-    for tokens, arm in tqdm(turns, unit="turn"):
-        found = measure_apart("examples.benchmarks.documents", words, f"{arm}:{tokens}", MEASURED)
-        rows.append({"arm": arm, "tokens": tokens} | found)
-        write_csv(given.csv, rows)
-    print(table(rows))
+    turns = [{"arm": arm, "tokens": n} for n in given.tokens for _ in range(given.rounds) for arm in given.arms]
+    print(table(measure_turns("examples.benchmarks.documents", words, turns, MEASURED, given.csv)))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
     parse(None)
 
 import math
-import statistics
 import time
 
 import torch
@@ -46,13 +45,13 @@ from torch import Tensor, nn
 from torch_geometric.nn import GPSConv
 from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 
-from examples.benchmarks.sources import measure_apart, memory
-from examples.common.tables import by, markdown, write_csv
+from examples.benchmarks.turns import measure_turns, medians, memory
+from examples.common.tables import by, markdown
 from sbm_pyg import AttentionConv, SBMAttentionConv, SparseGPSConv, patterns
-from sbm_pyg.info import tqdm
 
 CHANNELS, HEADS, EDGES = 64, 4, 16
 SHAPE = (CHANNELS, CHANNELS // HEADS, HEADS)
+MEASURED = ("seconds", "MiB", "edges")
 
 
 def layer(name: str) -> nn.Module:
@@ -106,10 +105,8 @@ def gate() -> None:
     """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
     theirs = layer("GPSConv, multihead")
     assert isinstance(theirs, GPSConv)
-    ours, batch = (
-        SparseGPSConv.from_gps(theirs, num_blocks=None),
-        torch.arange(3).repeat_interleave(torch.tensor([9, 40, 21])),
-    )
+    ours = SparseGPSConv.from_gps(theirs, num_blocks=None)
+    batch = torch.arange(3).repeat_interleave(torch.tensor([9, 40, 21]))
     found = []
     for module in (theirs, ours):
         x = torch.randn(70, CHANNELS, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -122,21 +119,17 @@ def gate() -> None:
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     if given.only:
-        suite, name = given.only.split(": ")
-        print(json.dumps(turn(name, suite, sizes_of(given, suite))))
+        own = json.loads(given.only)
+        print(json.dumps(turn(own["arm"], own["suite"], sizes_of(given, own["suite"]))))
         return
     gate()
     words = ["--nodes", str(given.nodes), "--largest", str(given.largest), "--graphs", str(given.graphs)]
-    turns = [(suite, name) for suite in given.suites for _ in range(given.rounds) for name in ARMS[suite]]
-    rows = []
-    for suite, name in tqdm(turns, unit="turn"):
-        found = measure_apart("examples.benchmarks.graphs", words, f"{suite}: {name}", ("seconds", "MiB", "edges"))
-        rows.append({"suite": suite, "arm": name} | found)
-    write_csv(given.csv, rows)
+    turns = [{"suite": x, "arm": arm} for x in given.suites for _ in range(given.rounds) for arm in ARMS[x]]
+    rows = measure_turns("examples.benchmarks.graphs", words, turns, MEASURED, given.csv)
     for suite, arms in by(rows, "suite", "arm").items():
         sizes, table = sizes_of(given, suite), []
         for name, own in arms.items():
-            seconds, mib, edges = (statistics.median(row[key] for row in own) for key in ("seconds", "MiB", "edges"))
+            seconds, mib, edges = medians(own, MEASURED).values()
             table.append([name, f"{seconds:.3g}", f"{mib:,.0f}", "" if math.isnan(edges) else f"{edges:.1f}"])
         print(f"{suite}: {len(sizes)} graphs, {sum(sizes):,} nodes, the largest {max(sizes):,}")
         print(markdown(["arm", "seconds", "MiB", "edges per node and head"], table))

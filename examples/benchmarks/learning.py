@@ -19,7 +19,7 @@ import numpy as np
 
 from examples.common.command import Command
 from examples.common.pictures import save_figure
-from examples.common.tables import Rows, add, by, extent, markdown, read
+from examples.common.tables import Rows, add, by, extent, interval, markdown, read
 
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
@@ -78,14 +78,6 @@ def run(given: argparse.Namespace) -> None:
             add(path, [{"run": name, "seed": seed, **row} for row in rows])
 
 
-def interval(differences: Any) -> str:
-    """Mean and half the width of its 95 % interval, by Student's t."""
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, len(differences) - 1)) * np.std(differences, ddof=1) / len(differences) ** 0.5
-    return f"{np.mean(differences):+.2f} ± {half:.2f}"
-
-
 def by_run(rows: Rows) -> dict[str, dict[float, Rows]]:
     """Rows of each run and seed, those of the study first."""
     runs = by(rows, "run", "seed")
@@ -123,10 +115,11 @@ def report_listops(rows: Rows) -> str:
     for method, runs in by([row for row in rows if row["seed"] in full], "method").items():
         if len(runs) < 2:
             continue
-        gain = interval([100 * (row["test_accuracy"] - full[row["seed"]]) for row in runs])
+        gain, half = interval([100 * (row["test_accuracy"] - full[row["seed"]]) for row in runs])
         means = [100 * np.mean([row[key] for key in row if key.startswith("density_")]) for row in runs]
         density = "" if np.isnan(means).any() else extent(means, 1)
-        lines.append([method, len(runs), extent([100 * row["test_accuracy"] for row in runs], 2), gain, density])
+        accuracy = extent([100 * row["test_accuracy"] for row in runs])
+        lines.append([method, len(runs), accuracy, f"{gain:+.2f} ± {half:.2f}", density])
     return markdown(["method", "seeds", "test accuracy, %", "less full attention, points (95 %)", "density, %"], lines)
 
 

@@ -26,16 +26,15 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
     command.read(None)
 
 import ctypes
-import json
 import math
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from examples.benchmarks.turns import memory
 from examples.common.tables import markdown, write_csv
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
 from sbm_pyg.info import tqdm
@@ -75,25 +74,6 @@ def sources(n: int) -> dict[str, Graph]:
         return lambda tokens: source(tokens).graph
 
     return found | {name: of(source.eval()) for name, source in modules.items()}
-
-
-def memory(field: str) -> float:
-    """MiB of this process by /proc, "VmHWM" at its peak or "VmRSS" now; NaN where there is no /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return math.nan
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-def measure_apart(module: str, words: Sequence[str], turn: str, names: Sequence[str]) -> dict[str, float]:
-    """Run ``python -m module WORDS --only TURN`` in a process of its own; return the JSON that it prints, or NaN for each name if it fails."""
-    command = [sys.executable, "-W", "ignore", "-m", module, *words, "--only", turn]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{turn} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        return dict.fromkeys(names, math.nan)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(graph: Graph, n: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -75,6 +75,20 @@ def by(rows: Iterable[Row], *keys: str) -> dict[Any, Any]:
     for row in rows:
         found.setdefault(row[keys[0]], []).append(row)
     return {value: by(some, *keys[1:]) for value, some in found.items()} if keys[1:] else found
+
+
+def groups(rows: Iterable[Row], *keys: str) -> Iterator[Any]:
+    """The same as tuples, each of a value for every key and then the rows."""
+    for value, some in by(rows, keys[0]).items():
+        if keys[1:]:
+            yield from ((value, *rest) for rest in groups(some, *keys[1:]))
+        else:
+            yield value, some
+
+
+def last(rows: Rows) -> Rows:
+    """The rows of the step at which the rows of a run end."""
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
