@@ -89,6 +89,19 @@ def _read_texts(command: Command, arguments: Sequence[str]) -> argparse.Namespac
     return given
 
 
+def _tasks(command: Command) -> None:
+    command.add_argument("--glue", type=Path, required=True, metavar="DIR", help="with SST-2, QQP, QNLI and MNLI")
+    command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
+    command.option("hold-out", 0.1, "part of train to test on where there is no dev file", above=0)
+    command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
+
+
+def _read_tasks(command: Command, given: argparse.Namespace) -> argparse.Namespace:
+    command.require(given.hold_out < 1, "'hold-out' below 1", given.hold_out, "It is a part of the examples.")
+    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
+    return given
+
+
 def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
     command = _command("pretrain", "Pretrains masked language models on texts.")
     _texts(command)
@@ -101,45 +114,31 @@ def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
 
 def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
     command = _command("finetune", "Fine-tunes pretrained models, or trains from scratch, on tasks of GLUE.")
-    command.add_argument(
-        "--glue", type=Path, required=True, metavar="DIR", help="folder with SST-2, QQP, QNLI and MNLI"
-    )
-    command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
+    _tasks(command)
     command.add_argument("--scratch", action="store_true", help="start without pretraining")
     command.option("pretrained-seed", 0, "of the pretrained model", least=0)
     for name, kind in (("epochs", int), ("batch-size", int), ("tuning-rate", float)):
         command.add_argument(f"--{name}", type=kind, help="(default: that of the preset)")
     command.bound("epochs", "batch-size", "tuning-rate", above=0)
-    command.option("hold-out", 0.1, "part of train to test on where there is no dev file", above=0)
     command.add_argument("--limit", type=int, metavar="N", help="examples of train to take (default: all)")
     command.bound("limit", above=0)
-    command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
     _sizes(command, but=("steps", "batch_tokens", "learning_rate", "masking"))
-    given = _read(command, arguments)
-    command.require(given.hold_out < 1, "'hold-out' below 1", given.hold_out, "It is a part of the examples.")
+    given = _read_tasks(command, _read(command, arguments))
     for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[given.preset], strict=True):
         if getattr(given, name) is None:
             setattr(given, name, usual)
-    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
     return given
 
 
 def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
-    about = (
-        "Evaluates the best model of each fine-tuning on the dev sets, and writes its predictions of dev and test sets."
+    command = _command(
+        "evaluate", "Scores the best model of each fine-tuning on dev sets, and predicts dev and test sets."
     )
-    command = _command("evaluate", about)
-    command.add_argument("--glue", type=Path, required=True, metavar="DIR", help="as in finetune")
-    command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
+    _tasks(command)
     command.option("threads", 1, "of the CPU", above=0)
-    command.option("hold-out", 0.1, "as in finetune", above=0)
-    command.add_argument("--skip-damaged", action="store_true", help="as in finetune")
-    words = (
-        "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
-    )
+    words = "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
     command.add_argument("--save", type=Path, metavar="DIR", help=words)
-    given = command.read(arguments)
-    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
+    given = _read_tasks(command, command.read(arguments))
     given.limit = 1  # examples of train, which are not evaluated
     return given
 
@@ -176,9 +175,8 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
     folder = given.output / "pretrain"
     known = texts["test"][0]
     bits = train.unigram_bits(known, tokenizer.get_vocab_size())
-    print(
-        f"{len(texts['train'][0]):,} tokens to learn from, {len(known):,} to test on; {bits:.2f} bits per token by frequency"
-    )
+    counts = f"{len(texts['train'][0]):,} tokens to learn from, {len(known):,} to test on"
+    print(f"{counts}; {bits:.2f} bits per token by frequency")
     train_missing(folder, "glue pretrain", settings, runs, lambda run: train.pretrain(run, texts, tokenizer, folder))
     yield folder / "rows.csv"
 
@@ -201,9 +199,8 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         steps = given.epochs * -(-len(examples["train"]) // given.batch_size)
         own = fields_of(train.FineTune, given)
         own |= {"task": name, "steps": steps, "learning_rate": given.tuning_rate, "evaluations": given.epochs}
-        runs = [
-            train.FineTune(**own | {"method": method, "seed": seed}) for seed in given.seeds for method in given.methods
-        ]
+        kinds = [{"method": method, "seed": seed} for seed in given.seeds for method in given.methods]
+        runs = [train.FineTune(**own | kind) for kind in kinds]
         shared = ("vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding", "dropout")
         settings = settings_of(runs[0], f"{name}, scratch" if given.scratch else name, shared)
         settings |= {f"checksum of {name}": fingerprint([examples["train"].tokens.numpy().tobytes()])}

@@ -68,9 +68,6 @@ def take(tokens: Tensor, ptr: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([tokens[:0], *parts]).long(), offsets(ptr.diff()[which])
 
 
-# ------------------------------------------------------------------ files
-
-
 def read_documents(paths: Sequence[Path]) -> Iterator[str]:
     """Documents of files of text, which empty lines separate; or of folders that `datasets` saved, with a column "text"."""
     for path in paths:
@@ -147,9 +144,6 @@ def read_glue(
     return texts, classes
 
 
-# ------------------------------------------------------------------ tokens
-
-
 def read_tokenizer(path: Path, way_out: str = "Give the tokenizer.json of a model, or leave it out.") -> Any:
     """A tokeniser from its file, or from a folder with a ``tokenizer.json``."""
     from tokenizers import Tokenizer
@@ -191,12 +185,10 @@ def encode_documents(
 def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: Sequence[int], length: int) -> Examples:
     """Tokens of examples: start, then each text and a separator. Longer pairs lose tokens at the end of their longest text."""
     start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
-    sides = [
-        [e.ids for e in tokenizer.encode_batch([*side], add_special_tokens=False)] for side in zip(*texts, strict=True)
-    ]
+    sides = [tokenizer.encode_batch([*side], add_special_tokens=False) for side in zip(*texts, strict=True)]
     found = []
     for example in zip(*sides, strict=True):
-        parts = [[*part] for part in example]
+        parts = [[*encoding.ids] for encoding in example]
         while sum(map(len, parts)) + len(parts) + 1 > length:
             max(parts, key=len).pop()
         found.append([start, *(token for part in parts for token in (*part, end))])
@@ -220,14 +212,9 @@ def save_model(folder: Path, model: Pretrained, tokenizer: Any, **card: Any) -> 
 
 
 class Stream:
-    """Batches of about equal numbers of tokens, from whole pieces of documents in a new random order in each epoch.
+    """Batches of about ``size`` tokens, from whole pieces of documents in a new random order in each epoch.
 
     Which pieces a batch has follows from its number and the seed alone, so training goes on after a kill as if there had been none.
-
-    Args:
-        tokens, ptr: Tokens of all pieces and their offsets.
-        size: Tokens of a batch, at least those of the longest piece.
-        seed: Of the orders.
     """
 
     def __init__(self, tokens: Tensor, ptr: Tensor, size: int, seed: int) -> None:
@@ -248,15 +235,10 @@ class Stream:
         return take(self.tokens, self.ptr, self.order[first:last])
 
 
-# ------------------------------------------------------------------ what programs need
-
-
 def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     """The tokeniser of a folder of output, and the tokens of "train" and "test"; both are made once, and kept there."""
     files = [*given.texts, *(given.test or []), *([given.tokenizer] if given.tokenizer else [])]
-    inner = [
-        path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file]) if path.is_file()
-    ]
+    inner = [path for file in files for path in (file, *sorted(file.rglob("*"))) if path.is_file()]
     settings = f"{given.vocabulary} {given.length} {len(given.texts)}".encode()
     key = fingerprint(chain(map(Path.read_bytes, inner), [settings]))
     given.output.mkdir(parents=True, exist_ok=True)
@@ -280,9 +262,8 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
         tokenizer = read_tokenizer(given.tokenizer)
     else:
         tokenizer = train_tokenizer(documents(True), given.vocabulary, SPECIAL, add_prefix_space=True)
-    texts = {}
-    for name in ("train", "test"):
-        texts[name] = encode_documents(tokenizer, documents(name == "train"), given.length, name)
+    parts = (("train", True), ("test", False))
+    texts = {name: encode_documents(tokenizer, documents(train), given.length, name) for name, train in parts}
     write_text(path, tokenizer.to_str())
     write_checkpoint(cache, {"key": key, **texts})
     return tokenizer, texts
@@ -291,39 +272,31 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
 def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
     """Examples of "train" and of the dev sets; a part of train is held out where there is no dev set."""
     folder = given.glue / task.folder
-    files = {
-        name: folder / f"{name}.tsv"
-        for name in ("train", *task.dev)
-        if name == "train" or (folder / f"{name}.tsv").exists()
-    }
-    found = {name: read_glue(path, task, given.skip_damaged) for name, path in files.items()}
-    texts, classes = found["train"]
+    found = {name: read_glue(path, task, given.skip_damaged) for name, path in _files(folder, ("train", *task.dev))}
+    texts, classes = found.pop("train")
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    held = []
-    if len(found) == 1:
-        held, order = order[: math.ceil(given.hold_out * len(texts))], order[math.ceil(given.hold_out * len(texts)) :]
-        print(f"{task.folder} has no dev file: {len(held):,} examples of train are held out to test on")
-    parts = {"train": order[: given.limit], **({task.dev[0]: held} if held else {})}
-    examples = {}
-    for name, numbers in parts.items():
-        if not numbers:
-            raise ValueError(
-                f"Expected '{files['train']}' to have more examples (got {len(texts)}). None are left to learn from."
-            )
-        chosen = [texts[number] for number in numbers], [classes[number] for number in numbers]
-        examples[name] = encode_examples(tokenizer, *chosen, given.length)
-    for name, pair in found.items():
-        if name != "train":
-            examples[name] = encode_examples(tokenizer, *pair, given.length)
-    return examples
+    parts = {"train": order[: given.limit]}
+    if not found:
+        held_out = math.ceil(given.hold_out * len(texts))
+        print(f"{task.folder} has no dev file: {held_out:,} examples of train are held out to test on")
+        parts = {"train": order[held_out:][: given.limit], task.dev[0]: order[:held_out]}
+    if not parts["train"]:
+        words = f"Expected '{folder / 'train.tsv'}' to have more examples (got {len(texts)})."
+        raise ValueError(f"{words} None are left to learn from.")
+    chosen = {name: ([texts[at] for at in places], [classes[at] for at in places]) for name, places in parts.items()}
+    return {name: encode_examples(tokenizer, *pair, given.length) for name, pair in (chosen | found).items()}
+
+
+def _files(folder: Path, names: Sequence[str]) -> list[tuple[str, Path]]:
+    """The files of the training set, and of other sets that are there."""
+    files = [(name, folder / f"{name}.tsv") for name in names]
+    return [(name, path) for name, path in files if name == "train" or path.exists()]
 
 
 def read_tests(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
     """Examples of the test sets that are in the folder of a task, without their labels."""
     found = {}
-    for name in (each.replace("dev", "test") for each in task.dev):
-        path = given.glue / task.folder / f"{name}.tsv"
-        if path.exists():
-            texts, classes = read_glue(path, task, given.skip_damaged, labels=False)
-            found[name] = encode_examples(tokenizer, texts, classes, given.length)
+    for name, path in _files(given.glue / task.folder, [name.replace("dev", "test") for name in task.dev]):
+        texts, classes = read_glue(path, task, given.skip_damaged, labels=False)
+        found[name] = encode_examples(tokenizer, texts, classes, given.length)
     return found

@@ -28,10 +28,8 @@ class PaddedAttention(FullAttention):
 
     def forward(self, x: Tensor, edge_index: None = None, *, return_choice: bool = False, **_: Any) -> Any:
         padded = x.unflatten(0, self.real.shape)
-        query, key, value = (
-            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for lin in (self.lin_query, self.lin_key, self.lin_value)
-        )
+        projected = (linear(padded) for linear in (self.lin_query, self.lin_key, self.lin_value))
+        query, key, value = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in projected)
         out = scaled_dot_product_attention(query, key, value, attn_mask=self.real[:, None, None])
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         return (out, None) if return_choice else out
@@ -56,9 +54,8 @@ def measure(run: Any, texts: tuple[Tensor, Tensor], tokenizer: Any, batches: int
     num_tokens, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id(MASK)
     special = torch.tensor([tokenizer.token_to_id(token) for token in (START, SEPARATOR)])
     models = {way: make_model(run, num_tokens, "full" if way == RAGGED else PaddedAttention) for way in WAYS}
-    optimizers = {
-        way: torch.optim.SGD(model.parameters(), 0.01) for way, model in models.items()
-    }  # keeps rounding small
+    # whose steps keep rounding small
+    optimizers = {way: torch.optim.SGD(model.parameters(), 0.01) for way, model in models.items()}
     generator, rows = torch.Generator().manual_seed(run.seed), list[Row]()
     for number in tqdm(range(batches + 1), desc="padding", unit="batch"):
         which = torch.randperm(len(texts[1]) - 1, generator=generator)[:batch_size]
@@ -92,11 +89,8 @@ def pad_batch(
         if isinstance(module, PaddedAttention):
             module.real = real
     padded = tokens.new_zeros(sequences, length).masked_scatter(real, tokens)
-    return (
-        padded.flatten(),
-        length * torch.arange(sequences + 1),
-        torch.zeros_like(real).masked_scatter(real, asked).flatten(),
-    )
+    asked = torch.zeros_like(real).masked_scatter(real, asked)
+    return padded.flatten(), length * torch.arange(sequences + 1), asked.flatten()
 
 
 def table(rows: list[Row]) -> str:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from examples.common.pictures import bare, save_figure, style
 from examples.common.runs import write_text
-from examples.common.tables import Row, Rows, by, deviation, markdown, read
+from examples.common.tables import Row, Rows, by, deviation, groups, markdown, read
 
 
 def report(folder: Path) -> Iterator[Path]:
@@ -18,9 +19,8 @@ def report(folder: Path) -> Iterator[Path]:
     if pretrained:
         parts.append(f"Masked tokens of the test texts:\n\n{pretraining(pretrained)}")
     for name, rows in tuned.items():
-        parts.append(
-            f"{name}, {rows[0]['examples']:.0f} examples of dev, the best evaluation of each run:\n\n{tuning(rows)}"
-        )
+        about = f"{name}, {rows[0]['examples']:.0f} examples of dev, the best evaluation of each run:"
+        parts.append(f"{about}\n\n{tuning(rows)}")
     text = "\n\n".join(parts)
     print(text)
     write_text(folder / "tables.md", text + "\n")
@@ -34,25 +34,23 @@ def pretraining(rows: Rows) -> str:
     lines = []
     for name, seeds in by(rows, "run", "seed").items():
         ends = [mine[-1] for mine in seeds.values()]
-        lines.append(
-            [name, len(ends), *(_mean(ends, key, digits) for key, digits in (("bits_per_token", 3), ("perplexity", 2)))]
-        )
-        lines[-1] += [_mean(ends, key, 1, 100) for key in ("accuracy", "density", "sampled_density")]
-        lines[-1] += [f"{sum(row['seconds'] for row in ends) / len(ends) / 60:.0f}"]
-    header = ["run", "seeds", "bits per masked token", "perplexity"]
-    header += ["accuracy, %", "density, %", "sampled, %", "minutes"]
-    return markdown(header, lines)
+        bits, perplexity = _mean(ends, "bits_per_token", 3), _mean(ends, "perplexity", 2)
+        shares = [_mean(ends, key, 1, 100) for key in ("accuracy", "density", "sampled_density")]
+        minutes = fmean(row["seconds"] for row in ends) / 60
+        lines.append([name, len(ends), bits, perplexity, *shares, f"{minutes:.0f}"])
+    return markdown(
+        ["run", "seeds", "bits per masked token", "perplexity", "accuracy, %", "density, %", "sampled, %", "minutes"], lines
+    )  # fmt: skip
 
 
 def tuning(rows: Rows) -> str:
     """The best evaluation of each run by accuracy, in means over seeds; further dev sets at the same evaluation."""
     further = [key for key in rows[0] if key.startswith("accuracy_")]
     lines = []
-    for name, starts in by(rows, "run", "start", "seed").items():
-        for start, seeds in starts.items():
-            best = [max(mine, key=lambda row: row["accuracy"]) for mine in seeds.values()]
-            keys = ("accuracy", "f1", *further, "density", "sampled_density")
-            lines.append([name, start, len(best), *(_mean(best, key, 1, 100) for key in keys)])
+    keys = ("accuracy", "f1", *further, "density", "sampled_density")
+    for name, start, some in groups(rows, "run", "start"):
+        best = [max(mine, key=lambda row: row["accuracy"]) for mine in by(some, "seed").values()]
+        lines.append([name, start, len(best), *(_mean(best, key, 1, 100) for key in keys)])
     more = [f"{key.replace('_', ' (', 1)}), %" for key in further]
     return markdown(["run", "start", "seeds", "accuracy, %", "F1, %", *more, "density, %", "sampled, %"], lines)
 
@@ -70,11 +68,9 @@ def draw(rows: Rows, path: Path) -> Path:
     for number, (name, seeds) in enumerate(by(rows, "run", "seed").items()):
         for mine in seeds.values():
             label = name if mine is next(iter(seeds.values())) else None
-            axes.plot(
-                [row["step"] for row in mine], [row["bits_per_token"] for row in mine], label=label, **style(number)
-            )
-    axes.set_xlabel("steps")
-    axes.set_ylabel("bits per masked token")
+            steps, bits = zip(*((row["step"], row["bits_per_token"]) for row in mine), strict=True)
+            axes.plot(steps, bits, label=label, **style(number))
+    axes.set(xlabel="steps", ylabel="bits per masked token")
     axes.legend(frameon=False)
     bare(axes)
     save_figure(path, figure)

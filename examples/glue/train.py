@@ -84,12 +84,8 @@ class FineTune(Run):
 
     @property
     def known(self) -> Row:
-        return {
-            "task": self.task,
-            "run": self.name,
-            "start": "scratch" if self.scratch else "pretrained",
-            "seed": self.seed,
-        }
+        start = "scratch" if self.scratch else "pretrained"
+        return {"task": self.task, "run": self.name, "start": start, "seed": self.seed}
 
     @property
     def file(self) -> str:
@@ -104,14 +100,13 @@ def kind_of(method: str) -> str:
 def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
     """The encoder of a run."""
     kind, options = read_method(run.method, METHODS, OPTIONS)
-    options = {
-        name: run.window if value == -1 and name in ("window", "size") else value for name, value in options.items()
-    }
+    own = {name: run.window for name in ("window", "size") if options.get(name) == -1}
+    options = {**options, **own}
     if kind in SPARSE:
         options = LEARNED | {"estimator": "none"} | options  # block models of "random" have no options but the window
-        own = {"parameterization": options.pop("parameterization")}
-        own["degree_corrected"] = bool(options.pop("degree_corrected"))
-        options |= {"sbm_options": own, "self_loops": True, "window": options["window"] or None}
+        head = {"parameterization": options.pop("parameterization")}
+        head["degree_corrected"] = bool(options.pop("degree_corrected"))
+        options |= {"sbm_options": head, "self_loops": True, "window": options["window"] or None}
     options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
     torch.manual_seed(run.seed)
     return SequenceEncoder(
@@ -126,9 +121,6 @@ def make_sparsifier(run: Run, model: torch.nn.Module, dense_part: float) -> Spar
     if kind_of(run.method) not in SPARSE:
         return None
     return Sparsifier(model, run.density, run.steps, dense_part=dense_part)
-
-
-# ------------------------------------------------------------------ pretraining
 
 
 def unigram_bits(tokens: Tensor, num_tokens: int) -> float:
@@ -186,25 +178,13 @@ def _parts(densities: list[list[tuple[float, float, float]]]) -> Row:
     return {"density": whole, "sampled_density": fmean((total - forced) / pairs for total, forced, pairs in layers)}
 
 
-# ------------------------------------------------------------------ fine-tuning
-
-
 def finetune(
     run: FineTune, *, task: Task, data: Mapping[str, Examples], num_tokens: int, folder: Path, pretrained: Path,
     pretrained_seed: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """Trains a classifier, or goes on from its checkpoint; returns the rows of all evaluations.
+    """Trains a classifier on "train", or goes on from its checkpoint in a folder; returns the rows of all evaluations on dev sets.
 
     The model with the best accuracy on the first of the dev sets is saved next to the checkpoint, with "best" in its name.
-
-    Args:
-        run: The run.
-        task: Its task.
-        data: Examples of "train" and of the dev sets.
-        num_tokens: Size of the vocabulary.
-        folder: Of checkpoints.
-        pretrained: Folder of pretrained models.
-        pretrained_seed: Seed of the pretrained model.
     """
     encoder = make_encoder(run, num_tokens)
     if not run.scratch:
@@ -213,7 +193,8 @@ def finetune(
     sparsifier = make_sparsifier(run, model, dense_part=0.4 if run.scratch else 0.0)
     train, path = data["train"], folder / run.file
     per_epoch = -(-len(train) // run.batch_size)
-    best = [max((row["accuracy"] for row in _rows(path, run)), default=-1.0)]
+    known = read_state(path, dataclasses.asdict(run)).get("rows", [])
+    best = [max((row["accuracy"] for row in known), default=-1.0)]
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> Tensor:
@@ -232,9 +213,8 @@ def finetune(
                 row |= {f"{key}{which}": value for key, value in evaluate(model, examples).items()}
         if row["accuracy"] > best[0]:
             best[0] = row["accuracy"]
-            write_checkpoint(
-                path.with_suffix(".best.pt"), {"run": dataclasses.asdict(run), "model": model.state_dict()}
-            )
+            state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
+            write_checkpoint(path.with_suffix(".best.pt"), state)
         return [row]
 
     return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
@@ -264,23 +244,15 @@ def load_encoder(encoder: SequenceEncoder, path: Path, run: Run) -> None:
     state = read_checkpoint(path, way_out)
     known = state.get("run", {})
     sizes = ("method", "vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding")
-    other = [
-        f"{name} {known.get(name)!r}, not {getattr(run, name)!r}"
-        for name in sizes
-        if known.get(name) != getattr(run, name)
-    ]
-    other += [] if other or state["step"] == known["steps"] else [f"{state['step']:,} of {known['steps']:,} steps"]
+    pairs = [(name, known.get(name), getattr(run, name)) for name in sizes]
+    other = [f"{name} {theirs!r}, not {ours!r}" for name, theirs, ours in pairs if theirs != ours]
+    if not other and state["step"] != known["steps"]:
+        other = [f"{state['step']:,} of {known['steps']:,} steps"]
     if other:
-        raise ValueError(
-            f"Expected '{path}' to be the pretrained model of this run (got {', '.join(other)}). {way_out}"
-        )
+        got = ", ".join(other)
+        raise ValueError(f"Expected '{path}' to be the pretrained model of this run (got {got}). {way_out}")
     begin = "encoder."
     encoder.load_state_dict({name[len(begin) :]: x for name, x in state["model"].items() if name.startswith(begin)})
-
-
-def _rows(path: Path, run: Run) -> list[Row]:
-    """Rows of the checkpoint of a run, if there is one."""
-    return read_state(path, dataclasses.asdict(run)).get("rows", [])
 
 
 def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int = 64) -> Row:
