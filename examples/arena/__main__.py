@@ -24,17 +24,8 @@ from pathlib import Path
 from examples.common.command import Command, program
 
 SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
-TASKS = (
-    "recall",
-    "joint",
-    "two-hop",
-    "copying",
-    "noisy",
-    "fuzzy",
-    "known",
-    "length",
-    *SERVED,
-)  # as tasks.py, which brings torch
+# as tasks.py, which brings torch
+TASKS = ("recall", "joint", "two-hop", "copying", "noisy", "fuzzy", "known", "length", *SERVED)
 ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
        "concrete", "sbm", "dash", "hsa")  # fmt: skip
 
@@ -58,12 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--no-twins", action="store_true", help="leave frozen twins out")
     command.add_argument("--report", action="store_true", help="train nothing")
     given = command.read(arguments)
-    command.require(
-        0 < min(given.densities) <= max(given.densities) < 1,
-        "'densities' in (0, 1)",
-        given.densities,
-        "Full attention is 'full'.",
-    )
+    right = 0 < min(given.densities) <= max(given.densities) < 1
+    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
     command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     served = given.experiment == "served"
@@ -90,10 +77,8 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     runs = []
     for seed in given.seeds if not given.report else ():
         for task in given.tasks:
-            own = {
-                name: getattr(given, name) or getattr(tasks.TASKS[task], name)
-                for name in ("steps", "batch_size", "learning_rate")
-            }
+            names_of_task = ("steps", "batch_size", "learning_rate")
+            own = {name: getattr(given, name) or getattr(tasks.TASKS[task], name) for name in names_of_task}
             own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}
             for name in names:
                 kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]

@@ -32,11 +32,8 @@ METHODS = {  # name: as hybrid.py reads it
     **{name: name for name in RIVALS},  # learn through attention itself
 }
 WITHOUT_OPTIONS = ("routing", *RIVALS)  # and with a twin
-TWINS = {
-    "gates": f"indexer:{FROZEN}",
-    "concrete": f"indexer:{FROZEN}",
-    **{name: f"{name}:{FROZEN}" for name in WITHOUT_OPTIONS},
-}  # else by options
+TWINS = {name: f"{name}:{FROZEN}" for name in WITHOUT_OPTIONS}  # of the others by options
+TWINS |= dict.fromkeys(("gates", "concrete"), f"indexer:{FROZEN}")
 
 
 class Scheduled(LearnedSource):
@@ -54,9 +51,9 @@ class Scheduled(LearnedSource):
 
     def predict(self, tokens: Tokens) -> Any:
         """The probabilities of the source."""
-        return (
-            self.source.predict(tokens) if isinstance(self.source, LearnedSource) else self.source(tokens).probability
-        )
+        if isinstance(self.source, LearnedSource):
+            return self.source.predict(tokens)
+        return self.source(tokens).probability
 
     def choose(self, tokens: Tokens) -> Choice:
         """The choice of the source at the density of now, with self-loops."""
@@ -87,12 +84,8 @@ def load(method: str) -> type[GraphSource]:
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, GraphSource)):
-        sources = [
-            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(
-            f"Expected {name!r} to be a GraphSource in {file} (got {found}; there are {sources}). {way_out}"
-        )
+        there = [key for key, value in inspect.getmembers(module, inspect.isclass) if value.__module__ == path.stem]
+        raise ValueError(f"Expected {name!r} to be a GraphSource in {file} (got {found}; there are {there}). {way_out}")
     return found
 
 
@@ -141,17 +134,9 @@ def twin_of(method: str) -> str | None:
 
 
 def make_attention(method: str, channels: int, heads: int, density: float) -> nn.Module:
-    """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source.
-
-    Args:
-        method: A name.
-        channels: Of the tokens, a multiple of ``heads``.
-        heads: Heads H.
-        density: Share of the pairs beyond self-loops, in (0, 1).
-    """
-    width = channels // heads
-    frozen = method.endswith(f":{FROZEN}")
-    name = method.removesuffix(f":{FROZEN}")
+    """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source."""
+    width, name = channels // heads, method.removesuffix(f":{FROZEN}")
+    frozen = name != method
     if is_own(method) or name in RIVALS:
         source, estimator = _own(name, width, heads, density)
         conv = AttentionConv(channels, width, heads, Scheduled(source), estimator=estimator, is_causal=True)

@@ -10,19 +10,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.arena.methods import FROZEN, is_own, twin_of
-from examples.common.pictures import bare, name_of, save_figure, style
-from examples.common.tables import Row, by, extent, interval, markdown
+from examples.common.pictures import bare, name_of, plot_extent, save_figure, style
+from examples.common.tables import Row, by, extent, groups, interval, last, markdown
 
 HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
           "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
-NAMES = {
-    "dsa": "DSA",
-    "dash": "DashAttention",
-    "hsa": "HSA",
-    "gates": "straight-through gates",
-    "concrete": "concrete edges",
-    "indexer": "indexer (local)",
-}
+NAMES = {"dsa": "DSA", "dash": "DashAttention", "hsa": "HSA", "gates": "straight-through gates", "concrete": "concrete edges",
+         "indexer": "indexer (local)"}  # fmt: skip
 Key = tuple[str, str, float]  # method, start and density
 Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each size, by seed
 
@@ -30,13 +24,8 @@ Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each
 def ends_of(rows: Sequence[Row]) -> Ends:
     """The last rows of each run of one task."""
     found: Ends = {}
-    for method, starts in by(rows, "method", "start", "density", "seed").items():
-        for start, densities in starts.items():
-            for density, seeds in densities.items():
-                last = {
-                    int(seed): [row for row in some if row["step"] == some[-1]["step"]] for seed, some in seeds.items()
-                }
-                found[method, start, density] = last
+    for method, start, density, seed, run in groups(rows, "method", "start", "density", "seed"):
+        found.setdefault((method, start, density), {})[int(seed)] = last(run)
     return found
 
 
@@ -81,13 +70,9 @@ def tables(rows: Sequence[Row]) -> str:
         ends, lines = ends_of(some), []
         for key, seeds in ends.items():
             runs = [*seeds.values()]
-            sizes = [
-                " / ".join(
-                    f"{100 * fmean(each):.1f}"
-                    for each in zip(*([r["accuracy"] for r in run] for run in runs), strict=True)
-                )
-            ]
-            shown = extent([_accuracy(run) for run in runs], 1) if len(runs[0]) == 1 else sizes[0]
+            sizes = zip(*([row["accuracy"] for row in run] for run in runs), strict=True)
+            several = " / ".join(f"{100 * fmean(each):.1f}" for each in sizes)
+            shown = extent([_accuracy(run) for run in runs], 1) if len(runs[0]) == 1 else several
             layers = sorted(name for name in runs[0][0] if name.startswith("density_"))
             first = [run[0] for run in runs]
             cost = [f"{fmean(row[name] for row in first):.3g}" for name in ("train_ms", "infer_ms")]
@@ -102,41 +87,33 @@ def tables(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """One picture for each task, and one of the experiment with tokens that serve, if it is there."""
-    paths = []
-    tasks = by(rows, "task")
-    for task, some in tasks.items():
-        ends = ends_of(some)
+    figures: dict[str, Figure] = {}
+    served: dict[int, Ends] = {}
+    for task, some in by(rows, "task").items():
+        ends, lengths = ends_of(some), {row["length"] for row in some}
         if task.startswith("served-"):
-            continue
-        paths.append(folder / f"{task}.png")
-        save_figure(
-            paths[-1], _lengths(task, ends) if len({row["length"] for row in some}) > 1 else _ranks(task, ends), dpi=110
-        )
-    if served := {
-        int(task.partition("-")[2]): ends_of(some) for task, some in tasks.items() if task.startswith("served-")
-    }:
-        paths.append(folder / "served.png")
-        save_figure(paths[-1], _served(served), dpi=110)
-    return paths
+            served[int(task.partition("-")[2])] = ends
+        else:
+            figures[task] = _lengths(task, ends) if len(lengths) > 1 else _ranks(task, ends)
+    if served:
+        figures["served"] = _served(served)
+    for name, figure in figures.items():
+        save_figure(folder / f"{name}.png", figure, dpi=110)
+    return [folder / f"{name}.png" for name in figures]
 
 
 def _ranks(task: str, ends: Ends) -> Figure:
     """Accuracy of each method, a panel for each start and density; hollow marks are frozen twins, and light ones single seeds."""
-    panels = [*dict.fromkeys((start, density) for method, start, density in ends if method != "full")] or [
-        ("dense", 1.0)
-    ]
-    names = [*dict.fromkeys(method for method, _, _ in ends if not method.endswith(FROZEN))]
-    names += [
-        name
-        for name in dict.fromkeys(method for method, _, _ in ends)
-        if name not in names and name not in map(twin_of, names)
-    ]
+    panels = [*dict.fromkeys(key[1:] for key in ends if key[0] != "full")] or [("dense", 1.0)]
+    methods = [*dict.fromkeys(method for method, _, _ in ends)]
+    names = [method for method in methods if not method.endswith(FROZEN)]
+    names += [method for method in methods if method not in names and method not in map(twin_of, names)]
+    full = next((seeds for (method, _, _), seeds in ends.items() if method == "full"), {})
     figure = Figure(figsize=(3.2 + 3.6 * len(panels), 1.2 + 0.3 * len(names)), layout="constrained")
-    for axes, (start, density) in zip(
-        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
-    ):
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
+    for axes, (start, density) in zip(grid[0], panels, strict=True):
         for place, name in enumerate(reversed(names)):
-            seeds = ends.get((name, start, density)) or (ends.get((name, *_full(ends)), {}) if name == "full" else {})
+            seeds = ends.get((name, start, density)) or (full if name == "full" else {})
             values = [_accuracy(run) for run in seeds.values()]
             twin = [_accuracy(run) for run in ends.get((twin_of(name) or "", start, density), {}).values()]
             if values and twin:
@@ -146,18 +123,12 @@ def _ranks(task: str, ends: Ends) -> Figure:
                     axes.plot(each, [place] * len(each), "o", color="tab:blue", alpha=0.25, ms=4, zorder=2)
                     axes.plot(fmean(each), place, "o", color="tab:blue", ms=8, zorder=3, **look)
         axes.set_yticks(range(len(names)), [_name(name) for name in reversed(names)])
-        axes.set(
-            xlim=(-3, 103), xlabel="accuracy (%)", title=f"{task}: {100 * density:g} % of the pairs, {start} at first"
-        )
+        title = f"{task}: {100 * density:g} % of the pairs, {start} at first"
+        axes.set(xlim=(-3, 103), xlabel="accuracy (%)", title=title)
         axes.grid(axis="x", alpha=0.3)
         bare(axes)
     figure.supxlabel("hollow: the frozen twin", fontsize="small")
     return figure
-
-
-def _full(ends: Ends) -> tuple[str, float]:
-    """Start and density in the key of full attention."""
-    return next(((start, density) for method, start, density in ends if method == "full"), ("dense", 1.0))
 
 
 def _lengths(task: str, ends: Ends) -> Figure:
@@ -179,17 +150,12 @@ def _served(tasks: dict[int, Ends]) -> Figure:
     axes = figure.subplots()
     keys = [*dict.fromkeys(key for ends in tasks.values() for key in ends)]
     for number, key in enumerate(keys):
-        points = {n: [_accuracy(run) for run in ends[key].values()] for n, ends in sorted(tasks.items()) if key in ends}
-        means = [fmean(each) for each in points.values()]
-        around = [[mean - min(each), max(each) - mean] for mean, each in zip(means, points.values(), strict=True)]
+        there = [(number, ends[key]) for number, ends in sorted(tasks.items()) if key in ends]
+        points = [(number, [_accuracy(run) for run in seeds.values()]) for number, seeds in there]
         look: dict[str, Any] = style(number) | {"linestyle": "--" if key[0].endswith(FROZEN) else "-"}
-        axes.errorbar([*points], means, yerr=[*zip(*around, strict=True)], capsize=3, label=_label(key), **look)
-    axes.set(
-        xscale="log",
-        xlabel=f"stored values that answer a question, of {max(tasks)}",
-        ylabel="accuracy (%)",
-        ylim=(-3, 103),
-    )
+        plot_extent(axes, points, label=_label(key), **look)
+    words = f"stored values that answer a question, of {max(tasks)}"
+    axes.set(xscale="log", xlabel=words, ylabel="accuracy (%)", ylim=(-3, 103))
     axes.set_xticks([*sorted(tasks)], map(str, sorted(tasks)))
     axes.minorticks_off()
     bare(axes)

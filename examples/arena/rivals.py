@@ -36,27 +36,19 @@ class Prior(NoEstimator):
     softmax_only = True
 
     def bias(self, choice: Choice, training: bool, seed: int) -> Tensor | None:
-        """The logarithms, ``[E]``."""
         return None if choice.probability is None else choice.probability.log_on(choice.graph)
 
 
 class EdgePrior(EdgeProbability):
-    """Factors of the exponentials of scores, for the edges of one graph.
-
-    Args:
-        graph: The graph.
-        log_prior: Logarithms of the factors, ``[E]``.
-    """
+    """Factors of the exponentials of scores, for the edges of one graph; ``log_prior`` are their logarithms, ``[E]``."""
 
     def __init__(self, graph: AttentionGraph, log_prior: Tensor) -> None:
         self.graph, self.log_prior = graph, log_prior
 
     def log_on(self, graph: AttentionGraph) -> Tensor:
-        """Logarithms of the factors of some of the edges."""
         return self.log_prior[self.graph.find(graph.edge_index, graph.edge_head)]
 
     def on(self, graph: AttentionGraph) -> Tensor:
-        """The factors."""
         return self.log_on(graph).exp()
 
     def expected_density(self) -> Tensor:
@@ -65,12 +57,7 @@ class EdgePrior(EdgeProbability):
 
 
 class Blocks:
-    """The blocks of the keys of a batch, and the pairs of each query and an earlier block: their rows are those of a graph.
-
-    Args:
-        tokens: Queries and keys of a causal layer, which are the same tokens.
-        size: Keys of a block.
-    """
+    """Blocks of ``size`` keys of a causal layer, and the pairs of each query and an earlier block: their rows are those of a graph."""
 
     def __init__(self, tokens: Tokens, size: int) -> None:
         self.tokens, self.size = tokens, size
@@ -84,13 +71,9 @@ class Blocks:
         self.pairs = AttentionGraph(rowptr, col, tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr)
 
     def choose(self, kept: Tensor) -> tuple[AttentionGraph, Tensor]:
-        """The keys of some of the pairs, and those of the block of the query up to the query.
+        """The graph of the keys of the pairs that a mask keeps, and of those of the block of the query up to the query.
 
-        Args:
-            kept: Mask of the pairs.
-
-        Returns:
-            The graph, and for each edge the number of its pair or, in the block of the query, the number of all pairs plus its row.
+        Also returns for each edge the number of its pair or, in the block of the query, the number of all pairs plus its row.
         """
         tokens, size = self.tokens, self.size
         row = torch.cat([self.row[kept], torch.arange(len(self.own))])
@@ -107,12 +90,7 @@ class Dash(GraphSource):
 
     A block is the mean of its keys, weighted by their softmax with a learned query of the head. A weight of entmax is divided by the
     geometric mean of those of its query, since the block of the query has the prior 1. Scores have a factor that moves in training until
-    graphs have their density.
-
-    Args:
-        channels, heads: Of the attention.
-        density: Share of the pairs beyond self-loops.
-        size: Keys of a block.
+    graphs have their density, a share of the pairs beyond self-loops. Blocks have ``size`` keys.
 
     Reference: Huang et al., "DashAttention: Differentiable and Adaptive Sparse Hierarchical Attention", 2605.18753, and its code, where
     the user sets the factor, and the logarithm of the prior is divided by a large number.
@@ -129,7 +107,6 @@ class Dash(GraphSource):
         self.register_buffer("log_factor", torch.zeros(()))
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As any source of a causal layer."""
         blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
         weight = softmax((tokens.key @ self.summary[..., None]).squeeze(2).T * scale, blocks.of_key).T
         mean = tokens.key.new_zeros(tokens.heads, blocks.count, tokens.key.size(2)).index_add(
@@ -154,12 +131,8 @@ class HSA(GraphSource):
     """Hierarchical sparse attention: softmax within each chosen block, and softmax over their retrieval scores between them.
 
     Retrieval scores are the products of a projected query and the projected mean of the keys of a block; the block of the query has a
-    learned score. A query takes the earlier blocks of the largest scores, as many as its density has room for.
-
-    Args:
-        channels, heads: Of the attention.
-        density: Share of the pairs beyond self-loops.
-        size: Keys of a block.
+    learned score. A query takes the earlier blocks of ``size`` keys with the largest scores, as many as its density, a share of the
+    pairs beyond self-loops, has room for.
 
     Reference: Hu et al., "Random Long-Context Access for Mamba via Hardware-aligned Hierarchical Sparse Attention", 2504.16795, where an
     encoder makes landmarks of blocks, and recent tokens are a window of their own.
@@ -175,7 +148,6 @@ class HSA(GraphSource):
         self.own = nn.Parameter(torch.zeros(heads))
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As any source of a causal layer."""
         blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
         landmark = block_means(tokens.key, tokens.key_ptr, self.size)[0] @ self.key
         score = ops.edge_dot(tokens.query @ self.query, landmark, blocks.pairs.rows) * scale

@@ -91,7 +91,6 @@ class Clock:
         model.register_forward_hook(self._stop)
 
     def step(self) -> None:
-        """A training step begins."""
         self.steps.append(time.process_time())
 
     def _start(self, *_: Any) -> None:

@@ -5,6 +5,7 @@ import html
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from examples.common.runs import write
@@ -44,6 +45,14 @@ def bare(*many: Any) -> None:
     """Takes the frame off the top and the right of axes."""
     for axes in many:
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_extent(axes: Any, points: Iterable[tuple[float, Sequence[float]]], **look: Any) -> None:
+    """A line through the means of the values at each place; a bar goes from the least of them to the largest."""
+    places, values = zip(*points, strict=True)
+    means = [fmean(each) for each in values]
+    around = [[mean - min(each), max(each) - mean] for mean, each in zip(means, values, strict=True)]
+    axes.errorbar(places, means, yerr=[*zip(*around, strict=True)], capsize=3, **look)
 
 
 def plain(method: str) -> tuple[str, str]:

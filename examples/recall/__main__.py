@@ -17,13 +17,8 @@ from pathlib import Path
 
 from examples.common.command import Command, program
 
-TASKS = (
-    "mqar-small",
-    "mqar-laptop",
-    "mqar-zoology",
-    "joint-laptop",
-    "joint-paper",
-)  # as examples/common/tasks.py, which brings torch
+# as examples/common/tasks.py, which brings torch
+TASKS = ("mqar-small", "mqar-laptop", "mqar-zoology", "joint-laptop", "joint-paper")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

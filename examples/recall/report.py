@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.common.pictures import bare, name_of, plain, save_figure, style
-from examples.common.tables import Row, by, extent, markdown
+from examples.common.pictures import bare, name_of, plain, plot_extent, save_figure, style
+from examples.common.tables import Row, by, extent, groups, last, markdown
 
 TICKS = (0.5, 1, 3, 10, 30, 100)
 BACK = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.7}  # of words in a figure
@@ -19,13 +19,10 @@ HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities 
 
 def _ends(rows: Sequence[Row]) -> dict[str, dict[str, list[list[Row]]]]:
     """The last rows of each run, by task and name; one list a seed."""
-    return {
-        task: {
-            name: [[row for row in each if row["step"] == each[-1]["step"]] for each in seeds.values()]
-            for name, seeds in runs.items()
-        }
-        for task, runs in by(rows, "task", "run", "seed").items()
-    }
+    found: dict[str, dict[str, list[list[Row]]]] = {}
+    for task, name, _, run in groups(rows, "task", "run", "seed"):
+        found.setdefault(task, {}).setdefault(name, []).append(last(run))
+    return found
 
 
 def _numbers(row: Row, prefix: str) -> list[float]:
@@ -86,13 +83,11 @@ def _over_density(task: str, runs: dict[str, list[list[Row]]]) -> Figure:
     for method, points in sorted(lines.items(), key=lambda item: item[0] not in named):
         (kind, options), number = plain(method), kinds.index(plain(method)[0])
         points.sort()
-        means = [fmean(accuracy) for _, accuracy in points]
-        around = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, points, strict=True)]
         look = style(number) | {"ms": 8, "linestyle": "--" if options else "-"}
         look |= {"label": f"{kind} ({options})" if options else kind} if method in named else {"mfc": "white"}
-        axes.errorbar([x for x, _ in points], means, yerr=[*zip(*around, strict=True)], alpha=0.8, capsize=3, **look)
+        plot_extent(axes, points, alpha=0.8, **look)
         if method not in named:
-            x, y = points[0][0], means[0]
+            x, y = points[0][0], fmean(points[0][1])
             near = sum(abs(math.log(x / a)) < 0.7 and abs(y - b) < 6 for a, b in taken)
             taken.append((x, y))
             place: dict[str, Any] = {"xytext": (7, -3)}

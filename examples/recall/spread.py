@@ -43,7 +43,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.hybrid import Recaller
 from examples.common.runs import RunError, read_checkpoint
-from examples.common.tables import Row, Rows, add, by, markdown, read
+from examples.common.tables import Row, Rows, add, by, groups, markdown, read
 from examples.recall.train import Batches, Run, make_model
 from sbm_pyg import auxiliary_loss
 from sbm_pyg.estimators import Local
@@ -135,26 +135,25 @@ def measure_probes(path: Path, draws: int, known: Rows) -> Rows:
 def report(rows: Rows) -> str:
     """The part of the variance that graphs make."""
     table = []
-    for name, times in by(rows, "run", "when", "part").items():
-        for when, part, own in ((when, part, own) for when, parts in times.items() for part, own in parts.items()):
-            share = [row["graphs"] / row["total"] if row["total"] else 0.0 for row in own]
-            milliseconds = statistics.mean(row["ms"] for row in own)
-            cells = (len(own), f"{100 * sum(share) / len(own):.1f} %", f"{milliseconds:.0f}")
-            table.append([name, when, part, *cells])
+    for name, when, part, own in groups(rows, "run", "when", "part"):
+        share = [row["graphs"] / row["total"] if row["total"] else 0.0 for row in own]
+        milliseconds = statistics.mean(row["ms"] for row in own)
+        cells = (len(own), f"{100 * sum(share) / len(own):.1f} %", f"{milliseconds:.0f}")
+        table.append([name, when, part, *cells])
     return markdown(["run", "when", "parameters", "seeds", "variance that graphs make", "ms"], table)
 
 
 def report_probes(rows: Rows) -> str:
     """Variances relative to those at 16 probes, from the least seed to the largest; and the part of graphs and probes in these."""
     lines = []
-    for name, times in by(rows, "run", "when", "seed", "probes").items():
-        for when, seeds in times.items():
-            part = [100 * each[16][0]["graphs"] / each[16][0]["total"] for each in seeds.values()]
-            line = [name, when, str(len(seeds)), f"{min(part):.0f} to {max(part):.0f}"]
-            for probes in (1, 4, 64):
-                ratio = [each[probes][0]["total"] / each[16][0]["total"] for each in seeds.values()]
-                line.append(f"{min(ratio):.2f} to {max(ratio):.2f}")
-            lines.append(line)
+    for name, when, some in groups(rows, "run", "when"):
+        seeds = by(some, "seed", "probes").values()
+        part = [100 * each[16][0]["graphs"] / each[16][0]["total"] for each in seeds]
+        line = [name, when, str(len(seeds)), f"{min(part):.0f} to {max(part):.0f}"]
+        for probes in (1, 4, 64):
+            ratio = [each[probes][0]["total"] / each[16][0]["total"] for each in seeds]
+            line.append(f"{min(ratio):.2f} to {max(ratio):.2f}")
+        lines.append(line)
     names = ["run", "when", "seeds", "of graphs and 16 probes, %", "variance, 1 probe", "4 probes", "all pairs"]
     return markdown(names, lines)
 
