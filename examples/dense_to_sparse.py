@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -54,7 +55,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
-from examples.common.tables import Row, by, deviation, finished, markdown
+from examples.common.tables import Row, deviation, finished, groups, markdown
 from examples.common.tasks import TASKS
 from examples.language_model import read_texts
 from sbm_pyg import SBMMultiheadAttention, Sparsifier, indexer, patterns, replace_attention
@@ -200,28 +201,23 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -
         loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*found, strict=True))
         return [run.known | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
 
-    return fit(
-        model, sparsifier, run, folder / run.file, lambda step: answer(batch(step))[0], measure, source_rate=SOURCE_RATE
-    )
+    def losses(step: int) -> Tensor:
+        return answer(batch(step))[0]
+
+    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=SOURCE_RATE)
 
 
 def report(rows: list[Row]) -> str:
     """A table: means over seeds, and what is lost against dense attention, seed by seed."""
+    dense = {(row["task"], row["seed"]): row["test_loss"] for row in rows if row["run"] == "dense"}
     lines = []
-    for task, methods in by(rows, "task", "run").items():
-        dense = {row["seed"]: row["test_loss"] for row in methods.get("dense", [])}
-        for name, mine in methods.items():
-            lost = [row["test_loss"] - dense[row["seed"]] for row in mine if row["seed"] in dense]
-            loss, accuracy, density = (
-                sum(row[key] for row in mine) / len(mine) for key in ("test_loss", "accuracy", "density_of_graphs")
-            )
-            cells = [
-                f"{loss:.4f}",
-                deviation(lost, 4, "+") if lost else "",
-                f"{100 * accuracy:.2f}",
-                f"{100 * density:.1f}",
-            ]
-            lines.append([task, name, len(mine), *cells])
+    for task, name, mine in groups(rows, "task", "run"):
+        lost = [row["test_loss"] - dense[task, row["seed"]] for row in mine if (task, row["seed"]) in dense]
+        loss, accuracy, density = (
+            fmean(row[key] for row in mine) for key in ("test_loss", "accuracy", "density_of_graphs")
+        )
+        more = deviation(lost, 4, "+") if lost else ""
+        lines.append([task, name, len(mine), f"{loss:.4f}", more, f"{100 * accuracy:.2f}", f"{100 * density:.1f}"])
     header = ["model", "run", "seeds", "test loss", "more than dense", "accuracy, %", "density, %"]
     return markdown(header, lines)
 

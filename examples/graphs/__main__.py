@@ -12,10 +12,11 @@ best on the validation parts counts. The same command goes on after a kill, and 
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.common.command import Command, program
+from examples.common.command import Command, fields_of, program
 
 GRAPHS = ("chameleon_filtered", "squirrel_filtered", "minesweeper", "tolokers")
 ARMS = ("none", "full", "performer", "random", "sbm", "sbm:frozen", "indexer", "indexer:frozen")
@@ -55,15 +56,9 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     torch.set_num_threads(given.threads)
     if not given.report:
         graphs = {name: load(given.data, name) for name in given.graphs}
-        names = ("density", "steps", "channels", "layers", "heads", "dropout", "dense_part")
-        options = {name: getattr(given, name) for name in names}
-        runs = [
-            train.Run(graph, arm, rate, split, **options)
-            for graph in graphs
-            for split in given.splits
-            for rate in given.learning_rates
-            for arm in given.arms
-        ]
+        options = fields_of(train.Run, given)
+        kinds = itertools.product(graphs, given.splits, given.learning_rates, given.arms)
+        runs = [train.Run(graph, arm, rate, split, **options) for graph, split, rate, arm in kinds]
         train.train_all(runs, graphs, given.output)
     print(report.tables(finished(given.output)))
     yield given.output

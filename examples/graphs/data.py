@@ -22,17 +22,14 @@ def load(folder: Path, name: str) -> Data:
     """A graph, with edges in both directions, and masks ``[N, splits]``."""
     path = folder / f"{name}.npz"
     if not path.is_file():
-        raise RunError(
-            f"Expected 'data' to be a folder that holds {path.name} (got {folder}). "
-            "Download it from https://github.com/yandex-research/heterophilous-graphs."
-        )
+        way_out = "Download it from https://github.com/yandex-research/heterophilous-graphs."
+        raise RunError(f"Expected 'data' to be a folder that holds {path.name} (got {folder}). {way_out}")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             missing = [part for part in PARTS if part not in archive.files]
             if missing:
-                raise RunError(
-                    f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]}). Download it again."
-                )
+                words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
+                raise RunError(f"{words} Download it again.")
             found = {part: torch.from_numpy(archive[part]) for part in PARTS}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error

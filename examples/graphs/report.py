@@ -6,16 +6,8 @@ from statistics import fmean
 
 from examples.common.tables import Row, Rows, by, deviation, interval, markdown
 
-HEADER = (
-    "arm",
-    "splits",
-    "test, %",
-    "over its frozen twin",
-    "over random",
-    "density, %",
-    "edges of one class, %",
-    "ms a step",
-)
+HEADER = ("arm", "splits", "test, %", "over its frozen twin", "over random", "density, %", "edges of one class, %",
+          "ms a step")  # fmt: skip
 
 
 def best(rows: Rows) -> dict[int, Row]:
@@ -50,17 +42,11 @@ def tables(rows: Rows) -> str:
         for arm, found in arms.items():
             last = [row for row in some if row["arm"] == arm and row["step"] == max(x["step"] for x in some)]
             pace = fmean(1000 * row["seconds"] / row["step"] for row in last) if last else float("nan")
-            attends = arm not in ("none", "full", "performer")
-            shares = [
-                f"{100 * fmean(row[name] for row in found.values()):.1f}" if attends else ""
-                for name in ("density", "alike")
-            ]
-            twin = difference(found, arms.get(f"{arm}:frozen", {}))
-            cells = (
-                deviation([row["test"] for row in found.values()]),
-                twin,
-                difference(found, arms.get("random", {})),
-            )
-            lines.append((f"`{arm}`", len(found), *cells, *shares, f"{pace:.0f}"))
+            shares = ["", ""]
+            if arm not in ("none", "full", "performer"):
+                shares = [f"{100 * fmean(row[name] for row in found.values()):.1f}" for name in ("density", "alike")]
+            test = deviation([row["test"] for row in found.values()])
+            over = [difference(found, arms.get(other, {})) for other in (f"{arm}:frozen", "random")]
+            lines.append((f"`{arm}`", len(found), test, *over, *shares, f"{pace:.0f}"))
         page += [f"## {graph}", markdown(HEADER, lines)]
     return "\n\n".join(page)

@@ -127,19 +127,15 @@ def train(run: Run, data: Data, folder: Path) -> list[Row]:
         with recorded as calls:
             logits = model(data.x, data.edge_index)
         graphs = [call.graph for call in calls]
-        alike = [
-            float((data.y[graph.edge_index[0]] == data.y[graph.edge_index[1]]).double().mean()) for graph in graphs
-        ]
-        found = {
-            part: score(run.graph, logits[mask], data.y[mask])
-            for part, mask in (("val", val_mask), ("test", test_mask))
-        }
+        pairs = (data.y[graph.edge_index] for graph in graphs)
+        alike = [float((key == query).double().mean()) for key, query in pairs]
+        found = {"val": score(run.graph, logits[val_mask], data.y[val_mask])}
+        found["test"] = score(run.graph, logits[test_mask], data.y[test_mask])
         density = sum(float(graph.density.mean()) for graph in graphs) / max(len(graphs), 1)
         return [run.known | found | {"density": density, "alike": sum(alike) / max(len(alike), 1)}]
 
-    return fit(
-        model, sparsifier, run, folder / file_name(run.graph, run.arm, run.learning_rate, run.split), losses, measure
-    )
+    path = folder / file_name(run.graph, run.arm, run.learning_rate, run.split)
+    return fit(model, sparsifier, run, path, losses, measure)
 
 
 def train_all(runs: list[Run], graphs: dict[str, Data], folder: Path) -> None:

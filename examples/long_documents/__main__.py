@@ -21,9 +21,8 @@ from examples.common.command import Command, fields_of, program
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.long_documents", __doc__)
     command.add_argument("--reviews", type=Path, metavar="DIR", help="folder of aclImdb")
-    command.add_argument(
-        "--fillers", type=Path, nargs="+", metavar="FILE", help="texts whose long lines have no opinion"
-    )
+    words = "texts whose long lines have no opinion"
+    command.add_argument("--fillers", type=Path, nargs="+", metavar="FILE", help=words)
     command.add_argument("--sentences", type=Path, metavar="FILE", help="SST-2's train.tsv, more to learn from")
     command.option("methods", ["full", "sbm", "random", "window"], "as listed above", metavar="M")
     command.option("density", 0.05, "of graphs", above=0)
@@ -31,9 +30,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("parts", 16, "of the longest documents, a power of two", above=0)
     command.option("part-length", 255, "in tokens", least=8)
     command.option("tests", 500, "reviews of the test set", above=0)
-    for name, usual in (("vocabulary", 4000), ("batch-tokens", 8192), ("steps", 1500), ("channels", 64), ("layers", 2)):
-        command.option(name, usual, above=0)
-    for name, usual in (("heads", 2), ("threads", 1)):
+    sizes = {"vocabulary": 4000, "batch-tokens": 8192, "steps": 1500, "channels": 64, "layers": 2}
+    for name, usual in {**sizes, "heads": 2, "threads": 1}.items():
         command.option(name, usual, above=0)
     command.option("learning-rate", 2e-3, above=0)
     command.option("short-part", 0.3, "of the steps, on single reviews", least=0)

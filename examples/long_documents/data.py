@@ -97,11 +97,7 @@ def prepare(given: Any) -> tuple[dict[str, Texts], int]:
 
 
 class Documents:
-    """Documents of several parts with a separator after each: a review at a random place among fillers, after a first token.
-
-    Args:
-        texts: What they are made of.
-    """
+    """Documents of several parts with a separator after each: a review at a random place among fillers, after a first token."""
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
@@ -112,17 +108,17 @@ class Documents:
         A part has at most ``part_length`` tokens; of a review, its end counts.
         """
         drawn = random.Random(seed)
-        return _join(
-            [self._document(self._review(part_length, drawn), parts, part_length, drawn) for _ in range(count)]
-        )
+        documents = []
+        for _ in range(count):
+            review = self._review(part_length, drawn)
+            documents.append(self._document(review, parts, part_length, drawn))
+        return _join(documents)
 
     def of_reviews(self, parts: int, part_length: int, numbers: Sequence[int]) -> Batch:
         """A document for each of some reviews; the fillers and the place are those that belong to the number."""
-        reviews = [(number, self.texts.reviews[number]) for number in numbers]
-        return _join([
-            self._document((tokens[-part_length:], label), parts, part_length, random.Random(number))
-            for number, (tokens, label) in reviews
-        ])  # fmt: skip
+        reviews = ((number, *self.texts.reviews[number]) for number in numbers)
+        cut = [(number, (tokens[-part_length:], label)) for number, tokens, label in reviews]
+        return _join([self._document(review, parts, part_length, random.Random(number)) for number, review in cut])
 
     def _review(self, length: int, drawn: random.Random) -> tuple[Tensor, int]:
         if not self.texts.sentences or drawn.random() < 0.5:

@@ -5,6 +5,7 @@ In: the documents of :mod:`examples.long_documents.data`, and runs. Out: rows of
 
 import dataclasses
 import random
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -120,19 +121,15 @@ def train(run: Run, texts: dict[str, Texts], num_tokens: int, tests: int, folder
             row |= {f"accuracy_{parts}": right / len(order), f"density_{parts}": fmean(densities)}
         return [row]
 
-    return fit(
-        model, sparsifier, run, folder / file_name(run.method, run.density, run.seed), losses, measure, source_rate=RATE_OF_SOURCES
-    )  # fmt: skip
+    path = folder / file_name(run.method, run.density, run.seed)
+    return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
 
 
 def train_all(runs: list[Run], texts: dict[str, Texts], num_tokens: int, tests: int, folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
     settings = settings_of(runs[0]) | {"tests": tests, "tokens": num_tokens}
-    known = [
-        tokens
-        for part in texts.values()
-        for some in ([review for review, _ in part.reviews], part.fillers, *part.sentences.values())
-        for tokens in some
-    ]
+    known: list[Tensor] = []
+    for part in texts.values():
+        known += [*(review for review, _ in part.reviews), *part.fillers, *chain(*part.sentences.values())]
     settings |= {"checksum of texts": fingerprint(tokens.numpy().tobytes() for tokens in known)}
     train_missing(folder, "long_documents", settings, runs, lambda run: train(run, texts, num_tokens, tests, folder))

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from examples.common.pictures import save_figure
 from examples.common.runs import hold, read_record, write_text
-from examples.common.tables import Row, by, markdown, write_csv
+from examples.common.tables import Row, groups, markdown, write_csv
 from examples.lra.data.tasks import TASKS
 from examples.lra.report import RESULTS
 from examples.lra.settings import METHODS, PRESETS, SETTINGS, SOURCES, Plan, flags, method_words, parse, resolve
@@ -148,10 +148,7 @@ def run_rows(runs: Sequence[Row]) -> list[Row]:
 def cell_rows(runs: Sequence[Row]) -> list[Row]:
     """One row for each task and method: meanss, relative cost, published numbers. Accuracies and densities in per cent."""
     cells: dict[tuple[str, str], Row] = {}
-    tasks = by(run_rows(runs), "task", "method")
-    for task, method, group in (
-        (task, method, group) for task, some in tasks.items() for method, group in some.items()
-    ):
+    for task, method, group in groups(run_rows(runs), "task", "method"):
         accuracies = [100 * row["test_accuracy"] for row in group]
         cell = {"task": task, "method": method, "runs": len(group), "accuracy": statistics.fmean(accuracies)}
         cell["accuracy_deviation"] = statistics.stdev(accuracies) if len(group) > 1 else ""
