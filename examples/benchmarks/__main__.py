@@ -22,18 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.report import TITLES, as_markdown
 from examples.common.command import Command
+from examples.common.tables import read
 
-PEERS = {  # by suite, as `kernels` and `samplers` have them, which bring torch with them
-    "kernels": ("ours", "sdpa", "sdpa-masked", "pyg", "pyg-compiled", "wrong"),
-    "blocks": ("blocks", "tokens", "sdpa", "sdpa-masked", "wrong"),
-    "shares": ("softmax", "entmax15", "sparsemax", "wrong"),
-    "normalizers": ("softmax", "entmax15", "sparsemax", "entmax"),
-    "samplers": ("bernoulli", "edges", "fastrg", "dense", "wrong"),
-    "layers": ("sbm", "default", "blocks-8", "blocks-16", "blocks-32", "blocks-64", "blocks-128", "dense", "wrong"),
-    "lengths": ("default", "blocks-16", "dense"),
-    "growth": ("sampling", "layer"),
-}
 PAGE: dict[str, list[str]] = {  # suites of "all", and their options
     "lengths": ["--densities", "5", "1", "--blocks", "64", "32"], "kernels": [], "blocks": [],
     "layers": ["--peers", "default", "blocks-64", "dense", "--densities", "1.6", "5", "10", "--blocks", "64"],
@@ -54,7 +46,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with the defaults of the suite filled in."""
     command = Command("python -m examples.benchmarks", __doc__)
-    command.add_argument("suite", choices=(*PEERS, "all", "report"), help="what to measure")
+    command.add_argument("suite", choices=(*TITLES, "all", "report"), help="what to measure")
     command.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
     command.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     command.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
@@ -62,7 +54,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
     command.option("output", Path("runs/benchmarks"), "of rows.csv")
     given = command.read(arguments)
-    known = PEERS.get(given.suite, ())
+    known: Sequence[str] = ()
+    if given.suite in TITLES:
+        from examples.benchmarks.measure import SUITES  # brings torch with it
+
+        known = [*SUITES[given.suite]]
     usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(given.suite, {})
     for name, value in (usual | {"peers": [name for name in known if name not in EXTRA]}).items():
         if getattr(given, name) is None:
@@ -78,9 +74,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reports. Returns 1 where a peer is wrong or broken (slow is neither), else 0."""
     options = parse(arguments)
-    from examples.benchmarks.report import as_markdown
-    from examples.common.tables import read
-
     if options.suite == "report":
         rows = read(options.output / "rows.csv")
     else:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -122,25 +123,18 @@ def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[st
     return found
 
 
-class Absent:
+def absent(target: int) -> Any:
     """Stands where Triton looks for a GPU: one of a kind, whose number is its compute capability."""
-
-    def __init__(self, target: int) -> None:
-        self.target = target
-
-    def get_current_device(self) -> int:
-        return self.target
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.target, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", target, 32),
+    )
 
 
 def compiled(program: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: int) -> Any:
     """A kernel as Triton compiles it for these arguments when it is first started on such a GPU."""
-    triton.runtime.driver.set_active(Absent(target))
+    triton.runtime.driver.set_active(absent(target))
     return program.warmup(*arguments, grid=(1,), **cuda_rows.LAUNCH_OPTIONS | options)
 
 

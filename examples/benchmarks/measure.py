@@ -24,8 +24,8 @@ SUITES = {
     "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
     "lengths": LENGTHS, "growth": GROWTH,
 }  # fmt: skip
-STAGES: dict[str, tuple[str, ...]] = {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
-STAGES |= dict.fromkeys(("kernels", "blocks", "shares", "normalizers", "lengths"), ("forward", "step"))
+STAGES: dict[str, tuple[str, ...]] = dict.fromkeys(SUITES, ("forward", "step"))
+STAGES |= {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
 Times = list[tuple[float, int]]  # seconds and edges of calls
