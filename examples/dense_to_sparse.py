@@ -223,7 +223,6 @@ def report(rows: list[Row]) -> str:
 
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
-    torch.set_num_threads(given.threads)
     own = fields_of(Run, given)
     own |= {"task": given.model}
     texts, known = None, {}

@@ -22,7 +22,7 @@ from statistics import fmean
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.common.command import Command, fields_of, program
+from examples.common.command import Command, fields_of, program, require
 from examples.common.corpus import stdlib_files, train_tokenizer
 
 CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
@@ -177,16 +177,14 @@ def report(rows: list[Row]) -> str:
 
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
-    torch.set_num_threads(given.threads)
     own = fields_of(Run, given)
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     for method in given.methods:
         options_of(method)  # mistakes before the first run
     texts = read_texts(given)
     for text, name in zip(texts, ("train", "test"), strict=False):
-        if len(text) <= given.length:
-            words = f"'{name}' of more than {given.length} tokens (got {len(text)})"
-            raise ValueError(f"Expected {words}. Give a longer text.")
+        words = f"'{name}' of more than {given.length} tokens"
+        require(len(text) > given.length, words, len(text), "Give a longer text.")
     runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
     settings = {**settings_of(runs[0]), **checksums(train=given.train, test=given.test)}
     train_missing(given.output, "language_model", settings, runs, lambda run: train(run, texts, given.output))

@@ -40,8 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("seeds", [0], least=0)
     command.option("starts", ["dense"], "of training", choices=["dense", "sparse"])
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
-        command.add_argument(f"--{name}", type=kind, help="(default: that of the task)")
-    command.bound("steps", "batch-size", "learning-rate", above=0)
+        command.option(name, kind, "(default: that of the task)", above=0)
     for name, usual in (("channels", 64), ("layers", 2), ("heads", 1)):
         command.option(name, usual, above=0)
     command.option("threads", 1, "of the CPU", above=0)
@@ -63,12 +62,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    import torch
-
     from examples.arena import methods, report, tasks, train
     from examples.common.tables import finished
 
-    torch.set_num_threads(given.threads)
     names: list[str] = []
     for method in given.methods:
         methods.check(method)  # mistakes before the first run

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from examples.arena.rivals import RIVALS
 from examples.common import hybrid
+from examples.common.command import require
 from examples.common.runs import fingerprint
 from sbm_pyg import AttentionConv, Choice, GraphSource, LearnedSource, Tokens
 from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
@@ -75,8 +76,7 @@ def load(method: str) -> type[GraphSource]:
     file, _, rest = method.partition(":")
     path, name = Path(file), rest.partition(":")[0]
     way_out = "Name it as in mine.py:MySource."
-    if not path.is_file():
-        raise ValueError(f"Expected '--chooser' to name a file that exists (got {file!r}). {way_out}")
+    require(path.is_file(), "'--chooser' to name a file that exists", repr(file), way_out)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -95,9 +95,8 @@ def _own(method: str, channels: int, heads: int, density: float) -> tuple[GraphS
     offered: dict[str, Any] = {"channels": channels, "heads": heads, "density": density}
     takes = inspect.signature(kind).parameters
     other = [name for name, value in takes.items() if name not in offered and value.default is value.empty]
-    if other:
-        words = f"Expected {kind.__name__} to take no arguments but {', '.join(offered)} (got {', '.join(other)})."
-        raise ValueError(f"{words} Give the others default values.")
+    words = f"{kind.__name__} to take no arguments but {', '.join(offered)}"
+    require(not other, words, ", ".join(other), "Give the others default values.")
     source = kind(**{name: value for name, value in offered.items() if name in takes})
     learns = any(True for _ in source.parameters())
     usual = (Local() if isinstance(source, LearnedSource) else SparseOnly()) if learns else NoEstimator()

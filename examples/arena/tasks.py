@@ -5,7 +5,8 @@ of block selection report losses on (MoonshotAI/MoBA#29). Copying, noisy, fuzzy 
 copying, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of Hybrid
 Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
 
-A task draws S sequences of L tokens with Q questions each, and returns :class:`~examples.common.tasks.Examples`.
+A task draws ``count`` = S sequences of L tokens with Q questions each by the generator ``random``, and returns
+:class:`~examples.common.tasks.Examples`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from examples.common.command import require
 from examples.common.tasks import TASKS as RECALL
 from examples.common.tasks import Examples, Task, distinct, mqar
 
@@ -40,8 +42,6 @@ def two_hop(chains: int, spare: int, helped: int, num_tokens: int, count: int, r
         num_tokens: Token 0, then "=", then variables, which are the lower half, then values, all different within a sequence. A
             uniform guess is right with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with
             1 / (P + D), among those of chains with 1 / P.
-        count: Sequences S.
-        random: Generator that draws them.
     """
     names = 2 + distinct(count, 2 * chains + spare, num_tokens // 2 - 2, random)
     values = num_tokens // 2 + distinct(count, chains + spare, num_tokens - num_tokens // 2, random)
@@ -73,8 +73,6 @@ def copying(length: int, copied: int, num_tokens: int, count: int, random: torch
         copied: Tokens to be copied, Q.
         num_tokens: Token 0, a blank, then ``copied`` marks, then what is copied, with repeats. A uniform guess is right with probability
             1 / (num_tokens - copied - 1).
-        count: Sequences S.
-        random: Generator that draws them.
     """
     sources = _order(count, length - 1, random)[:, :copied].sort(1).values + 1  # the first is a blank
     answers = torch.randint(1 + copied, num_tokens, (count, copied), generator=random)
@@ -94,8 +92,6 @@ def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
         pairs: Pairs of a sequence with different keys and different values, Q.
         num_tokens: Keys, then values, then ``noise`` tokens. A uniform guess is right with probability 2 / (num_tokens - noise), a guess
             among the values of the sequence with 1 / pairs.
-        count: Sequences S.
-        random: Generator that draws them.
         noise: Tokens of the noise.
     """
     known = num_tokens - noise
@@ -116,8 +112,6 @@ def fuzzy(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> E
         pairs: Keys of a sequence, all different, with different values; L = 5 pairs and Q = pairs. The question stands at b.
         num_tokens: The first quarter are parts of keys, the others values. A uniform guess is right with probability
             1 / (num_tokens - num_tokens // 4), a guess among the values of the sequence with 1 / pairs.
-        count: Sequences S.
-        random: Generator that draws them.
     """
     parts = num_tokens // 4
     key = distinct(count, pairs, parts * parts, random)
@@ -137,8 +131,6 @@ def known(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> E
         pairs: Keys of a sequence, each with token 0 after it; L = 2 pairs and Q = pairs.
         num_tokens: Token 0, then keys, which are the lower half, then values; the key n has the value of a permutation that is drawn
             once for all. A uniform guess is right with probability 1 / (num_tokens - num_tokens // 2).
-        count: Sequences S.
-        random: Generator that draws them.
     """
     half = num_tokens // 2
     value = half + torch.randperm(num_tokens - half, generator=torch.Generator().manual_seed(half))
@@ -161,11 +153,8 @@ def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.
         serving: Copies R of each pair, a divisor of ``slots``.
         num_tokens: Token 0, then keys, which are the lower half, then values, both different for N / R pairs. A uniform guess is right
             with probability 1 / (num_tokens - num_tokens // 2), a guess among the values of the sequence with R / N.
-        count: Sequences S.
-        random: Generator that draws them.
     """
-    if slots % serving:
-        raise ValueError(f"Expected 'serving' to divide slots={slots} (got {serving}). Take a power of 2.")
+    require(slots % serving == 0, f"'serving' to divide slots={slots}", serving, "Take a power of 2.")
     few = slots // serving
     keys = 1 + distinct(count, few, num_tokens // 2 - 1, random)
     values = num_tokens // 2 + distinct(count, few, num_tokens - num_tokens // 2, random)

@@ -35,11 +35,8 @@ LAYERS = ("dense", "dense-phase", "tokens", "blocks", "sampling")
 DENSE = ("sdpa", "varlen", "dense", "dense-phase")
 TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))  # words of the tiles of an edge kernel, and its warps
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = {
-    "tests/triton_edges.py": "",
-    "tests/triton_graphs.py": "",
-    "tests/test_devices.py": "cuda",
-}  # file: names of tests have it
+# files, and what names of their tests have
+TESTS = {"tests/triton_edges.py": "", "tests/triton_graphs.py": "", "tests/test_devices.py": "cuda"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     peers = (*ATTENTION, *LAYERS)
     command.option("peers", [*peers], "(default: all)", choices=peers, metavar=None)
     command.option("seconds", 5.0, "limit of one call, above which it is timed once", metavar="S", above=0)
-    command.add_argument("--steps", type=int, help="of ListOps (default: those of the preset `paper`)")
-    command.bound("steps", above=0)
+    command.option("steps", int, "of ListOps (default: those of the preset `paper`)", above=0)
     command.option("output", Path("runs/gpu"))
     command.add_argument("--markdown", action="store_true", help="measure nothing")
     given = command.read(arguments)
@@ -164,14 +160,8 @@ def _flex(inputs: Inputs) -> Forward:
     graph: Any = inputs.graph
     mask, device = graph.to_block_mask(), inputs.query.device
     attend: Any = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
-    tiles = {
-        "BLOCK_M": 64,
-        "BLOCK_N": 64,
-        "BLOCK_M1": 32,
-        "BLOCK_N1": 64,
-        "BLOCK_M2": 64,
-        "BLOCK_N2": 32,
-    }  # within our blocks
+    # within our blocks
+    tiles = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
     how: dict[str, Any] = {"kernel_options": tiles if device.type == "cuda" else None}
     return lambda *leaves: attend(*(x[None] for x in leaves), block_mask=mask, scale=inputs.scale, **how)[0]
 

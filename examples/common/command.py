@@ -21,20 +21,22 @@ class Command(argparse.ArgumentParser):
         self.bounds: list[tuple[str, str, float]] = []
 
     def option(self, name: str, usual: Any, words: str = "", above: Any = None, least: Any = None, **more: Any) -> None:
-        """Adds ``--name`` of the type of its usual value, several values if that is a list, above a bound or of at least one."""
-        if isinstance(usual, list):
+        """Adds ``--name`` of the type of its usual value, several values if that is a list, above a bound or of at least one.
+
+        A type in place of a usual value leaves the option None unless it is given.
+        """
+        if isinstance(usual, type):
+            more, usual, shown = {"type": usual} | more, None, None
+        elif isinstance(usual, list):
             more = {"nargs": "+", "type": type(usual[0]), "metavar": name[0].upper()} | more
             shown = " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in usual)
         else:
             more, shown = {"type": type(usual)} | ({"metavar": "DIR"} if name == "output" else {}) | more, "%(default)s"
-        words = words if "(default" in words else f"{words} (default: {shown})".strip()
+        words = words if shown is None or "(default" in words else f"{words} (default: {shown})".strip()
         self.add_argument(f"--{name}", default=usual, help=words, **more)
-        self.bound(name, above=above, least=least)
-
-    def bound(self, *names: str, above: float | None = None, least: float | None = None) -> None:
-        """Refuses smaller values of options when they are read."""
-        for word, value in (("above", above), ("at least", least)):
-            self.bounds += [(name, word, value) for name in names if value is not None]
+        for word, bound in (("above", above), ("at least", least)):
+            if bound is not None:
+                self.bounds.append((name, word, bound))
 
     def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
@@ -49,8 +51,10 @@ class Command(argparse.ArgumentParser):
 
     def require(self, met: Any, words: str, got: Any, way_out: str = "See --help.") -> None:
         """Ends the program with an error unless a condition is met."""
-        if not met:
-            self.error(f"Expected {words} (got {got}). {way_out}")
+        try:
+            require(met, words, got, way_out)
+        except ValueError as error:
+            self.error(str(error))
 
     def require_files(self, **files: Sequence[Path]) -> None:
         """Ends the program unless all options name files of text."""
@@ -62,13 +66,26 @@ class Command(argparse.ArgumentParser):
         )  # fmt: skip
 
 
+def require(met: Any, words: str, got: Any, way_out: str) -> None:
+    """Raises a ``ValueError`` in words for the user unless a condition is met."""
+    if not met:
+        raise ValueError(f"Expected {words} (got {got}). {way_out}")
+
+
 def program(
     parse: Callable[..., argparse.Namespace], work: Callable[[argparse.Namespace], Iterable[Path]]
 ) -> Callable[..., None]:
-    """The ``main`` of a program that yields the files that it writes; a ``ValueError`` ends it as a wrong option does."""
+    """The ``main`` of a program that yields the files that it writes; a ``ValueError`` ends it as a wrong option does.
+
+    It works with as many threads as the option ``threads`` says, if there is one.
+    """
 
     def main(arguments: Sequence[str] | None = None) -> None:
         given = parse(arguments)
+        if "threads" in given:
+            import torch
+
+            torch.set_num_threads(given.threads)
         try:
             paths = [*work(given)]
         except ValueError as error:
@@ -91,8 +108,7 @@ def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, 
     ('sbm', {'probes': 8.0, 'estimator': 'local'})
     """
     kind, _, own = method.partition(":")
-    if kind not in methods:
-        raise ValueError(f"Expected 'methods' among {', '.join(methods)} (got {kind!r}). See --help.")
+    require(kind in methods, f"'methods' among {', '.join(methods)}", repr(kind), "See --help.")
     options = dict(usual.get(kind, {}))
     for pair in filter(None, own.split(",")):
         name, _, value = pair.partition("=")

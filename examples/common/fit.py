@@ -36,10 +36,11 @@ def fit(
     rate_at: Callable[[float], float] = trapezoid,
     source_rate: float = 1.0,
 ) -> list[Row]:
-    """Trains a model, or goes on from its checkpoint.
+    """Trains a model, or goes on from its checkpoint; returns the rows of all evaluations, with "step", "loss" and "seconds".
+
+    With a sparsifier, a picture of its losses is saved next to the checkpoint.
 
     Args:
-        model: The model.
         sparsifier: Takes the model from dense attention to sparse, or None.
         run: A dataclass that decides the outcome, with ``steps``, ``learning_rate``, ``weight_decay`` and ``evaluations``.
         path: Of the checkpoint.
@@ -47,9 +48,6 @@ def fit(
         measure: Rows of an evaluation, at the target density.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
         source_rate: Factor of the learning rate of graph sources.
-
-    Returns:
-        Rows of all evaluations, with "step", "loss" and "seconds". With a sparsifier, a picture of its losses is saved next to the checkpoint.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     groups[1]["lr"] = source_rate * run.learning_rate

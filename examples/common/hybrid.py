@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from examples.common.command import read_method
+from examples.common.command import read_method, require
 from examples.common.tables import Row
 from examples.common.tasks import Examples
 from sbm_pyg import (
@@ -63,9 +63,9 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     8.0
     """
     kind, options = read_method(method, METHODS, OPTIONS)
-    if options and options["control"] not in CONTROLS:
-        text = f"Expected option 'control' of 'methods' among {', '.join(CONTROLS)} (got {options['control']!r})."
-        raise ValueError(text)
+    control = options.get("control", "none")
+    words = f"option 'control' of 'methods' among {', '.join(CONTROLS)}"
+    require(control in CONTROLS, words, repr(control), "See --help.")
     return kind, options
 
 
@@ -135,9 +135,7 @@ class FixedDensity(GraphSource):
 def beyond_window(density: float, window: int, length: int) -> float:
     """What a window leaves of a density, of which each of its tokens takes two parts in the length."""
     rest = density - 2 * window / (length - 1)
-    if rest <= 0:
-        words = f"'densities' beyond those of the window of {window} (got {density})"
-        raise ValueError(f"Expected {words}. Give a smaller --window.")
+    require(rest > 0, f"'densities' beyond those of the window of {window}", density, "Give a smaller --window.")
     return rest
 
 

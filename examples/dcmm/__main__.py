@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.common.command import Command, program
+from examples.common.command import Command, program, require
 
 SIZES = {  # usual value, and meaning of whole numbers
     "patch": (2, "side of a patch, in pixels"),
@@ -34,13 +34,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.dcmm", __doc__)
     command.option("data", "digits", "digits, or a folder of images", metavar="NAME_OR_FOLDER")
     words = "side to which images are resized (default: none; of folders 64; of weights theirs)"
-    command.add_argument("--size", type=int, help=words)
+    command.option("size", int, words, above=0)
     command.option("methods", ["full", "dcmm", "sbm"])
     command.option("bias", "last", "blocks of the method", choices=("last", "all"))
     command.option("seeds", [0], least=0)
     for name, (value, words) in SIZES.items():
-        command.add_argument(f"--{name}", type=int, help=f"{words} (default: {value}; of weights theirs)")
-    command.bound("size", *SIZES, above=0)
+        command.option(name, int, f"{words} (default: {value}; of weights theirs)", above=0)
     for name, value in (("steps", 400), ("batch-size", 64)):
         command.option(name, value, above=0)
     words = "at its peak (default: %(default)s; published for weights: 5e-5)"
@@ -62,20 +61,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports; or draws pictures."""
-    import torch
-
     from examples.common.tables import finished
     from examples.dcmm import data, model, pictures, report, train
 
-    torch.set_num_threads(given.threads)
     if not given.report:
         theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
         sizes = {name: theirs.get(name, usual) for name, (usual, _) in SIZES.items()}
         own: dict[str, Any] = {name: getattr(given, name) or size for name, size in sizes.items()}
         own |= {name: getattr(given, name) for name in ("steps", "batch_size", "learning_rate", "validation")}
         own |= {"size": given.size or theirs.get("size"), "bias": given.bias, "weights": given.weights}
-        if own["channels"] % own["heads"]:
-            raise ValueError(f"Expected 'heads' to divide 'channels' = {own['channels']} (got {own['heads']}).")
+        divides, words = own["channels"] % own["heads"] == 0, f"'heads' to divide 'channels' = {own['channels']}"
+        require(divides, words, own["heads"], "See --help.")
         images = data.load(given.data, own["size"])
         runs = [train.Run(given.data, method, seed, **own) for seed in given.seeds for method in given.methods]
         if given.pictures is not None:

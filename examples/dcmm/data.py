@@ -11,6 +11,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from examples.common.command import require
 from examples.common.releases import IMAGE, read_batch
 from sbm_pyg.info import tqdm
 
@@ -33,12 +34,11 @@ class Images:
 def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Numbers of the images to learn from, and of a share that is held out; classes have the same share of both."""
     sizes, held_out = torch.bincount(labels), round(share * len(labels))
-    if int(sizes.min()) < LEAST:
-        text = f"Expected 'data' with at least {LEAST} images of each class (got {int(sizes.min())}). Add some."
-        raise ValueError(text)
-    if not len(sizes) <= held_out <= len(labels) - len(sizes):
-        words = f"'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many"
-        raise ValueError(f"Expected {words} (got {share} of {len(labels)}). Take 0.15, or give more images.")
+    least = int(sizes.min())
+    require(least >= LEAST, f"'data' with at least {LEAST} images of each class", least, "Add some.")
+    words = f"'validation' to hold out an image or more of each of {len(sizes)} classes and to leave as many"
+    enough = len(sizes) <= held_out <= len(labels) - len(sizes)
+    require(enough, words, f"{share} of {len(labels)}", "Take 0.15, or give more images.")
     parts = train_test_split(np.arange(len(labels)), test_size=share, stratify=labels.numpy(), random_state=seed)
     kept, held = (torch.from_numpy(part).sort().values for part in parts)
     return kept, held
@@ -83,11 +83,11 @@ def _read(folder: Path, size: int) -> Images:
     paths = [path for root in roots for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS]
     tested = torch.tensor([path.parent.parent in roots[2:] for path in paths], dtype=torch.bool)
     classes = sorted({path.parent.name for path in paths if path.parent.parent not in roots[2:]})
-    if len(classes) < 2:
-        text = f"Expected 'data' with images of two classes or more (got {len(classes)} in {roots[0]}). See --help."
-        raise ValueError(text)
-    if unknown := sorted({path.parent.name for path in paths} - {*classes}):
-        raise ValueError(f"Expected 'data' to have the classes of test in train (got {unknown} in test alone).")
+    there = f"{len(classes)} in {roots[0]}"
+    require(len(classes) >= 2, "'data' with images of two classes or more", there, "See --help.")
+    unknown = sorted({path.parent.name for path in paths} - {*classes})
+    words = "'data' to have the classes of test in train"
+    require(not unknown, words, f"{unknown} in test alone", "Add them, or remove them from test.")
     images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
     for number, path in enumerate(tqdm(paths, f"Reading {folder}", unit=" images")):
         try:

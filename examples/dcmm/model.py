@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
-from examples.common.command import read_method
+from examples.common.command import read_method, require
 from examples.common.hybrid import make_bias
 from sbm_pyg import AttentionConv, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
 
@@ -62,8 +62,8 @@ class Vision(nn.Module):
         ffn: int, everywhere: bool = False, equal: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        if shape[1] % patch:
-            raise ValueError(f"Expected 'patch' to divide the side of the images, {shape[1]} (got {patch}).")
+        words = f"'patch' to divide the side of the images, {shape[1]}"
+        require(shape[1] % patch == 0, words, patch, "Resize them with --size.")
 
         def encoder(ffn: int) -> SequenceEncoder:
             number = itertools.count(1)
@@ -82,9 +82,8 @@ class Vision(nn.Module):
         extra = sum(x.numel() for name, x in self.encoder.named_parameters() if any(own in name for own in OWN))
         if equal and extra:
             narrow = ffn - round(extra / (layers * (2 * channels + 1)))
-            if narrow < 1:
-                words = f"Expected 'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own (got {ffn})."
-                raise ValueError(f"{words} Raise it, or take fewer blocks.")
+            words = f"'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own"
+            require(narrow >= 1, words, ffn, "Raise it, or take fewer blocks.")
             self.encoder = encoder(narrow)
         for module in self.encoder.modules():
             if isinstance(module, nn.LayerNorm):

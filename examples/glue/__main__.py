@@ -52,10 +52,9 @@ def _sizes(command: Command, but: Sequence[str] = ()) -> None:
     for name, usual in PRESETS["small"].items():
         if name not in but:
             option = name.replace("_", "-")
-            own: dict[str, Any] = {"choices": POSITIONS} if name == "position_encoding" else {}
-            command.add_argument(f"--{option}", type=type(usual), help="(default: that of the preset)", **own)
-            if not own:
-                command.bound(option, **{"least" if name == "window" else "above": 0})
+            own: dict[str, Any] = {"least" if name == "window" else "above": 0}
+            own = {"choices": POSITIONS} if name == "position_encoding" else own
+            command.option(option, type(usual), "(default: that of the preset)", **own)
 
 
 def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
@@ -118,10 +117,8 @@ def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--scratch", action="store_true", help="start without pretraining")
     command.option("pretrained-seed", 0, "of the pretrained model", least=0)
     for name, kind in (("epochs", int), ("batch-size", int), ("tuning-rate", float)):
-        command.add_argument(f"--{name}", type=kind, help="(default: that of the preset)")
-    command.bound("epochs", "batch-size", "tuning-rate", above=0)
-    command.add_argument("--limit", type=int, metavar="N", help="examples of train to take (default: all)")
-    command.bound("limit", above=0)
+        command.option(name, kind, "(default: that of the preset)", above=0)
+    command.option("limit", int, "examples of train to take (default: all)", metavar="N", above=0)
     _sizes(command, but=("steps", "batch_tokens", "learning_rate", "masking"))
     given = _read_tasks(command, _read(command, arguments))
     for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[given.preset], strict=True):
@@ -158,14 +155,11 @@ def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
-    import torch
-
     from examples.common.fit import train_missing
     from examples.common.runs import fingerprint, settings_of
     from examples.glue import train
     from examples.glue.data import prepare
 
-    torch.set_num_threads(given.threads)
     for method in given.methods:
         train.kind_of(method)  # mistakes before the first run
     tokenizer, texts = prepare(given)
@@ -182,13 +176,10 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
-    import torch
-
     from examples.common.fit import train_missing
     from examples.common.runs import fingerprint, settings_of
     from examples.glue import data, train
 
-    torch.set_num_threads(given.threads)
     for method in given.methods:
         train.kind_of(method)
     tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
@@ -212,13 +203,10 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
-    import torch
-
     from examples.common.runs import write_text
     from examples.common.tables import markdown
     from examples.glue import data, train
 
-    torch.set_num_threads(given.threads)
     tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
     lines = []
     for name in given.tasks:
@@ -260,13 +248,10 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_padding(given: argparse.Namespace) -> Iterator[Path]:
-    import torch
-
     from examples.common.tables import write_csv
     from examples.glue import padding
     from examples.glue.data import prepare
 
-    torch.set_num_threads(given.threads)
     given.seed = given.seeds[0]
     tokenizer, texts = prepare(given)
     rows = padding.measure(given, texts["train"], tokenizer, given.batches, given.batch_size)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.common.command import require
 from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
 from sbm_pyg import Pretrained
@@ -98,8 +99,8 @@ def _read_datasets(folder: Path) -> Iterator[str]:
         raise ValueError(f"{words} Save it with `save_to_disk`.") from None
     parts = data.values() if isinstance(data, dict) else [data]
     for part in parts:
-        if "text" not in part.column_names:
-            raise ValueError(f"Expected '{folder}' to have a column 'text' (got {part.column_names}). Rename it.")
+        columns = part.column_names
+        require("text" in columns, f"'{folder}' to have a column 'text'", columns, "Rename it.")
         yield from (text for text in part["text"] if text.strip())
 
 
@@ -118,10 +119,9 @@ def read_glue(
     names = next(lines, "").lstrip("\ufeff").split("\t")
     wanted = (*task.texts, *([task.label] if labels else []))
     missing = [name for name in wanted if name not in names]
-    if missing:
-        has_none = "Files of GLUE's test sets have no labels: take train and dev." if missing == [task.label] else ""
-        words = f"Expected '{path}' to have the columns {', '.join(wanted)} (got {', '.join(names)[:200]})."
-        raise ValueError(f"{words} {has_none or 'Take the official files.'}")
+    has_none = "Files of GLUE's test sets have no labels: take train and dev." if missing == [task.label] else ""
+    words, way_out = f"'{path}' to have the columns {', '.join(wanted)}", has_none or "Take the official files."
+    require(not missing, words, ", ".join(names)[:200], way_out)
     places = [names.index(name) for name in wanted]
     texts: list[tuple[str, ...]] = []
     classes: list[int] = []
@@ -139,8 +139,7 @@ def read_glue(
         if not wrong:
             texts.append(tuple(found[: len(task.texts)]))
             classes.append(task.classes.index(found[-1]) if labels else 0)
-    if not texts:
-        raise ValueError(f"Expected '{path}' to have examples (got none). Take the official files.")
+    require(texts, f"'{path}' to have examples", "none", "Take the official files.")
     return texts, classes
 
 
@@ -155,9 +154,8 @@ def read_tokenizer(path: Path, way_out: str = "Give the tokenizer.json of a mode
         words = f"Expected '{path}' to be a tokeniser (got: {error})."
         raise ValueError(f"{words} {way_out}") from None
     missing = [token for token in (START, SEPARATOR, MASK) if tokenizer.token_to_id(token) is None]
-    if missing:
-        words = f"Expected '{path}' to know the tokens {START}, {SEPARATOR} and {MASK} (got no {', '.join(missing)})."
-        raise ValueError(f"{words} Take a tokeniser of a masked model.")
+    words = f"'{path}' to know the tokens {START}, {SEPARATOR} and {MASK}"
+    require(not missing, words, f"no {', '.join(missing)}", "Take a tokeniser of a masked model.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -177,8 +175,7 @@ def encode_documents(
             cuts = [len(ids) * number // count for number in range(count + 1)]
             found.append(torch.tensor(ids, dtype=torch.int32))
             sizes += [after - before for before, after in pairwise(cuts)]
-    if not found:
-        raise ValueError(f"Expected texts to hold documents for {name!r} (got none). Empty lines separate them.")
+    require(found, f"texts to hold documents for {name!r}", "none", "Empty lines separate them.")
     return torch.cat(found), offsets(torch.tensor(sizes))
 
 
@@ -245,9 +242,8 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     path, cache = given.output / "tokenizer.json", given.output / "tokens.pt"
     if cache.exists():
         kept = read_checkpoint(cache)
-        if kept["key"] != key:
-            words = f"Expected the texts, vocabulary and length that {given.output} was prepared with (got others)."
-            raise ValueError(f"{words} Take another --output.")
+        words = f"the texts, vocabulary and length that {given.output} was prepared with"
+        require(kept["key"] == key, words, "others", "Take another --output.")
         return read_tokenizer(path), {name: tuple(kept[name]) for name in ("train", "test")}
 
     def documents(train: bool) -> Iterator[str]:
@@ -280,9 +276,9 @@ def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
         held_out = math.ceil(given.hold_out * len(texts))
         print(f"{task.folder} has no dev file: {held_out:,} examples of train are held out to test on")
         parts = {"train": order[held_out:][: given.limit], task.dev[0]: order[:held_out]}
-    if not parts["train"]:
-        words = f"Expected '{folder / 'train.tsv'}' to have more examples (got {len(texts)})."
-        raise ValueError(f"{words} None are left to learn from.")
+    require(
+        parts["train"], f"'{folder / 'train.tsv'}' to have more examples", len(texts), "None are left to learn from."
+    )
     chosen = {name: ([texts[at] for at in places], [classes[at] for at in places]) for name, places in parts.items()}
     return {name: encode_examples(tokenizer, *pair, given.length) for name, pair in (chosen | found).items()}
 

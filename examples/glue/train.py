@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.command import read_method
+from examples.common.command import read_method, require
 from examples.common.fit import file_name, fit
 from examples.common.runs import read_checkpoint, read_state, write_checkpoint
 from examples.common.tables import Row
@@ -248,9 +248,7 @@ def load_encoder(encoder: SequenceEncoder, path: Path, run: Run) -> None:
     other = [f"{name} {theirs!r}, not {ours!r}" for name, theirs, ours in pairs if theirs != ours]
     if not other and state["step"] != known["steps"]:
         other = [f"{state['step']:,} of {known['steps']:,} steps"]
-    if other:
-        got = ", ".join(other)
-        raise ValueError(f"Expected '{path}' to be the pretrained model of this run (got {got}). {way_out}")
+    require(not other, f"'{path}' to be the pretrained model of this run", ", ".join(other), way_out)
     begin = "encoder."
     encoder.load_state_dict({name[len(begin) :]: x for name, x in state["model"].items() if name.startswith(begin)})
 

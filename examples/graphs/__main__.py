@@ -47,13 +47,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    import torch
-
     from examples.common.tables import finished
     from examples.graphs import report, train
     from examples.graphs.data import load
 
-    torch.set_num_threads(given.threads)
     if not given.report:
         graphs = {name: load(given.data, name) for name in given.graphs}
         options = fields_of(train.Run, given)

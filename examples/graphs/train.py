@@ -19,16 +19,8 @@ from examples.common.hybrid import freeze
 from examples.common.runs import settings_of
 from examples.common.tables import Row
 from examples.graphs.data import RANKED
-from sbm_pyg import (
-    AttentionConv,
-    LearnedSource,
-    SBMAttentionConv,
-    SparseGPSConv,
-    Sparsifier,
-    analysis,
-    indexer,
-    patterns,
-)
+from sbm_pyg import AttentionConv, LearnedSource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
+from sbm_pyg.sources import indexer, patterns
 
 
 @dataclasses.dataclass(frozen=True)

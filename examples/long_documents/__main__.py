@@ -50,13 +50,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    import torch
-
     from examples.common.tables import finished
     from examples.long_documents import report, train
     from examples.long_documents.data import prepare
 
-    torch.set_num_threads(given.threads)
     if not given.report:
         own = fields_of(train.Run, given)
         runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]

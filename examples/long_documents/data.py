@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.common.command import require
 from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.releases import REVIEWS, malformed
 from sbm_pyg.ragged import offsets
@@ -74,9 +75,8 @@ def prepare(given: Any) -> tuple[dict[str, Texts], int]:
     sentences = [*read_sentences(given.sentences)] if given.sentences else []
     fillers = [line.lower() for path in given.fillers for line in read_lines(path) if len(line) >= 400]
     held_out = len(fillers) // 10
-    if held_out < 10:
-        words = f"Expected 'fillers' to have 100 passages, lines of at least 400 letters (got {len(fillers)})."
-        raise ValueError(f"{words} Give more texts.")
+    words = "'fillers' to have 100 passages, lines of at least 400 letters"
+    require(held_out >= 10, words, len(fillers), "Give more texts.")
     learned = [text for text, _ in (*reviews["train"], *sentences[:20_000])] + fillers[:-held_out]
     tokenizer = train_tokenizer(learned, given.vocabulary, SPECIAL)
 

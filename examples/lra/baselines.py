@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn.attention.performer import linear_attention, orthogonal_matrix
 
+from examples.common.command import require
 from sbm_pyg import pad
 from sbm_pyg.ragged import draw_seed
 
@@ -205,8 +206,7 @@ class NystromAttention(Baseline):
     def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
         super().__init__(settings, channels, head_channels, heads)
         self.landmarks, taps = settings.landmarks, settings.value_kernel
-        if taps and taps % 2 == 0:
-            raise ValueError(f"Expected 'value-kernel' to be odd or 0 (got {taps}). It is centred on its token.")
+        require(taps % 2 or not taps, "'value-kernel' to be odd or 0", taps, "It is centred on its token.")
         sizes = (heads * head_channels, head_channels, heads, self.landmarks)
         self.kernel = _package("nystrom_attention").NystromAttention(*sizes, residual=False)
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from examples.common.command import require
 from examples.common.gate import Rejected
 from examples.common.gate import compare as agree
 from examples.common.runs import read_record, write_record, write_text
@@ -163,9 +164,7 @@ def plan_steps(per_step: float, per_validation: float, minutes: float, validate_
     """
     rounds, rest = divmod(60 * minutes - per_validation, validate_every * per_step + per_validation)
     steps = int(rounds) * validate_every + max(0, int((rest - per_validation) / per_step))
-    if steps < 2:
-        words = f"Expected 'minutes' to be enough for two steps and their validations (got {minutes})."
-        raise ValueError(f"{words} Give more.")
+    require(steps >= 2, "'minutes' to be enough for two steps and their validations", minutes, "Give more.")
     return steps
 
 
@@ -275,9 +274,9 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
     task = TASKS[plan.task]
     steppers = []
     for folder, (other, module, _) in zip(folders, runs, strict=True):
-        if (other.task, task.pipeline(other.settings)) != (plan.task, task.pipeline(plan.settings)):
-            words = f"Expected 'runs' that take examples in one form (got {folder}, which differs from the first)."
-            raise ValueError(f"{words} Compare them apart.")
+        alike = (other.task, task.pipeline(other.settings)) == (plan.task, task.pipeline(plan.settings))
+        got = f"{folder}, which differs from the first"
+        require(alike, "'runs' that take examples in one form", got, "Compare them apart.")
         gate(module)
         steppers.append(partial(timed_step, module, torch.optim.AdamW(module.parameters(), lr=0.0)))
     epoch = Data(splits, plan.settings).buckets.epoch(0)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples.common.command import require
 from examples.common.pictures import page, picture, table, title, words
 from examples.common.runs import write_text
 from examples.lra.data.batches import Batch, Split, by_length
@@ -190,9 +191,8 @@ def run(given: argparse.Namespace) -> Path:
     try:
         plan, module, splits = open_run(given.run, data=given.data)
         settings, task, split = plan.settings, TASKS[plan.task], splits[given.split]
-        if settings.attention in ("full", *BASELINES):
-            text = f"Expected a run whose attention has graphs (got attention {settings.attention!r})."
-            raise ValueError(f"{text} There is nothing to see.")
+        has_graphs, got = settings.attention not in ("full", *BASELINES), f"attention {settings.attention!r}"
+        require(has_graphs, "a run whose attention has graphs", got, "There is nothing to see.")
     except ValueError as error:
         given.fail(str(error))
     random = np.random.default_rng(0)

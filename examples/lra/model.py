@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 
+from examples.common.command import require
 from examples.common.runs import RunError
 from examples.lra import report
 from examples.lra.baselines import BASELINES
@@ -29,16 +30,15 @@ from sbm_pyg import (
 )
 
 
-def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
+def grid_positions(side: int, channels: int) -> Tensor:
     """Position embeddings of a square image [side * side, channels], pixels row by row: sines and cosines of row and of column.
 
-    Wavelengths go geometrically from 4 to almost 4 ``base`` pixels. The mean square is 1, as that of random embeddings. Vaswani et al. 2017,
+    Wavelengths go geometrically from 4 to almost 80 pixels. The mean square is 1, as that of random embeddings. Vaswani et al. 2017,
     section 3.5, for both axes as in He et al., "Masked Autoencoders Are Scalable Vision Learners", CVPR 2022; here they are trained.
     """
-    if channels % 4:
-        words = f"'channels' to be a multiple of 4 for positions on a grid (got {channels})"
-        raise ValueError(f"Expected {words}. Take random positions.")
-    waves = base ** (-torch.arange(channels // 4) / (channels // 4))
+    words = "'channels' to be a multiple of 4 for positions on a grid"
+    require(channels % 4 == 0, words, channels, "Take random positions.")
+    waves = 20.0 ** (-torch.arange(channels // 4) / (channels // 4))
     angles = torch.arange(side)[:, None] * waves * (math.pi / 2)
     axis = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, channels / 2]
     rows, columns = axis[:, None].expand(-1, side, -1), axis[None].expand(side, -1, -1)
@@ -47,8 +47,7 @@ def grid_positions(side: int, channels: int, base: float = 20.0) -> Tensor:
 
 def smooth_values(count: int, channels: int) -> Tensor:
     """Embeddings of values on a scale [count, channels], like values alike: sines and cosines of at most one period, of mean square 1."""
-    if channels % 2:
-        raise ValueError(f"Expected 'channels' to be even for smooth values (got {channels}). Take random values.")
+    require(channels % 2 == 0, "'channels' to be even for smooth values", channels, "Take random values.")
     rates = torch.arange(1, channels // 2 + 1) / (channels // 2)
     angles = 2 * math.pi * torch.linspace(0, 1, count)[:, None] * rates
     return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.common.command import Command
+from examples.common.command import Command, require
 from examples.common.runs import SETTINGS, RunError, check_folder, read_record, write_record
 from examples.lra.data import listops, pathfinder
 from examples.lra.data.files import path_argument
@@ -94,25 +94,23 @@ class Settings:
     log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
 
     def __post_init__(self) -> None:
-        def require(option: str, met: bool, wanted: str, way_out: str) -> None:
-            if not met:
-                got = getattr(self, option.replace("-", "_"))
-                raise ValueError(f"Expected '{option}' to be {wanted} (got {got}). {way_out}")
+        def need(option: str, met: bool, wanted: str, way_out: str) -> None:
+            require(met, f"'{option}' to be {wanted}", getattr(self, option.replace("-", "_")), way_out)
 
         for field in dataclasses.fields(self):
             least, most = field.metadata["least"], field.metadata["most"]
             if least is not None:
                 value = getattr(self, field.name)
                 wanted = f"at least {least}" + (f" and at most {most}" if most < INF else "")
-                require(field.name.replace("_", "-"), least <= value <= most and value < INF, wanted, "See --help.")
-        require("warmup", self.warmup < self.steps, f"below 'steps' = {self.steps}", "Warm up for fewer steps.")
+                need(field.name.replace("_", "-"), least <= value <= most and value < INF, wanted, "See --help.")
+        need("warmup", self.warmup < self.steps, f"below 'steps' = {self.steps}", "Warm up for fewer steps.")
         equal = self.batch_size % self.accumulate == 0
-        require("accumulate", equal, f"a divisor of 'batch-size' = {self.batch_size}", "Parts of a batch are equal.")
+        need("accumulate", equal, f"a divisor of 'batch-size' = {self.batch_size}", "Parts of a batch are equal.")
         free = self.density_weight == 0 or self.attention == "sbm"
-        require("density-weight", free, f"0 for {self.attention!r} attention", "Only 'sbm' learns its density.")
+        need("density-weight", free, f"0 for {self.attention!r} attention", "Only 'sbm' learns its density.")
         free = self.target_density == 0 or self.density_weight == 0
-        require("target-density", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
-        require("target-density", self.target_density < 1, "below 1", "Dense attention is '--attention full'.")
+        need("target-density", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
+        need("target-density", self.target_density < 1, "below 1", "Dense attention is '--attention full'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,15 +232,15 @@ def method_words(method: str) -> list[str]:
     """
     attention, _, own = method.partition(":")
     pairs = [pair.partition("=") for pair in own.split(",") if pair]
-    if any(not value for _, _, value in pairs):
-        words = f"'methods' to be names like sbm or sbm:density-weight=0.1 (got {method!r})"
-        raise ValueError(f"Expected {words}. See --help.")
+    words = "'methods' to be names like sbm or sbm:density-weight=0.1"
+    require(all(value for _, _, value in pairs), words, repr(method), "See --help.")
     return ["--attention", attention, *flags({name: value for name, _, value in pairs})]
 
 
-def parse(arguments: Words | None = None, prog: str = "python -m examples.lra train") -> argparse.Namespace:
+def parse(arguments: Words | None = None) -> argparse.Namespace:
     """Reads the trainer's command line; options that are not given are absent, except for those of the machine."""
-    command = Command(prog, "Trains on a task of the Long Range Arena.", argument_default=argparse.SUPPRESS)
+    about = "Trains on a task of the Long Range Arena."
+    command = Command("python -m examples.lra train", about, argument_default=argparse.SUPPRESS)
     command.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
     command.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
     for option, words in (
@@ -279,9 +277,9 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
     if "resume" in options:
         return _resumed(options)
     name, preset, minutes = options.get("task", "listops"), options.get("preset", "laptop"), options.get("minutes")
-    if minutes is not None and (not 0 < minutes < INF or "steps" in options):
-        words = f"Expected 'minutes' to be positive and finite, without 'steps' (got {minutes})."
-        raise ValueError(f"{words} Steps are planned from --minutes.")
+    right = minutes is None or (0 < minutes < INF and "steps" not in options)
+    words = "'minutes' to be positive and finite, without 'steps'"
+    require(right, words, minutes, "Steps are planned from --minutes.")
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
     settings = PRESETS[name][preset].settings
     if "steps" in chosen and "warmup" not in chosen:
@@ -290,9 +288,9 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
         chosen.setdefault("density_weight", 0.0)
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output") or next_folder(name, preset)
-    if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
-        words = f"Expected 'output' to be a new or empty folder (got {folder}, which has content)."
-        raise ValueError(f"{words} Choose another one, or add --resume.")
+    full = folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
+    got = f"{folder}, which has content"
+    require(not full, "'output' to be a new or empty folder", got, "Choose another one, or add --resume.")
     check_folder("output", folder)
     data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
     known: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
@@ -308,9 +306,8 @@ def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
     plan = Plan.read(folder / SETTINGS)
     known = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
     for name, value in known.items():
-        if options.get(name, value) != value:
-            words = f"'{name.replace('_', '-')}' to be {value!r} as in the run to resume (got {options[name]!r})"
-            raise ValueError(f"Expected {words}. Leave it out, or start a new run.")
+        got, words = options.get(name, value), f"'{name.replace('_', '-')}' to be {value!r} as in the run to resume"
+        require(got == value, words, repr(got), "Leave it out, or start a new run.")
     moved: dict[str, Any] = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
     return folder, dataclasses.replace(plan, **moved)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from examples.common.command import require
 from examples.common.pictures import save_figure
 from examples.common.runs import hold, read_record, write_text
 from examples.common.tables import Row, groups, markdown, write_csv
@@ -54,9 +55,8 @@ def asked(given: argparse.Namespace) -> dict[str, list[str]]:
     once = [name for name in ("steps", "minutes", "threads") if getattr(given, name) is not None]
     rest = vars(parse(given.rest))
     for name in (*OWN, *once):
-        if name in rest:
-            text = f"Expected no '{name}' in the arguments after '--' (got {rest[name]})."
-            raise ValueError(f"{text} `table` has it: see --help.")
+        text = f"no '{name}' in the arguments after '--'"
+        require(name not in rest, text, rest.get(name), "`table` has it: see --help.")
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [*flags({name: getattr(given, name) for name in once}), *given.rest]
     runs: dict[str, list[str]] = {}
@@ -84,9 +84,8 @@ def agree(plans: Mapping[str, Plan]) -> None:
             kinds.append(known)
         for setting in [name for name in kinds[0] if name not in free]:  # in the same order every time
             old, new = (kind[setting] for kind in kinds)
-            if old != new:
-                text = f"{setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged (got {new!r})"
-                raise ValueError(f"Expected {name} to have {text}. Give the same arguments, or another --output.")
+            words = f"{name} to have {setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged"
+            require(old == new, words, repr(new), "Give the same arguments, or another --output.")
 
 
 def train(words: Sequence[str]) -> tuple[int, int]:
@@ -242,9 +241,7 @@ def report(runs: Sequence[Row]) -> str:
 def write_report(folder: Path) -> None:
     """Writes all tables and the plot of a folder."""
     runs = finished(folder)
-    if not runs:
-        words = f"Expected 'output' to hold finished runs (got none in {folder})."
-        raise ValueError(f"{words} Leave out --report to make them.")
+    require(runs, "'output' to hold finished runs", f"none in {folder}", "Leave out --report to make them.")
     agree({run["name"]: run["plan"] for run in runs})
     text = report(runs)
     write_csv(folder / "cells.csv", cell_rows(runs))

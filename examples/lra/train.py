@@ -35,6 +35,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from scipy.stats import binomtest
 from torch.utils.data import DataLoader
 
+from examples.common.command import require
 from examples.common.pictures import save_figure
 from examples.common.runs import RunError, hold, read_record, write_record
 from examples.lra import report
@@ -63,11 +64,12 @@ class Data(LightningDataModule):
         lengths, self.parts = splits["train"].lengths, settings.accumulate * count
         self.buckets = LengthBuckets(lengths, batch_size=settings.batch_size, seed=settings.seed)
         most = min(len(self.evaluated(split)) for split in ("val", "test"))
-        if settings.batch_size % self.parts or count > most:
-            words = f"'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate'"
-            got = f"got {count} processes, {self.parts} parts"
-            size = f"'batch-size' = {settings.batch_size}"
-            raise ValueError(f"Expected {words} to divide {size} ({got}). Take fewer, or other batches.")
+        right, got = settings.batch_size % self.parts == 0 and count <= most, f"{count} processes, {self.parts} parts"
+        words = (
+            f"'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate' "
+        )
+        words += f"to divide 'batch-size' = {settings.batch_size}"
+        require(right, words, got, "Take fewer, or other batches.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
         self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
 
@@ -220,9 +222,8 @@ def load_best(folder: Path, plan: Plan) -> Classifier:
 
 def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
     """Opens a run to look at it: its plan, its best model, and its data, which may have moved."""
-    if not all((folder / name).is_file() for name in (SETTINGS, BEST)):
-        words = f"Expected 'run' to be a folder with {SETTINGS} and {BEST} (got {folder})."
-        raise ValueError(f"{words} Give that of a run.")
+    there = all((folder / name).is_file() for name in (SETTINGS, BEST))
+    require(there, f"'run' to be a folder with {SETTINGS} and {BEST}", folder, "Give that of a run.")
     plan = Plan.read(folder / SETTINGS)
     moved = plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None)
     splits, _ = open_data(moved)
@@ -249,13 +250,13 @@ def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict
     """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written."""
     folder, plan = resolve(given)
     export = vars(given).get("export")
-    if export is not None and plan.settings.attention in BASELINES:
-        words = f"Expected no 'export' with {plan.settings.attention!r} attention (got {export})."
-        raise ValueError(f"{words} Baselines are of the examples alone; copy the folder of the run.")
-    if export is not None and export.is_dir() and any(export.iterdir()):
-        raise ValueError(f"Expected 'export' to be a new or empty folder (got {export}). Choose another one.")
-    if plan.minutes is not None and count > 1:
-        raise ValueError(f"Expected one process with 'minutes' (got {count}). Their steps are not timed: give --steps.")
+    if export is not None:
+        attention, way_out = plan.settings.attention, "Baselines are of the examples alone; copy the folder of the run."
+        require(attention not in BASELINES, f"no 'export' with {attention!r} attention", export, way_out)
+        empty = not export.is_dir() or not any(export.iterdir())
+        require(empty, "'export' to be a new or empty folder", export, "Choose another one.")
+    way_out = "Their steps are not timed: give --steps."
+    require(plan.minutes is None or count == 1, "one process with 'minutes'", count, way_out)
     try:
         Classifier(TASKS[plan.task], plan.settings)
     except ImportError as error:  # of the package of a baseline

@@ -28,8 +28,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("densities", [0.05], "shares of the pairs beyond self-loops")
     command.option("seeds", [0], least=0)
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
-        command.add_argument(f"--{name}", type=kind, help="(default: that of the task)")
-    command.bound("steps", "batch-size", "learning-rate", above=0)
+        command.option(name, kind, "(default: that of the task)", above=0)
     for name, usual in (("channels", 64), ("layers", 2), ("heads", 1)):
         command.option(name, usual, above=0)
     command.option("threads", 1, "of the CPU", above=0)
@@ -45,14 +44,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    import torch
-
     from examples.common import tasks
     from examples.common.hybrid import DENSE, options_of
     from examples.common.tables import finished
     from examples.recall import report, train
 
-    torch.set_num_threads(given.threads)
     task = tasks.TASKS[given.task]
     own = {name: getattr(given, name) or getattr(task, name) for name in ("steps", "batch_size", "learning_rate")}
     own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}

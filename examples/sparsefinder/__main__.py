@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.common.command import Command, program
+from examples.common.command import Command, fields_of, program
 
 SOURCES = (
     "window", "distance", "buckets", "clusters", "blocks-v1", "blocks-v2", "random-blocks", "bigbird", "longformer", "stride", "lsh",
@@ -64,21 +64,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains, extracts, fits and measures what is missing, then reports."""
-    import torch
-
     from examples.common.runs import checksums, claim, settings_of
     from examples.common.tables import finished
     from examples.sparsefinder import model, report, sweep
 
-    torch.set_num_threads(given.threads)
     if not given.report:
-        names = ("words", "length", "steps", "batch_size", "channels", "layers", "heads", "hidden", "learning_rate")
-        own = {name: getattr(given, name) for name in names}
         texts = model.read_texts(given.train, given.test, given.words, given.length)
         wanted = [*sweep.settings(given.sources, given.windows, given.every)]
-        runs = [model.Run(seed, **own) for seed in given.seeds]
-        measured = (given.hidden, given.fit_sequences, given.test_sequences, given.dim, given.epochs)
-        plans = [sweep.Sweep(seed, *measured) for seed in given.seeds]
+        runs = [model.Run(seed, **fields_of(model.Run, given)) for seed in given.seeds]
+        plans = [sweep.Sweep(seed, **fields_of(sweep.Sweep, given)) for seed in given.seeds]
         inputs = checksums(train=given.train, test=given.test)
         with claim(given.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **inputs}):
             for run, plan in zip(runs, plans, strict=True):

@@ -14,6 +14,7 @@ from entmax import entmax15
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples.common.command import require
 from examples.common.fit import fit
 from examples.common.tables import Row
 from sbm_pyg import AttentionConv, GraphSource, SequenceEncoder, TokenClassifier
@@ -132,8 +133,7 @@ def read_texts(train: Sequence[Path], test: Sequence[Path], size: int, length: i
     """Texts in sequences of one length, over the words of the former."""
     words = [read_words(paths) for paths in (train, test)]
     for name, each in zip(("train", "test"), words, strict=True):
-        if len(each) < length:
-            raise ValueError(f"Expected '{name}' of at least {length} words (got {len(each)}). Give a longer text.")
+        require(len(each) >= length, f"'{name}' of at least {length} words", len(each), "Give a longer text.")
     vocabulary = make_vocabulary(words[0], size)
     return Texts(encode(words[0], vocabulary), cut(encode(words[1], vocabulary), length), vocabulary)
 

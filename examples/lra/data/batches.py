@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from examples.common.command import require
+
 if TYPE_CHECKING:
     import torch
 
@@ -127,9 +129,8 @@ class LengthBuckets:
     """
 
     def __init__(self, lengths: np.ndarray, *, batch_size: int, seed: int, pool: int = 4096) -> None:
-        if len(lengths) < batch_size:
-            words = f"'batch-size' to be at most the number of examples, {len(lengths)} (got {batch_size})"
-            raise ValueError(f"Expected {words}. Take smaller batches or more data.")
+        words = f"'batch-size' to be at most the number of examples, {len(lengths)}"
+        require(len(lengths) >= batch_size, words, batch_size, "Take smaller batches or more data.")
         self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
         self.pool = pool - pool % batch_size if pool > batch_size else batch_size
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from examples.common.command import require
 from examples.lra.data.files import make_folder
 
 SPLITS = ("train", "val", "test")
@@ -44,12 +45,10 @@ class Parameters:
         least = {"train": 1, "val": 1, "test": 1, "max_depth": 2, "max_args": 2, "min_length": 1}
         least["max_length"] = max(self.min_length + 2, 5)  # the smallest tree has 4 tokens
         for name, bound in least.items():
-            if getattr(self, name) < bound:
-                got = f"got {getattr(self, name)}"
-                raise ValueError(f"Expected '{name}' to be at least {bound} ({got}). Give a larger number.")
-        if not 0.0 < self.operator_probability <= 1.0:
-            got = f"got {self.operator_probability}"
-            raise ValueError(f"Expected 'operator_probability' to be in (0, 1] ({got}). LRA uses 0.25.")
+            value = getattr(self, name)
+            require(value >= bound, f"'{name}' to be at least {bound}", value, "Give a larger number.")
+        value = self.operator_probability
+        require(0.0 < value <= 1.0, "'operator_probability' to be in (0, 1]", value, "LRA uses 0.25.")
 
 
 def draw_trees(parameters: Parameters, draws: int, rng: np.random.Generator) -> Iterator[tuple[str, int]]:

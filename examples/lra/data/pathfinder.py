@@ -6,6 +6,7 @@ from typing import Any
 
 from PIL import Image
 
+from examples.common.command import require
 from examples.lra.data.files import make_folder
 
 SIDE = 32
@@ -22,10 +23,8 @@ class Parameters:
     per_folder: int = 1_000
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"Expected 'level' to be one of {', '.join(LEVELS)} (got {self.level!r}). Choose one.")
-        if self.images < 10:
-            raise ValueError(f"Expected 'images' to be at least 10 (got {self.images}). Give a larger number.")
+        require(self.level in LEVELS, f"'level' to be one of {', '.join(LEVELS)}", repr(self.level), "Choose one.")
+        require(self.images >= 10, "'images' to be at least 10", self.images, "Give a larger number.")
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:

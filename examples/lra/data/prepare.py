@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from examples.common.command import require
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import checksum, make_folder, read_manifest
 
@@ -83,8 +84,7 @@ def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, A
                 file.write(np.asarray(sequence, dtype=_token_type(task)).tobytes())
                 ptr.append(ptr[-1] + len(sequence))
             labels.append(label)
-    if not labels:
-        raise ValueError(f"Expected '{name}' of {task.name} to hold examples (got none). Generate or copy it again.")
+    require(labels, f"'{name}' of {task.name} to hold examples", "none", "Generate or copy it again.")
     np.save(folder / f"{name}_ptr.npy", np.array(ptr, dtype=np.int64))
     np.save(folder / f"{name}_labels.npy", np.array(labels, dtype=np.int64))
     return {"skipped": skipped, "sha256": {path.name: checksum(path) for path in sorted(folder.glob(f"{name}_*"))}}
@@ -103,11 +103,9 @@ def load(
     for name, entry in read_manifest(folder, KIND)["splits"].items():
         for file, wanted in entry["sha256"].items():
             found = checksum(folder / file) if (folder / file).is_file() else "no such file"
-            if found != wanted:
-                raise ValueError(
-                    f"Expected '{folder / file}' to be as it was prepared, with the sha256 {wanted[:12]}... (got {found[:12]}). It is "
-                    f"damaged: remove {folder}, and it is prepared anew."
-                )
+            words = f"'{folder / file}' to be as it was prepared, with the sha256 {wanted[:12]}..."
+            way_out = f"It is damaged: remove {folder}, and it is prepared anew."
+            require(found == wanted, words, found[:12], way_out)
         digest = hashlib.sha256("".join(entry["sha256"].values()).encode()).hexdigest()
         tokens = np.memmap(folder / f"{name}_tokens.bin", dtype=_token_type(task), mode="r")
         ptr, labels = (np.load(folder / f"{name}_{array}.npy") for array in ("ptr", "labels"))

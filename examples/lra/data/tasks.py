@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from examples.common.command import require
 from examples.common.releases import REVIEWS, Release
 from examples.lra.data import listops, pathfinder, readers
 from examples.lra.data.batches import Rows, Split
@@ -38,20 +39,17 @@ class Task:
         """Returns options of the reader with defaults for those that are not given."""
         for name, value in options.items():
             choices = self.options.get(name, {"none": ""})
-            if value not in choices:
-                words = f"'{name}' of {self.name} to be one of {', '.join(choices)} (got {value!r})"
-                raise ValueError(f"Expected {words}. Choose one of them.")
+            words = f"'{name}' of {self.name} to be one of {', '.join(choices)}"
+            require(value in choices, words, repr(value), "Choose one of them.")
         return {name: options.get(name, next(iter(choices))) for name, choices in self.options.items()}
 
     def options_of(self, settings: Settings) -> dict[str, str]:
         """Returns the options of the reader that settings name."""
         for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
-            if not self.side and getattr(settings, name) != absent:
-                words = f"'{name.replace('_', '-')}' to be {absent} for {self.name} (got {getattr(settings, name)})"
-                raise ValueError(f"Expected {words}. Its tokens are no pixels.")
-        if settings.max_length < self.side**2:
-            words = f"the {self.side**2:,} pixels of an image of {self.name} (got {settings.max_length})"
-            raise ValueError(f"Expected 'max-length' to be at least {words}. Raise --max-length.")
+            value, words = getattr(settings, name), f"'{name.replace('_', '-')}' to be {absent} for {self.name}"
+            require(self.side or value == absent, words, value, "Its tokens are no pixels.")
+        words = f"'max-length' to be at least the {self.side**2:,} pixels of an image of {self.name}"
+        require(settings.max_length >= self.side**2, words, settings.max_length, "Raise --max-length.")
         return self.complete({"split": settings.split, "level": settings.level})
 
     def masked(self, settings: Settings) -> int | None:
@@ -134,9 +132,8 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
     known: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
     splits = load(task, root, max_length=settings.max_length, **known)
     fingerprint = splits_digest(splits)
-    if plan.fingerprint and plan.fingerprint != fingerprint:
-        words = f"'data' to be what the run was started with (got other examples in {root})"
-        raise ValueError(f"Expected {words}. Give its folder with --data.")
+    words, got = "'data' to be what the run was started with", f"other examples in {root}"
+    require(plan.fingerprint in ("", fingerprint), words, got, "Give its folder with --data.")
     return splits, fingerprint
 
 
