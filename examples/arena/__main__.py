@@ -21,7 +21,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.common.command import Command, program
+from examples.common.command import Command, fields_of, program
 
 SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
 # as tasks.py, which brings torch
@@ -73,9 +73,8 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     runs = []
     for seed in given.seeds if not given.report else ():
         for task in given.tasks:
-            names_of_task = ("steps", "batch_size", "learning_rate")
-            own = {name: getattr(given, name) or getattr(tasks.TASKS[task], name) for name in names_of_task}
-            own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}
+            usual = tasks.TASKS[task]
+            own = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, given).items()}
             for name in names:
                 kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]
                 runs += [train.Run(task, name, start, density, seed, **own) for start, density in kinds]

@@ -107,13 +107,12 @@ class FixedDensity(GraphSource):
         degree = self.density * (length - 1) / 2  # beyond the self-loop, in the mean
         loops = patterns.window(None, 0, is_causal=True, ptr=ptr)
         if self.rule == "window":
-            graph = patterns.window(None, _fit(lambda size: _reached(size, length), degree), is_causal=True, ptr=ptr)
+            graph = patterns.window(None, _window(degree, length), is_causal=True, ptr=ptr)
         elif self.rule == "bigbird":
-            size = _fit(lambda size: _reached(size, length), degree / 2)
-            few = round(degree / 4)
+            size, few = _window(degree / 2, length), round(degree / 4)
             graph = patterns.bigbird(None, size, few, few, seed=seed, is_causal=True, heads=len(query), ptr=ptr)
         elif self.rule == "top-k":
-            graph = _largest(query, tokens.key, ptr, length, _fit(lambda size: _reached(size, length), degree))
+            graph = _largest(query, tokens.key, ptr, length, _window(degree, length))
         elif self.rule == "blocks":
             few = max(1, round((degree + 1) / self.block + 0.5))  # its own block is half a block in the mean
             graph = selectors.block_top_k(tokens, few, self.block)
@@ -139,15 +138,10 @@ def beyond_window(density: float, window: int, length: int) -> float:
     return rest
 
 
-def _reached(size: int, length: int) -> float:
-    """Mean number of tokens before a token, at most so many."""
-    return size - size * (size + 1) / (2 * length)
-
-
-def _fit(count: Callable[[int], float], degree: float) -> int:
-    """The least size of at least one that holds so many."""
+def _window(degree: float, length: int) -> int:
+    """The smallest window of one token or more in which a token has so many before it, in the mean over a sequence."""
     size = 1
-    while count(size) < degree - 0.5:
+    while size - size * (size + 1) / (2 * length) < degree - 0.5:
         size += 1
     return size
 

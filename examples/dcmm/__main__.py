@@ -17,9 +17,8 @@ that is best on them is tested, once. The same command goes on after a kill, and
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from examples.common.command import Command, program, require
+from examples.common.command import Command, fields_of, program, require
 
 SIZES = {  # usual value, and meaning of whole numbers
     "patch": (2, "side of a patch, in pixels"),
@@ -67,13 +66,12 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     if not given.report:
         theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
         sizes = {name: theirs.get(name, usual) for name, (usual, _) in SIZES.items()}
-        own: dict[str, Any] = {name: getattr(given, name) or size for name, size in sizes.items()}
-        own |= {name: getattr(given, name) for name in ("steps", "batch_size", "learning_rate", "validation")}
-        own |= {"size": given.size or theirs.get("size"), "bias": given.bias, "weights": given.weights}
+        own = fields_of(train.Run, given) | {name: getattr(given, name) or size for name, size in sizes.items()}
+        own["size"] = given.size or theirs.get("size")
         divides, words = own["channels"] % own["heads"] == 0, f"'heads' to divide 'channels' = {own['channels']}"
         require(divides, words, own["heads"], "See --help.")
         images = data.load(given.data, own["size"])
-        runs = [train.Run(given.data, method, seed, **own) for seed in given.seeds for method in given.methods]
+        runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
         if given.pictures is not None:
             yield from pictures.draw_all(runs, images, given.pictures, given.images, given.output)
             return

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.common.command import Command, program
+from examples.common.command import Command, fields_of, program
 
 # as examples/common/tasks.py, which brings torch
 TASKS = ("mqar-small", "mqar-laptop", "mqar-zoology", "joint-laptop", "joint-paper")
@@ -50,13 +50,12 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     from examples.recall import report, train
 
     task = tasks.TASKS[given.task]
-    own = {name: getattr(given, name) or getattr(task, name) for name in ("steps", "batch_size", "learning_rate")}
-    own |= {name: getattr(given, name) for name in ("channels", "layers", "heads")}
+    own = {name: value or getattr(task, name) for name, value in fields_of(train.Run, given).items()}
     for method in given.methods:
         options_of(method)  # mistakes before the first run
     if not given.report:
         kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
-        runs = [train.Run(given.task, *kind, seed, **own) for seed in given.seeds for kind in kinds]
+        runs = [train.Run(**own, method=m, density=d, seed=seed) for seed in given.seeds for m, d in kinds]
         train.train_all(runs, given.output)
     rows = finished(given.output)
     print(report.tables(rows))
