@@ -248,10 +248,12 @@ class CompressedRows:
             )
         sequence = int(torch.searchsorted(self.query_ptr, row % self.num_queries, right=True)) - 1
         low, high = self.key_ptr[sequence : sequence + 2].tolist()
+        key = int(keys[(keys < low) | (keys >= high)][0])
         raise ValueError(
             "Expected 'col' to hold keys of the sequence of their query "
-            f"(got {int(keys[0])} to {int(keys[-1])} in row {row}; its sequence has keys {low} to {high - 1}). "
-            "Keys are numbered through all sequences: add 'key_ptr' to numbers that start at 0 in each sequence."
+            f"(got key {key} of query {row % self.num_queries}, whose sequence has keys {low} to {high - 1}). "
+            "Pass the offsets of the batch that the edges are from. Keys are numbered through all its sequences: add "
+            "'key_ptr' to numbers that start at 0 in each."
         )
 
     def same_offsets(self, query_ptr: Tensor, key_ptr: Tensor) -> bool:
@@ -332,7 +334,8 @@ class CompressedRows:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            raise ValueError(f"Expected 'graph' to have 1 or {heads} heads (got {self.heads}). Try `graph.head(h)`.")
+            wanted = "1 head" if heads == 1 else f"1 or {heads} heads"
+            raise ValueError(f"Expected 'graph' to have {wanted} (got {self.heads}). Try `graph.head(h)`.")
         way_out = "Take fewer heads, or pass the graph of one head to the layer."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
@@ -506,9 +509,7 @@ class CompressedRows:
         position = torch.searchsorted(mine, wanted)
         inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
         inside &= (head >= 0) & (head < self.heads)
-        if mine.numel() == 0:
-            return position, torch.zeros_like(inside)
-        return position, inside & (mine[position.clamp(max=mine.numel() - 1)] == wanted)
+        return position, inside & (torch.cat([mine, mine.new_full((1,), -1)])[position] == wanted)
 
     def _numbered(self) -> Tensor:
         """Number of each edge among all pairs, ``[E]`` int64, ascending."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, cast
 
 import networkx as nx
 import numpy as np
@@ -721,6 +722,32 @@ def test_edge_features_between_two_sides_and_in_a_batch() -> None:
     two = conv((x[[0, 1, 2, 3] * 2], x[[0, 1] * 2]), torch.cat([edges, edges + torch.tensor([[4], [2]])], 1),
                edge_attr=attr.repeat(2, 1), ptr=ptrs)  # fmt: skip
     torch.testing.assert_close(two, one.repeat(2, 1))
+
+
+def test_a_filter_may_keep_other_edges_with_features_in_each_head() -> None:
+    conv, x, edge_index, edge_attr = edge_problem()
+    graph = AttentionGraph.from_edge_index(edge_index, 30).expand(2)
+    kept = (graph.edge_index.sum(0) + graph.edge_head) % 2 == 0
+    order = (30 * edge_index[1] + edge_index[0]).argsort()
+    expected = conv(x, graph.select(kept), edge_attr=edge_attr[order].repeat(2, 1)[kept])
+    query, key, value = (
+        lin(x).view(30, 2, 8).transpose(0, 1).contiguous() for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
+    )
+    out = conv.attend(query, key, value, edge_index, edge_attr=edge_attr, edge_filter=lambda given: kept)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_edge_features_compile_as_one_graph() -> None:
+    conv, x, edge_index, edge_attr = edge_problem(edges=20)
+    weight = cast(Any, conv.lin_edge).weight
+    edge_attr.requires_grad_()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    graph, head = AttentionGraph.from_edge_index(edge_index, 30), torch.arange(edge_index.size(1)) % 2
+    for edges, options in ((edge_index, {}), (edge_index, {"edge_head": head}), (graph, {})):
+        calls = [partial(each, x, edges, edge_attr=edge_attr, **options) for each in (conv, compiled)]
+        equal_with_gradients(*calls, edge_attr, weight)
+    with pytest.raises(RuntimeError, match="Expected 'edge_index' to hold each edge once"):
+        compiled(x, edge_index[:, [0, *range(edge_index.size(1) - 1)]], edge_attr=edge_attr)
 
 
 def test_an_explainer_sees_edges_with_features() -> None:

@@ -154,49 +154,63 @@ class EdgeAttention(MessagePassing):
     def _project_edges(
         self, edge_attr: Tensor, edge_index: Any, edge_head: Tensor | None, given: AttentionGraph, graph: AttentionGraph
     ) -> Tensor:
-        """Projected features of the edges of ``graph``, the allowed ones of the ``given`` graph, ``[E, C]``."""
+        """Projected features of the edges of ``graph``, the allowed ones of the ``given`` graph.
+
+        Returns:
+            ``[E, C]``; or ``[H, E / H, C]`` if all heads have the same edges.
+        """
         if graph.block_size != 1:
             raise ValueError(
                 f"Expected 'edge_index' to be a graph of tokens with 'edge_attr' (got blocks of {graph.block_size}). "
                 "Call `expand_tokens()` on it."
             )
         shared = edge_head is None and getattr(edge_index, "heads", 1) == 1  # all heads have the same edges
-        one, mine = (given.head(0), graph.head(0)) if shared else (given, graph)
-        edges = one.edge_index if isinstance(edge_index, AttentionGraph) else edge_list(edge_index)
-        if not edge_attr.size(0) == edges.size(1) == one.num_edges:
+        copies, count = self.heads if shared else 1, edge_attr.size(0)
+        edges = None if isinstance(edge_index, AttentionGraph) else edge_list(edge_index)
+        listed = given.num_edges // copies if edges is None else edges.size(1)
+        compiling = edges is not None and torch.compiler.is_compiling()  # how many of the edges differ is then unknown
+        if count != listed or not (compiling or copies * count == given.num_edges):
             raise ValueError(
-                f"Expected 'edge_attr' to be [E, D] for E = {one.num_edges} edges, each once (got "
-                f"{list(edge_attr.shape)} for {edges.size(1)} edges). Merge repeated edges by "
+                f"Expected 'edge_attr' to be [E, D] for E = {given.num_edges // copies} edges, each once (got "
+                f"{list(edge_attr.shape)} for {listed} edges). Merge repeated edges by "
                 "`torch_geometric.utils.coalesce`."
             )
-        if not isinstance(edge_index, AttentionGraph):  # sort them from the caller's order
-            edge_attr = edge_attr[one.find(edges, edge_head).argsort()]
-        if graph is not given:
-            edge_attr = edge_attr[one.find(mine.edge_index, mine.edge_head)]
+        if compiling:  # no branch on values, but edges must never get the features of others
+            once = "Expected 'edge_index' to hold each edge once with 'edge_attr'. Merge repeated edges by `coalesce`."
+            torch._assert_async(given.rowptr[-1] == copies * count, once)
+        if edges is not None:  # sort them from the caller's order
+            edge_attr = edge_attr[given.find(edges, edge_head).argsort()]
         assert self.lin_edge is not None
         edge = self.lin_edge(edge_attr).unflatten(1, (self.heads, -1))
-        return edge.transpose(0, 1).flatten(0, 1) if shared else edge[torch.arange(len(edge)), graph.edge_head]
+        if shared and graph is given and count:
+            return edge.transpose(0, 1)
+        if graph is given and not shared:
+            return edge[torch.arange(count, device=edge.device), graph.edge_head]
+        return edge[given.find(graph.edge_index, graph.edge_head) % max(count, 1), graph.edge_head]
 
     def _edges_as_keys(
         self, graph: AttentionGraph, key: Tensor, value: Tensor, edge: Tensor
     ) -> tuple[AttentionGraph, Tensor, Tensor]:
-        """The same attention with a key and a value for each edge, to which its features ``[E, C]`` are added.
+        """The same attention with a key and a value for each edge, to which its projected features are added.
 
         Returns:
             The graph from edges, numbered in each head, to queries, and keys and values ``[H, M, C]``. Heads with fewer
             than M edges are padded.
         """
-        first = graph.rowptr[:: graph.num_queries]  # [H+1]
-        numbers = torch.arange(max(1, int(first.diff().max())), device=edge.device)
-        padded = (first[:-1, None] + numbers).clamp(max=max(0, graph.num_edges - 1)).flatten()  # [H*M]
-        column = torch.arange(graph.num_edges, device=edge.device) - first[graph.edge_head]
-        over = AttentionGraph._trusted(graph.rowptr, column, graph.num_queries, numbers.numel(), graph.heads)
-        source = (graph.edge_head * graph.num_keys + graph.col)[padded]
-        if padded.numel() != graph.num_edges:
-            edge = edge.index_select(0, padded)
-        return over, *(
-            (x.flatten(0, 1).index_select(0, source) + edge).unflatten(0, (graph.heads, -1)) for x in (key, value)
-        )
+        if edge.dim() == 3:
+            most = edge.size(1)
+            column = torch.arange(most, device=edge.device).repeat(self.heads)
+            found = [x.index_select(1, graph.col[:most]) + edge for x in (key, value)]
+        else:
+            head, first = graph.edge_head, graph.rowptr[:: graph.num_queries]  # [H+1]
+            most = int(first.diff().max().clamp(min=1))
+            column = torch.arange(graph.num_edges, device=edge.device) - first[head]
+            slot, source, size = head * most + column, head * graph.num_keys + graph.col, self.heads * most
+            sums = (x.flatten(0, 1).index_select(0, source) + edge for x in (key, value))
+            found = [x.new_zeros(size, x.size(1)).index_copy(0, slot, x).view(self.heads, most, -1) for x in sums]
+        ends, sizes = torch.arange(2, device=edge.device), (graph.num_queries, most)
+        over = AttentionGraph._trusted(graph.rowptr, column, *sizes, graph.heads, ends * sizes[0], ends * most)
+        return over, found[0], found[1]
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
         """The score bias of each edge, ``[E]``, or None."""
@@ -220,7 +234,7 @@ class EdgeAttention(MessagePassing):
         """Attend over a graph, built from ``edge_index`` or chosen by the source.
 
         Args:
-            edge: Projected features of each edge, ``[E, C]``, or None.
+            edge: Projected features of the edges, see :meth:`_project_edges`; or None.
 
         Returns:
             The output, ``[N, H, C']``, and the attention weights as PyG's layers return them, if asked for.
@@ -229,7 +243,7 @@ class EdgeAttention(MessagePassing):
         if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):
             position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
         tokens, shown = graph, None if edge_head is not None else edge_index
-        if edge is not None and graph.num_edges:
+        if edge is not None:
             graph, keys, values = self._edges_as_keys(graph, inputs[1], inputs[2], edge)
             inputs = (inputs[0], keys, values, *inputs[3:])
             shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
