@@ -8,6 +8,7 @@ torch-sparse, SciPy and networkx. Not here: properties of a graph and operations
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import networkx as nx
@@ -259,7 +260,7 @@ class AttentionGraph(CompressedRows):
             raise ValueError("Expected 'data' to have nodes (got no number of nodes). Set `x` or `num_nodes`.")
         head = store.get(head_name)
         if heads is None:
-            heads = 1 if head is None or head.numel() == 0 else int(head.max()) + 1
+            heads = 1 if head is None or head.numel() == 0 else max(int(head.max()), 0) + 1
         key_ptr, query_ptr = (stored_ptr(nodes, device=edges.device) for nodes in (source, target))
         return cls.from_edge_index(edges, size=sizes, edge_head=head, heads=heads, query_ptr=query_ptr, key_ptr=key_ptr)
 
@@ -312,15 +313,16 @@ class AttentionGraph(CompressedRows):
                 f"Expected each edge of 'graph' to run from a key to a query (got {_first_three(wrong)}). "
                 "Reverse such edges with `graph.reverse()`."
             )
-        if any(not isinstance(head, int) for _, _, head in edges):
+        odd = [head for *_, head in edges if not isinstance(head, Integral)]
+        if odd:
             raise ValueError(
                 "Expected the attribute 'head' of each edge of 'graph' to be an int "
-                "(got another type). Number heads from 0."
+                f"(got {_first_three(odd)}). Number heads from 0."
             )
         edge_index = torch.tensor([(source[s], target[t]) for s, t, _ in edges], dtype=torch.int64).view(-1, 2).T
         edge_head = torch.tensor([head for *_, head in edges], dtype=torch.int64)
         if heads is None:
-            heads = max((head for *_, head in edges), default=0) + 1
+            heads = int(max([0, *(head for *_, head in edges)])) + 1
         return cls.from_edge_index(edge_index, size=(len(keys), len(queries)), edge_head=edge_head, heads=heads)
 
     @classmethod
@@ -507,8 +509,9 @@ class AttentionGraph(CompressedRows):
         """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.
 
         The method sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``,
-        ``edge_head`` of ``HeteroData``. It removes attributes of the old edges. A ``Batch`` can still be separated into
-        its graphs.
+        ``edge_head`` of ``HeteroData``. It removes attributes of the old edges: those that PyG counts as such, with
+        "edge" in their name if it is ``Data``, but not ``edge_label`` and ``edge_label_index``, which are targets. A
+        ``Batch`` can still be separated into its graphs.
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
@@ -543,7 +546,8 @@ class AttentionGraph(CompressedRows):
                     "Build the graph with its 'ptr'."
                 )
         head = "edge_type" if edge_type is None else "edge_head"
-        for name in {"edge_attr", "edge_weight", "edge_type", "edge_head", "adj", "adj_t"} & {*store.keys()}:
+        removed = [name for name in store.keys() if _is_of_edges(store, name)]  # noqa: SIM118
+        for name in removed:
             del store[name]
         edges = {"edge_index": self.edge_index} | ({head: self.edge_head} if self.heads > 1 else {})
         if self.heads > 1 and self.num_sequences > 1:  # from (head, query, key) to (sequence, head, query, key)
@@ -558,8 +562,9 @@ class AttentionGraph(CompressedRows):
             shifts = {"edge_index": start if edge_type else start[:, 1, 0], head: torch.zeros_like(start[:, 1, 0])}
             for old, new in (("_slice_dict", slices), ("_inc_dict", {name: shifts[name] for name in edges})):
                 known = getattr(data, old)
-                merged = known | new if edge_type is None else known | {edge_type: known.get(edge_type, {}) | new}
-                setattr(data, old, merged)
+                mine = known if edge_type is None else known.get(edge_type, {})
+                mine = {name: value for name, value in mine.items() if name not in removed} | new
+                setattr(data, old, mine if edge_type is None else known | {edge_type: mine})
         return data
 
     def to_hetero_data(self) -> HeteroData:
@@ -644,6 +649,15 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
     if edge_type is None or edge_type not in types:
         raise ValueError(f"Expected 'edge_type' to be one of {types} (got {edge_type!r}). Name the edges to convert.")
     return data[edge_type], data[edge_type[0]], data[edge_type[2]], "edge_head"
+
+
+def _is_of_edges(store: Any, name: str) -> bool:
+    """True for an attribute of the edges of ``Data``, or of an edge type of ``HeteroData``, other than their index."""
+    if name == "edge_index" or name.startswith("edge_label"):
+        return False
+    known = name in ("edge_attr", "edge_weight", "edge_type", "edge_head", "e_id", "adj", "adj_t")
+    # attributes of `Data` may have as many entries as there are edges by chance
+    return known or (bool(store.is_edge_attr(name)) and ("edge" in name or not isinstance(store, Data)))
 
 
 def _first_three(things: Any) -> str:

@@ -668,7 +668,7 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
         (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
         (torch.tensor([[0, 1], [1, 0]]), {"query_ptr": torch.tensor([0, 1, 2])}, ValueError,
-         "(got 1 to 1 in row 0; its sequence has keys 0 to 0)"),
+         "(got key 1 of query 0, whose sequence has keys 0 to 0)"),
         (torch.tensor([[0], [0]]), {"num_queries": 2, "query_ptr": torch.tensor([0, 3])}, ValueError,
          "Expected 'query_ptr' to run from 0 to 2"),
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
@@ -796,6 +796,17 @@ def test_a_batch_of_data_is_the_concatenated_graph() -> None:
         AttentionGraph.from_edge_index(batch.edge_index, edge_head=batch.edge_type, heads=2, query_ptr=batch.ptr)
         == graph
     )
+
+
+def test_a_batch_of_hetero_data_with_other_edges_separates() -> None:
+    edge, pair = ("a", "to", "b"), torch.tensor([[0, 1, 2], [0, 0, 1]])
+    one = HeteroData({"a": {"x": torch.ones(3, 1)}, "b": {"x": torch.ones(2, 1)}})
+    one[edge].edge_index, one[edge].edge_attr, one[edge].time = pair, torch.ones(3, 2), torch.ones(3)
+    batch = Batch.from_data_list([one, one])
+    AttentionGraph.from_data(batch).replace_edges(batch, edge)
+    for part in batch.to_data_list():
+        assert torch.equal(part[edge].edge_index, pair)
+        assert {*part[edge].keys()} == {"edge_index"}
 
 
 def test_to_data_needs_the_same_tokens() -> None:
@@ -1019,6 +1030,8 @@ def test_from_networkx_of_other_graphs() -> None:
     shuffled.add_nodes_from([2, 0, 1])
     shuffled.add_edge(2, 0)
     assert AttentionGraph.from_networkx(shuffled).edge_index.tolist() == [[2], [0]]  # tokens keep their numbers
+    counted = nx.DiGraph([(0, 1, {"head": np.int64(1)})])
+    assert AttentionGraph.from_networkx(counted).edge_head.tolist() == [1]
     davis = nx.davis_southern_women_graph()
     graph = AttentionGraph.from_networkx(davis)
     keys, queries = nx.bipartite.sets(davis)
@@ -1033,13 +1046,14 @@ def test_from_networkx_of_other_graphs() -> None:
         (nx.DiGraph(), ValueError, "Expected 'graph' to have keys and queries (got 0 and 0)"),
         (nx.complete_bipartite_graph(2, 2).to_directed(), ValueError,
          "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
-        (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int"),
+        (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 'a')"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
 )  # fmt: skip
 def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=says(message)):
-        AttentionGraph.from_networkx(graph, heads=1)
+    for heads in (1, None):
+        with pytest.raises(error, match=says(message)):
+            AttentionGraph.from_networkx(graph, heads=heads)
 
 
 def test_a_batch_or_a_union_is_causal_where_both_are() -> None:

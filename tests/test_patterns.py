@@ -463,10 +463,12 @@ def test_transform_replaces_the_former_edges() -> None:
     data = Data(
         x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]]), edge_attr=torch.ones(1, 2), edge_weight=torch.ones(1),
         edge_type=torch.zeros(1, dtype=torch.int64), edge_label=torch.ones(1), adj_t=torch.eye(3),
+        edge_time=torch.ones(1), edge_names=["bond"], e_id=torch.ones(1), y=torch.ones(1),
     )  # fmt: skip
+    before = {*data.keys()}
     result = SourceGraph(patterns.PatternSource(patterns.self_loops))(data)
-    assert set(result.keys()) == {"x", "edge_index", "edge_label"}
-    assert set(data.keys()) == {"x", "edge_index", "edge_attr", "edge_weight", "edge_type", "edge_label", "adj_t"}
+    assert set(result.keys()) == {"x", "edge_index", "edge_label", "y"}
+    assert {*data.keys()} == before
 
 
 def test_transform_reads_batch_where_there_is_no_ptr() -> None:

@@ -184,10 +184,7 @@ class LearnedGraph(nn.Module):
             x[None], query_ptr=resolve_ptr(x.size(0), ptr, batch, device=x.device), seed=draw_seed(seed),
             sequence_ids=sequence_ids,
         )  # fmt: skip
-        kept, given = (
-            None if edges is None else AttentionGraph.over(edges, *x.shape[:1] * 2, ptr=tokens.query_ptr)
-            for edges in (keep, candidates)
-        )
+        kept, given = (_over(edges, tokens, name) for name, edges in (("keep", keep), ("candidates", candidates)))
         among = None if given is None else _Candidates(given, tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
         if kept is not None:
@@ -274,6 +271,16 @@ class LearnedGraph(nn.Module):
     def extra_repr(self) -> str:
         """Its options."""
         return f"probes={self.probes}"
+
+
+def _over(edges: Adjacency | None, tokens: Tokens, name: str) -> AttentionGraph | None:
+    """The graph of an argument over the nodes, or None."""
+    if edges is None:
+        return None
+    try:
+        return AttentionGraph.over(edges, tokens.num_queries, tokens.num_keys, ptr=tokens.query_ptr)
+    except (TypeError, ValueError) as error:  # it calls the edges 'edge_index' or 'graph'
+        raise type(error)(f"Expected '{name}' to be edges between the nodes of 'x'. {error}") from None
 
 
 def edge_weights(
