@@ -656,8 +656,8 @@ def _is_of_edges(store: Any, name: str) -> bool:
     if name == "edge_index" or name.startswith("edge_label"):
         return False
     known = name in ("edge_attr", "edge_weight", "edge_type", "edge_head", "e_id", "adj", "adj_t")
-    # attributes of `Data` may have as many entries as there are edges by chance
-    return known or (bool(store.is_edge_attr(name)) and ("edge" in name or not isinstance(store, Data)))
+    # other attributes of `Data` may have as many entries as there are edges by chance
+    return known or (("edge" in name or not isinstance(store, Data)) and bool(store.is_edge_attr(name)))
 
 
 def _first_three(things: Any) -> str:

@@ -170,6 +170,23 @@ def test_pictures_of_sparse_masks_are_those_of_dense_ones(monkeypatch: pytest.Mo
         assert (f"{cell} x {cell} pairs" in alone[1].get_ylabel()) == (cell > 1)
 
 
+def test_densities_of_causal_masks_count_allowed_pairs() -> None:
+    graph, ones = patterns.full(4, is_causal=True), torch.ones(1, 4, 1)
+    sbm = SBM(ones, ones, 0.5 * ones[:, :1], is_causal=True)
+    drawn, expected = plots.plot_mask(graph, sbm).axes[:2]
+    assert drawn.get_title() == "sampled mask: 10 edges, density 100 %"
+    assert expected.get_title() == "expectation: 5 edges, density 50 %"
+    pixels = plots.plot_pixel_attention([graph], torch.rand(1, 2, 2)).axes[1]
+    for axes in (pixels, plots.plot_inputs([graph]).axes[0]):
+        assert axes.get_title() == "layer 0, head 0\ndensity 100 %"
+
+
+def test_lemma_1_of_the_fewest_tokens() -> None:
+    result = analysis.lemma1(3, [1.0], samples=1)
+    assert result.lemma == 1
+    assert "in the limit 100 % of the graphs" in str(plots.plot_lemma1(result).get_label())
+
+
 def test_density_bars_are_means_and_deviations_over_inputs() -> None:
     density = torch.tensor([[[0.1, 0.3], [0.2, 0.4]], [[0.0, 0.0], [0.0, 0.2]]])  # [L, B, H]
     axes: Any = plots.plot_density(density).axes[0]

@@ -293,6 +293,8 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     centroids = fit_centroids(projection, data, 5, seed=1)
     assert centroids.shape == (HEADS, 5, 2)
     assert torch.equal(centroids, fit_centroids(projection, data, 5, seed=1))
+    half = [tuple(x.bfloat16() if x.is_floating_point() else x for x in sample[:2]) for sample in data]
+    assert fit_centroids(projection, half, 5, seed=1).dtype == torch.bfloat16  # which numpy does not have
     x = torch.cat([torch.cat(projection(q, z), 1) for q, z, _ in data], 1)
     nearest = torch.cdist(x, centroids).argmin(2)
     for head, k in itertools.product(range(HEADS), range(5)):

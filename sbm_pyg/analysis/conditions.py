@@ -506,8 +506,8 @@ class Lemma1:
 
     @property
     def lemma(self) -> float:
-        """The probability that the proof of the lemma chooses, :math:`e n^{1/n} / n`."""
-        return math.e * self.n ** (1 / self.n) / self.n
+        """The probability that the proof of the lemma chooses, :math:`e n^{1/n} / n`, cut at 1, as for n = 3."""
+        return min(math.e * self.n ** (1 / self.n) / self.n, 1.0)
 
     def __str__(self) -> str:
         lines = [f"{self.n:,} tokens, {self.samples:,} graphs for each p; the lemma has p = {self.lemma:.4g}", ""]

@@ -25,6 +25,7 @@ from ..graph import AttentionGraph, check_graph, resolve_index
 from ..models import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
+from ..ragged import count_pairs
 from ..sources.sbm import SBM, check_model
 from ..sparsifier import Loss
 from .conditions import Lemma1, path_probability
@@ -85,7 +86,8 @@ def plot_mask(
         p = p[rows[0]][:, columns[0]]
         chance = (p.tril() if sbm.is_causal else p).numpy()
         pictures.append(_shrink(chance))
-        titles.append(f"expectation: {chance.sum():,.0f} edges, density {_percent(chance.mean())}")
+        share = _percent(chance.sum() / int(count_pairs(one.query_ptr, one.key_ptr, sbm.is_causal)))
+        titles.append(f"expectation: {chance.sum():,.0f} edges, density {share}")
     top = max(float(picture.max()) for picture in pictures) or 1.0
     for axes, picture, title in zip(panels, pictures, titles, strict=True):
         image = _picture(axes, picture, shape, cmap=MASK, vmin=0, vmax=top)
@@ -195,7 +197,7 @@ def plot_pixel_attention(
             f"(got {list(images.shape)}). Convert colours to grey first."
         )
     height, width = images.shape[1:]
-    columns = []  # per layer and head: title, and a map for each image with its density
+    columns = []  # per layer and head: title, and a map and the density of the mask for each image
     for number, graph in layers:
         singles = [graph.sequence(sequence).to("cpu") for sequence in chosen]
         if any(one.num_keys != height * width for one in singles):
@@ -206,8 +208,10 @@ def plot_pixel_attention(
         for head in range(graph.heads):
             maps = []
             for one in singles:
-                attending = torch.bincount(one.head(head).col.long(), minlength=one.num_keys)
-                maps.append((100 * attending.double() / one.num_queries).view(height, width).numpy())
+                mask = one.head(head)
+                attending = torch.bincount(mask.col.long(), minlength=one.num_keys)
+                share = (100 * attending.double() / one.num_queries).view(height, width).numpy()
+                maps.append((share, _density(mask)))
             columns.append((f"layer {number}, head {head}", maps))
     figure = _figure(1.9 * (1 + len(columns)), 1.95 * len(chosen) + 1.2)
     panels = figure.subplots(len(chosen), 1 + len(columns), squeeze=False)
@@ -220,11 +224,11 @@ def plot_pixel_attention(
     bar: dict[str, Any] = {"location": "bottom", "shrink": 0.9, "pad": 0.03}
     figure.colorbar(heat, ax=panels[:, 0].tolist(), label="intensity", **bar)
     for column, (name, maps) in enumerate(columns, 1):
-        top = max(float(values.max()) for values in maps) or 1.0
-        for row, values in enumerate(maps):
+        top = max(float(values.max()) for values, _ in maps) or 1.0
+        for row, (values, density) in enumerate(maps):
             heat = panels[row, column].imshow(values, cmap=HEAT, vmin=0, vmax=top, interpolation="nearest")
             above = f"{name}\n" if row == 0 else ""
-            panels[row, column].set_title(f"{above}density {_percent(values.mean() / 100)}", fontsize=9)
+            panels[row, column].set_title(f"{above}density {density}", fontsize=9)
         figure.colorbar(heat, ax=panels[:, column].tolist(), label="% of pixels\nthat attend here", **bar)
     for axes in panels.flat:
         axes.tick_params(labelsize=6, length=2)
@@ -234,7 +238,7 @@ def plot_pixel_attention(
     words = (
         "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the colour "
         "of a pixel is the percentage of pixels that attend to it (own scale for each column), and the number above is "
-        "its mean, the density of the mask."
+        "the density of the mask."
     )
     return _caption(figure, f"{words} {notes}".strip())
 
@@ -607,7 +611,8 @@ def _mean(sums: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _density(graph: AttentionGraph) -> str:
-    return _percent(graph.num_edges / (graph.num_queries * graph.num_keys))
+    """The density of a graph of one sequence and head."""
+    return _percent(float(graph.density))
 
 
 def _cells(shape: tuple[int, ...]) -> str:

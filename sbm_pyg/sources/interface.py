@@ -312,11 +312,11 @@ class SourceGraph(BaseTransform):
     def _features(self, data: Data) -> Tensor:
         """The features of each head, ``[H, N, C]``."""
         x = data.x
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
+        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(0) < 1 or x.size(1) % self.heads:
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
-                "The source chooses by them."
+                "The source chooses by them, among one node or more."
             )
         return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
 

@@ -258,7 +258,8 @@ def fit_centroids(
             "Give more samples."
         )
     start = checks.seed(seed) % 2**32
-    fitted = [cluster.KMeans(num_clusters, n_init=1, random_state=start).fit(head.cpu().numpy()) for head in points]
+    numbers = points.cpu().to(torch.promote_types(points.dtype, torch.float32))  # numpy has no bfloat16
+    fitted = [cluster.KMeans(num_clusters, n_init=1, random_state=start).fit(head.numpy()) for head in numbers]
     return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
 
 
