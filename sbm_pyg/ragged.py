@@ -255,13 +255,8 @@ def resolve_ptr(
             )
         if batch.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
-        step = batch.diff()
-        if total and (int(batch[0]) != 0 or bool(((step < 0) | (step > 1)).any())):
-            raise ValueError(
-                "Expected 'batch' to be sorted, from 0 and without gaps (got another order). "
-                "Number the sequences as `torch_geometric.data.Batch` does."
-            )
-        ptr = offsets(torch.bincount(batch)) if total else None
+        if total:
+            ptr = _ptr_of_batch(batch, total)
     if ptr is None:
         if total < 1:
             raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out.")
@@ -337,6 +332,19 @@ def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | No
     if ptr is None and batch is None:
         return None
     return resolve_ptr(store.num_nodes, ptr, batch if ptr is None else None, device=device)
+
+
+def _ptr_of_batch(batch: Tensor, total: int) -> Tensor:
+    """Offsets of sequences from the sequence number of each of their tokens."""
+    step = batch.long().diff()
+    fits = (batch[0] == 0) & ((step == 0) | (step == 1)).all()
+    wanted = "Expected 'batch' to be sorted, from 0 and without gaps"
+    if not can_read(batch):  # no branch on values, but tokens must never be in a wrong sequence
+        torch._assert_async(fits, f"{wanted}.")
+    elif not bool(fits):
+        raise ValueError(f"{wanted} (got another order). Number the sequences as `torch_geometric.data.Batch` does.")
+    first = unmerged(step).nonzero().flatten() + 1  # of each sequence but the first one
+    return torch.cat([step.new_zeros(1), first, step.new_full((1,), total)])
 
 
 def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:

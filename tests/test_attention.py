@@ -741,11 +741,12 @@ def test_edge_features_compile_as_one_graph() -> None:
     conv, x, edge_index, edge_attr = edge_problem(edges=20)
     weight = cast(Any, conv.lin_edge).weight
     edge_attr.requires_grad_()
-    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(conv, fullgraph=True, backend="aot_eager")
     graph, head = AttentionGraph.from_edge_index(edge_index, 30), torch.arange(edge_index.size(1)) % 2
-    for edges, options in ((edge_index, {}), (edge_index, {"edge_head": head}), (graph, {})):
-        calls = [partial(each, x, edges, edge_attr=edge_attr, **options) for each in (conv, compiled)]
-        equal_with_gradients(*calls, edge_attr, weight)
+    for edges, number in ((edge_index, None), (edge_index, head), (graph, None)):
+        given: dict[str, Any] = {"edge_attr": edge_attr, "edge_head": number}
+        first, second = (partial(each, x, edges, **given) for each in (cast(Any, conv), compiled))
+        equal_with_gradients(first, second, edge_attr, weight)
     with pytest.raises(RuntimeError, match="Expected 'edge_index' to hold each edge once"):
         compiled(x, edge_index[:, [0, *range(edge_index.size(1) - 1)]], edge_attr=edge_attr)
 

@@ -65,6 +65,17 @@ def test_full_graphs_are_gps_conv(training: bool, norm: str | None, form: str) -
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_layer_over_a_batch_compiles_as_one_graph() -> None:
+    layer = SparseGPSConv(16, GINConv(nn.Linear(16, 16)), SBMAttentionConv(16, 4, 4, num_blocks=3)).double()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for batch in (BATCH, BATCH.int().clamp(max=2)):
+        out, expected = (each(nodes(), EDGES, batch, attn_kwargs={"seed": 0}) for each in (compiled, layer))
+        torch.testing.assert_close(out, expected)
+    with pytest.raises(RuntimeError, match="Expected 'batch' to be sorted, from 0 and without gaps"):
+        compiled(nodes(), EDGES, 2 * BATCH, attn_kwargs={"seed": 0})
+
+
 def test_a_graph_of_a_batch_knows_nothing_of_the_others() -> None:
     layer = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_blocks=3), norm=None).double().eval()
     x = nodes()
