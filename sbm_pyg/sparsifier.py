@@ -128,7 +128,6 @@ class Sparsifier:
         self._losses = [each for each in found if isinstance(each, AuxiliaryLosses)]
         self._passes = [1] * len(self._losses)  # calls of each layer in the last step
         self._join_losses()
-        self._detach = [source.detach for source in self.sources]
         trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
         trained = [each for each in trained if not each.is_inference()]  # which have no versions
         of_sources = {id(each) for source in self.sources for each in source.parameters()}
@@ -213,11 +212,11 @@ class Sparsifier:
                 alone: in evaluation mode attention is dense until training is sparse.
         """
         usual = self.density if self.is_sparse else 1.0
-        for source, detach in zip(self.sources, self._detach, strict=True):
+        for source in self.sources:
             source.target_density = usual if density is None else density
             if density is None and self._is_trial:
                 source.trial_density = self.density
-            source.detach = detach or not self.is_sparse
+            source._teach(not self.is_sparse)
 
     @contextmanager
     def sparse(self) -> Iterator[None]:

@@ -91,6 +91,19 @@ def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
     ]  # fmt: skip
 
 
+def test_a_later_sparsifier_restores_what_sources_send_to_queries_and_keys() -> None:
+    """The first one is still dense when the second one is made, for the same model or for a copy."""
+    for own in (False, True):
+        model = layer(detach=own)
+        Sparsifier(model, 0.2, total_steps=10)
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            sparsifier = Sparsifier(each, 0.2, total_steps=2, dense_part=0.5)
+            assert each.source.detach
+            sparsifier.step(1.0)
+            assert sparsifier.is_sparse
+            assert each.source.detach == own
+
+
 def test_named_modules_stay_dense() -> None:
     model = nn.ModuleList([layer(), layer(), layer()])
     sparsifier = Sparsifier(model, 0.2, total_steps=2, every=2, dense_part=0.5, keep_dense=["1"])

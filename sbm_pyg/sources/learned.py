@@ -261,6 +261,7 @@ class LearnedSource(GraphSource):
     :class:`~sbm_pyg.Sparsifier` sets it for trial steps; ``state_dict`` does not contain it."""
     _density: float | None = None
     _sparsifier: int | None = None  # number of the last one that was made for it
+    _own_detach: bool | None = None  # the option, while a Sparsifier has set `detach` in its place
 
     @abstractmethod
     def predict(self, tokens: Tokens) -> EdgeProbability:
@@ -308,6 +309,11 @@ class LearnedSource(GraphSource):
 
     def _prepare(self) -> None:
         """React to a target density that has just been set."""
+
+    def _teach(self, taught: bool) -> None:
+        """Detach the source while dense attention teaches it; afterwards, restore its own option."""
+        own = self.detach if self._own_detach is None else self._own_detach
+        self.detach, self._own_detach = taught or own, own if taught else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
