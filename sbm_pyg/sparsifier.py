@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -98,9 +98,10 @@ class Sparsifier:
         checks.number("density", density, "(0, 1)", "It is a part of the pairs; leave the Sparsifier out for all.")
         total_steps = checks.integer("total_steps", total_steps, 1, "It is the number of training steps.")
         checks.number("dense_part", dense_part, "[0, 1]", "It is a part of the training steps.")
+        every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"Expected 'scaler' to be a GradScaler (got {type(scaler).__name__}). Leave it out.")
-        self.sources = self._find_sources(model, keep_dense)
+        self.sources, kept = self._find_sources(model, keep_dense)
         if not self.sources:
             raise ValueError(
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
@@ -111,9 +112,10 @@ class Sparsifier:
         self._number = next(NUMBERS)
         for source in self.sources:
             source._sparsifier = self._number
-        self.every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
-        self.density, self.total_steps = density, total_steps
-        self.dense_steps = math.ceil(dense_part * total_steps)
+        for source in kept:
+            source.target_density = 1.0
+        self.density, self.total_steps, self.every = float(density), total_steps, every
+        self.dense_steps = math.ceil(dense_part * total_steps * (1 - 1e-12))  # 0.55 of 100 is 55
         """Number of steps before all steps run at the target density."""
         self.scaler = scaler
         self.steps = 0
@@ -137,17 +139,29 @@ class Sparsifier:
         self.set_density()
 
     @staticmethod
-    def _find_sources(model: torch.nn.Module, keep_dense: Collection[str]) -> list[LearnedSource]:
-        """The sources with a target density; those that stay dense get theirs here, and are left out."""
+    def _find_sources(
+        model: torch.nn.Module, keep_dense: Collection[str]
+    ) -> tuple[list[LearnedSource], list[LearnedSource]]:
+        """The sources whose target density changes, and those that stay dense."""
         modules = dict(model.named_modules())
-        unknown = [keep_dense] if isinstance(keep_dense, str) else [name for name in keep_dense if name not in modules]
-        if unknown:
-            raise ValueError(f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown}).")
-        kept = [each for name in keep_dense for each in modules[name].modules() if isinstance(each, LearnedSource)]
-        for source in kept:
-            source.target_density = 1.0
+        several = isinstance(keep_dense, Iterable) and not isinstance(keep_dense, str)
+        names = [*keep_dense] if several else [keep_dense]
+        unknown = [name for name in names if name not in modules]
+        if unknown or not several:
+            raise ValueError(
+                f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown or keep_dense!r}). Pass a list "
+                "of names as in `model.named_modules()`."
+            )
+        inside = {name: [each for each in modules[name].modules() if isinstance(each, LearnedSource)] for name in names}
+        fixed = [name for name, sources in inside.items() if not all(each.can_change_density for each in sources)]
+        if fixed:
+            raise ValueError(
+                f"Expected 'keep_dense' to be names of modules whose attention can be dense (got {fixed}, with a "
+                "number of keys 'k'). Leave them out: a Sparsifier does not change such sources."
+            )
+        kept = [source for sources in inside.values() for source in sources]
         found = (each for each in modules.values() if isinstance(each, LearnedSource) and each.can_change_density)
-        return [source for source in found if source not in kept]
+        return [source for source in found if source not in kept], kept
 
     # ------------------------------------------------------------------ the schedule
 
@@ -262,11 +276,18 @@ class Sparsifier:
         """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
 
         Raises:
-            ValueError: The state lacks a number.
+            TypeError: The state is not a dict.
+            ValueError: The state lacks a number, or is that of a model with other layers.
         """
+        checks.kind("state", state, Mapping, "a dict", "It is the `state_dict()` of a Sparsifier.")
         missing = [name for name in (*STATE, "history") if name not in state]
         if missing:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
+        if len(state["_passes"]) != len(self._losses):
+            raise ValueError(
+                f"Expected 'state' of a model with {len(self._losses)} layers that have auxiliary losses (got one with "
+                f"{len(state['_passes'])}). Make the model and its attention as they were when it was saved."
+            )
         dense_steps = self.dense_steps
         for name in STATE:
             setattr(self, name, math.nan if state[name] is None else state[name])

@@ -111,11 +111,28 @@ def test_named_modules_stay_dense() -> None:
     sparsifier.step(1.0)
     assert sparsifier.is_sparse
     assert [cast(Any, each).source.target_density for each in model] == [0.2, 1.0, 0.2]
-    for wrong in (["3"], "1"):
+    Sparsifier(model, 0.2, total_steps=2, dense_part=0.0, keep_dense=(name for name in "02"))
+    assert [cast(Any, each).source.target_density for each in model] == [1.0, 0.2, 1.0]
+    for wrong in (["3"], "1", "", None, 1):
         with pytest.raises(ValueError, match="Expected 'keep_dense' to be names of modules"):
             Sparsifier(model, 0.2, total_steps=2, keep_dense=wrong)
     with pytest.raises(ValueError, match="Expected 'model' to have a source with a target density"):
         Sparsifier(model, 0.2, 2, keep_dense=[""])
+
+
+def test_a_number_of_keys_cannot_stay_dense() -> None:
+    ranks = IndexerSource(Indexer(4, 2), select="top_k", k=2)
+    model = nn.ModuleList([layer(), AttentionConv(8, 4, 2, ranks)])
+    with pytest.raises(ValueError, match=r"Expected 'keep_dense' .* can be dense \(got \['1'\], with a number of keys"):
+        Sparsifier(model, 0.2, total_steps=10, keep_dense=["1"])
+    assert ranks.target_density is None
+
+
+@pytest.mark.parametrize("part", [0.07, 0.28, 0.55, 0.56])
+def test_the_dense_part_of_the_steps_is_exact(part: float) -> None:
+    assert math.ceil(part * 100) > round(part * 100)  # by rounding of the product
+    assert Sparsifier(layer(), 0.2, total_steps=100, dense_part=part).dense_steps == round(part * 100)
+    assert Sparsifier(layer(), 0.2, total_steps=101, dense_part=part).dense_steps == round(part * 100) + 1
 
 
 def test_layers_learn_by_distillation_unless_they_have_another_estimator() -> None:
@@ -280,6 +297,12 @@ def test_a_restored_sparsifier_continues_alike() -> None:
         assert one.state_dict() == other.state_dict()
     with pytest.raises(ValueError, match=r"Expected 'state' of a Sparsifier \(got none of \['steps'"):
         one.load_state_dict({})
+    with pytest.raises(TypeError, match=r"Expected 'state' to be a dict \(got NoneType\)"):
+        one.load_state_dict(cast(Any, None))
+    deeper = Sparsifier(nn.ModuleList([layer(), layer()]), 0.2, total_steps=80)
+    with pytest.raises(ValueError, match=r"Expected 'state' of a model with 2 layers .* \(got one with 1\)"):
+        deeper.load_state_dict(one.state_dict())
+    assert deeper.steps == 0
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
@@ -447,6 +470,9 @@ def test_an_earlier_sparsifier_of_the_same_sources_is_refused() -> None:
     with pytest.raises(RuntimeError, match="one Sparsifier for a source"):
         first.step(1.0)
     assert first.steps == 1
+    for wrong in ({"every": 1}, {"dense_part": 2.0}, {"keep_dense": ["none"]}, {"keep_dense": [""]}):
+        with pytest.raises(ValueError, match="Expected"):
+            Sparsifier(conv, 0.1, 10, **wrong)  # which leaves the model to the second one
     second.step(1.0)
 
 
