@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from sbm_pyg import LearnedSource, SBMAttentionConv
+from sbm_pyg import LearnedSource, SBMAttentionConv, Sparsifier
 from sbm_pyg.integrations.hugging_face import SparsifierCallback as HuggingFaceCallback
 from sbm_pyg.integrations.hugging_face import replace_attention
 from sbm_pyg.integrations.lightning import SparsifierCallback as LightningCallback
@@ -149,3 +157,56 @@ def test_hugging_face_needs_a_loss(tmp_path: Path) -> None:
     callback.on_train_begin(None, cast(Any, type("State", (), {"max_steps": 4})), None, model)
     with pytest.raises(ValueError, match="Expected 'model' to return its loss in training"):
         callback.on_step_end(None, None, None)
+
+
+class Completions(Sentences):
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        found = super().__getitem__(number)
+        return found | {"labels": found["input_ids"]}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_hugging_face_notes_the_loss_of_the_trainer(accumulate: int, tmp_path: Path) -> None:
+    """Language models divide it by the tokens of all passes of a step, and classifiers by those of one."""
+    sizes: Any = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    for kind in (LlamaForCausalLM, BertForSequenceClassification):
+        is_llama = kind is LlamaForCausalLM
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)) if is_llama else small_bert()
+        if is_llama:
+            replace_attention(model, num_blocks=4)
+        callback = HuggingFaceCallback(0.2, total_steps=10)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=accumulate,
+            logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        data = Completions() if is_llama else Sentences()
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+        trainer.train()
+        assert callback.sparsifier is not None
+        assert callback.sparsifier.losses.dense == pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-4)
+
+
+class Interruption(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_hugging_face_trains_again_after_an_interruption(tmp_path: Path) -> None:
+    model, callback = small_bert(), HuggingFaceCallback(0.2, total_steps=4)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Sentences(), callbacks=[callback, Interruption()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert callback._losses
+    trainer.remove_callback(Interruption)
+    callback.saved = Sparsifier(small_bert(), 0.2, 4).state_dict() | {"steps": 1}  # as of a checkpoint
+    for steps in (3, 2):  # the second training does not continue from it
+        trainer.train()
+        assert callback.sparsifier is not None
+        assert callback.sparsifier.steps == steps
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not callback._losses

@@ -310,25 +310,37 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         """Made when training starts."""
         self.saved: dict[str, Any] = {}
         self._losses: list[Tensor] = []
+        self._are_parts = False
         self._hooks: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
         """Make the sparsifier, and continue from the state of a checkpoint."""
         usual = {"total_steps": state.max_steps, "scaler": getattr(given.get("optimizer"), "scaler", None)}
+        self._forget()  # what a training that was interrupted has left
         self.sparsifier = Sparsifier(model, self.density, **usual | self.options)
         if self.saved:
             self.sparsifier.load_state_dict(self.saved)
-        self._hooks = [model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after)]
+            self.saved = {}  # another training begins anew
+        before = model.register_forward_pre_hook(self._before)
+        self._hooks = [before, model.register_forward_hook(self._after, with_kwargs=True)]
+
+    def _forget(self) -> None:
+        """Remove the hooks from the model, and the losses."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._losses.clear()
 
     def _before(self, model: torch.nn.Module, inputs: Any) -> None:
         """Set the density of a forward pass."""
         assert self.sparsifier is not None
         self.sparsifier.set_density(None if model.training else self.density)
 
-    def _after(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _after(self, model: torch.nn.Module, inputs: Any, options: Any, output: Any) -> None:
         """Note the loss of a forward pass in training."""
         if model.training and getattr(output, "loss", None) is not None:
             self._losses.append(output.loss.detach())
+            self._are_parts = options.get("num_items_in_batch") is not None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>`."""
@@ -338,7 +350,12 @@ class SparsifierCallback(TrainerCallback, ExportableState):
                 "Expected 'model' to return its loss in training (got none). Pass labels, and no function that "
                 "computes another loss."
             )
-        self.sparsifier.step(torch.stack(self._losses).mean())
+        losses = torch.stack(self._losses)
+        if self._are_parts:  # of a mean over the tokens of all passes, and of all processes
+            loss = losses.sum() * (args.world_size if args.average_tokens_across_devices else 1)
+        else:
+            loss = losses.mean()
+        self.sparsifier.step(loss)
         self._losses.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
@@ -351,8 +368,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Remove the hooks from the model, and leave it at the density of the last step."""
         assert self.sparsifier is not None
-        for hook in self._hooks:
-            hook.remove()
+        self._forget()
         self.sparsifier.set_density()
 
     def state(self) -> dict[str, Any]:
