@@ -53,13 +53,17 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def fit(folder: Path, steps: int, checkpoint: Path | None = None, accumulate: int = 1) -> tuple[Module, Any, Any]:
-    module, callback = Module(), LightningCallback(0.2, every=2, total_steps=20, dense_part=0.5)
+def fit(
+    folder: Path, steps: int, checkpoint: Path | None = None, accumulate: int = 1, module: Module | None = None,
+    callback: Any = None, **options: Any,
+) -> tuple[Module, Any, Any]:  # fmt: skip
+    module = module or Module()
+    callback = callback or LightningCallback(0.2, every=2, total_steps=20, dense_part=0.5)
     loader: Any = DataLoader(torch.linspace(-1, 1, 10 * 20 * 8).view(10, 20, 8), shuffle=False)  # type: ignore[arg-type]
     trainer = lightning.Trainer(
         default_root_dir=folder, max_steps=steps, callbacks=[callback], logger=False, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=accumulate,
-        enable_checkpointing=False, num_sanity_val_steps=1, val_check_interval=10,
+        enable_checkpointing=False, num_sanity_val_steps=1, val_check_interval=10, **options,
     )  # fmt: skip
     trainer.fit(module, loader, loader, ckpt_path=checkpoint, weights_only=False)
     return module, callback, trainer
@@ -91,6 +95,43 @@ def test_lightning_counts_steps_of_the_optimizer(tmp_path: Path) -> None:
     assert [density for training, each in module.seen if training for density in each][:8] == [1, 1, 0.2, 0.2] * 2
     losses = cast(Any, module.conv).auxiliary_losses
     assert losses.weight == 0.5  # of two backward passes
+
+
+class Constant(Module):
+    """With a loss of 3, except that it skips a batch."""
+
+    returns_loss = True
+
+    def training_step(self, batch: Tensor, number: int) -> Any:  # type: ignore[override]
+        loss = 0 * super().training_step(batch, number) + 3
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            cast(Any, self.optimizers()).step()
+        return loss if self.returns_loss and number != 1 else None
+
+
+def test_lightning_notes_the_mean_of_accumulated_losses(tmp_path: Path) -> None:
+    """Also of the last batches of an epoch, which are fewer, and where one of them is skipped."""
+    for accumulate, steps in ((4, 3), (1, 9)):
+        _, callback, _ = fit(tmp_path, 10, accumulate=accumulate, module=Constant(), max_epochs=1)
+        assert callback.sparsifier.steps == steps
+        assert callback.sparsifier.losses[1:3] == pytest.approx((3, 3))
+
+
+def test_lightning_with_manual_optimization_needs_the_loss(tmp_path: Path) -> None:
+    module = Constant()
+    module.automatic_optimization = module.returns_loss = False
+    with pytest.raises(ValueError, match="Expected 'training_step' to return its loss with manual optimization"):
+        fit(tmp_path, 10, module=module)
+
+
+def test_lightning_continues_once_from_a_checkpoint(tmp_path: Path) -> None:
+    _, callback, trainer = fit(tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "early.ckpt")
+    _, callback, _ = fit(tmp_path, 6, tmp_path / "early.ckpt")
+    assert callback.sparsifier.steps == 6
+    fit(tmp_path, 4, callback=callback)
+    assert callback.sparsifier.steps == 4
 
 
 # ------------------------------------------------------------------ Hugging Face

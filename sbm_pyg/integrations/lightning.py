@@ -52,8 +52,10 @@ class SparsifierCallback(lightning.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         usual: dict[str, Any] = {"total_steps": int(steps), "scaler": scaler}
         self.sparsifier = Sparsifier(pl_module, self.density, **usual | self.options)
+        self._losses.clear()  # of a training that was interrupted
         if self._state:
             self.sparsifier.load_state_dict(self._state)
+            self._state = {}  # another training begins anew
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the number of the first step."""
@@ -62,11 +64,21 @@ class SparsifierCallback(lightning.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>` after each step of the optimizer."""
         assert self.sparsifier is not None
-        self._losses.append(outputs["loss"])
+        loss = outputs.get("loss") if outputs else None
+        if loss is not None:
+            self._losses.append(loss)
+        elif not pl_module.automatic_optimization:
+            raise ValueError(
+                "Expected 'training_step' to return its loss with manual optimization (got none). Return it, as in "
+                "`return loss`."
+            )
         if trainer.global_step == self._steps:  # gradients are accumulated
             return
         self._steps = trainer.global_step
-        density = self.sparsifier.step(sum(self._losses))  # each is divided by the number of batches
+        if not self._losses:  # the training step returned None, to skip its batch
+            return
+        loss = sum(self._losses) / len(self._losses) * trainer.accumulate_grad_batches  # by which each is divided
+        density = self.sparsifier.step(loss)
         self._losses.clear()
         last = self.sparsifier.losses
         pl_module.log_dict({"loss_dense": last.dense, "loss_sparse": last.sparse}, prog_bar=True)
