@@ -394,6 +394,8 @@ def test_ranks_with_a_number_of_keys_have_no_target_density() -> None:
     source = IndexerSource(Indexer(4), select="top_k", k=3)
     with pytest.raises(ValueError, match="Expected no 'target_density' together with k=3"):
         source.target_density = 0.5
+    assert source.target_density is None
+    assert source(Tokens(torch.randn(1, 9, 4))).graph.num_edges == 27
 
 
 @pytest.mark.parametrize("block_size", [1, 4])

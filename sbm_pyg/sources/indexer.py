@@ -524,13 +524,6 @@ class IndexerSource(LearnedSource):
         """As :attr:`~sbm_pyg.LearnedSource.can_change_density`: not with a number of keys ``k``."""
         return self.k is None
 
-    def _prepare(self) -> None:
-        if self.target_density is not None and not self.can_change_density:
-            raise ValueError(
-                f"Expected no 'target_density' together with k={self.k} (got {self.target_density}). "
-                "Both fix the number of keys of a query."
-            )
-
     def _reset_bias(self) -> None:
         if self.bias is not None:
             nn.init.constant_(self.bias, log_odds(self.initial_density))

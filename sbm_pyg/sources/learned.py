@@ -292,6 +292,11 @@ class LearnedSource(GraphSource):
     def target_density(self, density: float | None) -> None:
         if density is not None:
             checks.number("target_density", density, "(0, 1]", "It is a fraction of the pairs; 1 is dense attention.")
+            if not self.can_change_density:
+                raise ValueError(
+                    f"Expected no 'target_density' together with k={getattr(self, 'k', None)} (got {density}). Both "
+                    "fix the number of keys of a query."
+                )
         self._density, self.trial_density = density, None
         self._prepare()
 
