@@ -165,6 +165,33 @@ def test_layers_of_one_model_are_replaced_where_they_are() -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_a_shared_layer_stays_shared() -> None:
+    attention = torch_layer()
+    model = nn.ModuleDict({"one": attention, "two": attention, "other": torch_layer()})
+    assert replace_attention(model, num_blocks=4) == ["one", "other"]
+    assert isinstance(model["one"], SBMMultiheadAttention)
+    assert model["one"] is model["two"] is not model["other"]
+    layer = nn.TransformerEncoderLayer(16, 2)
+    assert replace_attention(nn.ModuleList([layer, layer]), num_blocks=4) == ["0.self_attn"]
+    assert isinstance(layer.self_attn, SBMMultiheadAttention)
+
+
+def test_copies_of_frozen_projections_are_frozen() -> None:
+    def frozen(theirs: nn.MultiheadAttention, *names: str) -> set[str]:
+        for name, parameter in theirs.named_parameters():
+            parameter.requires_grad_(name not in names)
+        with torch.no_grad():  # which is not to freeze others
+            ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=4)
+        return {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
+
+    same, other = nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2, kdim=12, vdim=8)
+    all_three = [f"conv.lin_{name}" for name in ("query", "key", "value")]
+    assert frozen(same) == set()
+    assert frozen(same, "in_proj_weight", "out_proj.bias") == {*(f"{lin}.weight" for lin in all_three), "out_proj.bias"}
+    assert frozen(other, "in_proj_bias") == {f"{lin}.bias" for lin in all_three}
+    assert frozen(other, "k_proj_weight", "out_proj.weight") == {"conv.lin_key.weight", "out_proj.weight"}
+
+
 def test_replaced_layers_are_dense_at_first() -> None:
     model, x = encoder().eval(), draw(2, 7, 16)
     wanted = model(x)

@@ -193,7 +193,7 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **option
     """
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared layer stays shared
         parent = name.rpartition(".")[0]
         if isinstance(module, nn.MultiheadAttention):
             of_gps = name and isinstance(model.get_submodule(parent), GPSConv)
@@ -208,8 +208,12 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **option
         )
     if num_blocks is not None:
         options.setdefault("target_density", 1.0)
+    made: dict[nn.Module, nn.Module] = {}
+    for module in found.values():
+        make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
+        if module not in made:
+            made[module] = make(module, num_blocks=num_blocks, **options)
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
-        make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
-        setattr(model.get_submodule(parent), child, make(module, num_blocks=num_blocks, **options))
-    return [*found]
+        setattr(model.get_submodule(parent), child, made[module])
+    return [name for name, _ in model.named_modules() if name in found]

@@ -132,7 +132,7 @@ class SBMMultiheadAttention(nn.Module):
     def from_torch(
         cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 64, **options: Any
     ) -> SBMMultiheadAttention:
-        """Construct a layer with copies of the projections of a torch layer.
+        """Construct a layer with copies of the projections of a torch layer; copies of frozen ones are frozen.
 
         Args:
             attention: Torch's layer.
@@ -150,18 +150,20 @@ class SBMMultiheadAttention(nn.Module):
         more = (attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim)
         place = (attention.batch_first, weight.device, weight.dtype)
         made = cls(*sizes, *more, *place, num_blocks=num_blocks, **options)
-        if attention.in_proj_weight is not None:
-            weights = attention.in_proj_weight.chunk(3)
-        else:
-            weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-        biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
+        apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        copies = [
+            (attention.in_proj_weight, [lin.weight for lin in lins]),
+            (attention.in_proj_bias, [lin.bias for lin in lins]),
+            *((source, [lin.weight]) for source, lin in zip(apart, lins, strict=True)),
+            (attention.out_proj.weight, [made.out_proj.weight]),
+            (attention.out_proj.bias, [made.out_proj.bias]),
+        ]
         with torch.no_grad():
-            projections = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
-            for mine, source, shift in zip(projections, weights, biases, strict=True):
-                mine.weight.copy_(source)
-                if shift is not None:
-                    mine.bias.copy_(shift)
-            made.out_proj.load_state_dict(attention.out_proj.state_dict())
+            for source, targets in copies:
+                parts = () if source is None else source.chunk(len(targets))
+                for target, part in zip(targets, parts, strict=source is not None):
+                    target.copy_(part).requires_grad_(source.requires_grad)
         return made.train(attention.training)
 
     def reset_parameters(self) -> None:
