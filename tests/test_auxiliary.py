@@ -256,6 +256,27 @@ def test_tokens_of_nan_leave_centroids_as_they_are() -> None:
     assert source.seen.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_of_a_model_in_16_bits(dtype: torch.dtype) -> None:
+    """Pairs of a batch that float16 does not hold, and steps that are small beside the state."""
+    states: dict[torch.dtype, list[Tensor]] = {}
+    for each in (torch.float32, dtype):
+        torch.manual_seed(0)
+        model = nn.ModuleList([sbm(target_density=0.3), AttentionConv(8, 4, 2, RoutingSource(4, 2, 3))]).to(each)
+        for seed in range(4):
+            for layer in model:
+                layer(draw(seed, 300, 8).to(each), seed=seed).square().mean().backward()
+        assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+        copied = copy.deepcopy(model).to(each)  # as of a model that is loaded
+        assert {buffer.dtype for buffer in copied.buffers() if buffer.is_floating_point()} == {each}
+        for layer in copied.eval():
+            layer(draw(9, 300, 8).to(each), seed=9)
+        states[each] = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    for wide, mine in zip(states[torch.float32], states[dtype], strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine / wide.abs().max(), wide / wide.abs().max(), rtol=0, atol=0.02)
+
+
 # ------------------------------------------------------------------ processes
 
 

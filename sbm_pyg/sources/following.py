@@ -53,7 +53,7 @@ class FollowingSource(torch.nn.Module):
     Statistics of calls with the same seed, which are parts of one batch, are summed. They update the state when the
     next seed arrives, so all parts of a batch use the same state. A call during a backward pass is a repetition by
     activation checkpointing: it uses the state of the first call, and its statistics do not count. The state, ``seen``
-    and ``last_seed`` are buffers.
+    and ``last_seed`` are buffers; training keeps the first two in 32 bits or more, whatever the model has.
     """
 
     state_name: str
@@ -89,6 +89,9 @@ class FollowingSource(torch.nn.Module):
                     "evaluation mode."
                 )
             return self._states[seed]
+        for buffer in (state, self.seen):
+            if buffer.element_size() < 4:  # of a model in 16 bits, which hold neither many pairs nor small steps
+                buffer.data = buffer.float()
         later = self.last_seed != seed
         state.copy_(torch.where(later, self._moved(state, self.seen), state))
         self.seen.mul_(~later)
