@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class Sparsifier:
         *,
         dense_part: float = 0.7,
         every: int = 10,
-        keep_dense: Collection[str] = (),
+        keep_dense: Iterable[str] = (),
         scaler: Any = None,
     ) -> None:
         checks.kind("model", model, torch.nn.Module, "a module", "Its sources are set.")
@@ -140,7 +140,7 @@ class Sparsifier:
 
     @staticmethod
     def _find_sources(
-        model: torch.nn.Module, keep_dense: Collection[str]
+        model: torch.nn.Module, keep_dense: Iterable[str]
     ) -> tuple[list[LearnedSource], list[LearnedSource]]:
         """The sources whose target density changes, and those that stay dense."""
         modules = dict(model.named_modules())

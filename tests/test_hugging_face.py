@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -531,6 +533,17 @@ def test_options_are_checked() -> None:
         replace_attention(model, num_blocks=None)
     assert model.config.sbm is None
     assert not sources(model)
+    replace_attention(model, num_blocks=np.int64(4), target_density=np.float32(0.25), self_loops=True)
+    assert model.config.sbm == {"source": "sbm", "num_blocks": 4, "target_density": 0.25, "self_loops": True}
+    json.dumps(model.config.sbm)
+
+
+def test_the_state_of_a_callback_is_plain_data() -> None:
+    names = {"bert.encoder.layer.0"}
+    callback = SparsifierCallback(cast(Any, np.float32(0.25)), every=np.int64(2), keep_dense=names, dense_part=0)
+    state = json.loads(json.dumps(callback.state()))
+    assert state["args"] == {"density": 0.25, "every": 2, "keep_dense": [*names], "dense_part": 0}
+    assert SparsifierCallback(**state["args"]).options["every"] == 2
 
 
 def test_calls_that_are_not_supported_are_refused() -> None:

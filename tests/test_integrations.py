@@ -102,7 +102,7 @@ class Constant(Module):
 
     returns_loss = True
 
-    def training_step(self, batch: Tensor, number: int) -> Any:  # type: ignore[override]
+    def training_step(self, batch: Tensor, number: int) -> Any:
         loss = 0 * super().training_step(batch, number) + 3
         if not self.automatic_optimization:
             self.manual_backward(loss)

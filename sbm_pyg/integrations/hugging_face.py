@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, wraps
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     """
     way_out = "For torch's layers take `sbm_pyg.replace_attention`."
     checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", way_out)
-    options = {"source": source, **options}
+    options = {"source": source, **{name: _plain(each) for name, each in options.items()}}
     names = _attach(model, options, replaced=True)
     model.set_attn_implementation(NAME)
     return names
@@ -136,6 +137,13 @@ def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool =
     for config in configs.values() if made else ():
         config.sbm, config.attn_implementation = dict(options), NAME
     return [name for name, module in found.items() if getattr(module, NAME) is not None]
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python, and names in a list, as JSON has them; any other value as it is."""
+    if isinstance(value, Real) and not isinstance(value, bool | int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return [*value] if isinstance(value, Collection) and not isinstance(value, str | Mapping) else value
 
 
 @cache
@@ -374,4 +382,5 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Arguments of the constructor and the state of the sparsifier, for checkpoints."""
         saved = self.saved if self.sparsifier is None else self.sparsifier.state_dict()
-        return {"args": {"density": self.density, **self.options}, "attributes": {"saved": saved}}
+        options = {name: _plain(each) for name, each in {"density": self.density, **self.options}.items()}
+        return {"args": options, "attributes": {"saved": saved}}
