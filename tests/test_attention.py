@@ -457,6 +457,12 @@ def test_call_errors() -> None:
             {"score_bias": torch.zeros(3)},
             "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)",
         ),
+        (
+            {"score_bias": ALiBi(1), "heads": 2},
+            "Expected 'score_bias' of 2 heads, as the layer has (got ALiBi(heads=1))",
+        ),
+        ({"concat": "mean"}, "Expected 'concat' to be a bool (got str)"),
+        ({"bias": 0}, "Expected 'bias' to be a bool (got int)"),
     ],
 )
 def test_option_types(option: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -330,6 +330,10 @@ def test_wrong_arguments_are_refused() -> None:
         (lambda: Rotary(channels=8)(torch.randn(1, 5, 6), torch.arange(5)), r"Expected heads of at least 8 channels"),
         (lambda: Rotary()(torch.randn(1, 5, 6), torch.arange(4)), r"Expected 'position' of one number per token"),
         (lambda: AttentionConv(6, 4)(x, patterns.full(5), positions=torch.arange(5)), r"Expected no 'positions'"),
+        (
+            lambda: AttentionConv(6, 4, rotary=Rotary())(x, patterns.full(5), positions=cast(Any, (torch.arange(5),))),
+            r"Expected 'positions' to be \[N\], or a pair for keys and queries \(got 1 of them\)",
+        ),
         (lambda: ALiBi(0), r"Expected 'heads'"),
         (lambda: ALiBi(3)(x, x, patterns.full(5).expand(2)), r"Expected 'graph' of 3 heads, over the tokens"),
         (lambda: ALiBi(2)(x[None], x[None, :4], patterns.full(5).expand(2)), r"Expected 'graph' of 2 heads, over"),

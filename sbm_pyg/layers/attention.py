@@ -156,8 +156,14 @@ class AttentionConv(EdgeAttention):
         checks.kind("source", source, GraphSource | None, "a GraphSource", "A graph goes into the call.")
         what = "a callable (query, key, graph) -> [E]"
         checks.kind("score_bias", score_bias, Callable | None, what, "Wrap a tensor in a function.")
+        if getattr(score_bias, "heads", heads) != heads:
+            raise ValueError(
+                f"Expected 'score_bias' of {heads} heads, as the layer has (got {score_bias}). Make one for each head."
+            )
         checks.kind("rotary", rotary, Rotary | None, "a Rotary", "Pass `sbm_pyg.Rotary()`.")
         check_normalizer(normalizer, heads)
+        checks.flag("concat", concat, "With False, heads are averaged.")
+        checks.flag("bias", bias, "With True, the three projections have biases.")
         checks.flag("is_causal", is_causal, CAUSAL)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         if rotary is not None:
@@ -237,7 +243,8 @@ class AttentionConv(EdgeAttention):
             batch: The same as a sequence number per token, ``[N]``.
             positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
                 in each sequence.
-            seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None.
+            seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None. While
+                attention is dense, at a target density of 1, that generator always draws the dropout.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
                 gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
                 "concrete" on the whole batch.
@@ -374,6 +381,11 @@ class AttentionConv(EdgeAttention):
                     "layer a Rotary."
                 )
             return query, key
+        if isinstance(positions, tuple | list) and len(positions) != 2:
+            raise ValueError(
+                f"Expected 'positions' to be [N], or a pair for keys and queries (got {len(positions)} of them). Leave "
+                "it out to count them."
+            )
         if positions is None:
             of_key, of_query = count_positions(key_ptr, key.size(1)), count_positions(query_ptr, query.size(1))
         else:

@@ -218,7 +218,8 @@ class SBMMultiheadAttention(nn.Module):
             is_causal: Without ``attn_mask``, no query attends to a later key. With it, a hint that the mask is the
                 causal one; it is ignored if it is wrong.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
-            seed: Fixes the sampled graph and the dropout; from torch's default generator if None.
+            seed: Fixes the sampled graph and the dropout; from torch's default generator if None. While attention is
+                dense, at a target density of 1, that generator always draws the dropout.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
 
