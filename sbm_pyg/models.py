@@ -176,6 +176,13 @@ def _make_attention(
     return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
 
 
+def _copied(options: Any) -> Any:
+    """Copy nested dicts and lists, and nothing in them."""
+    if isinstance(options, Mapping):
+        return {key: _copied(value) for key, value in options.items()}
+    return [_copied(value) for value in options] if isinstance(options, list) else options
+
+
 def _split(options: Mapping[str, Any], *kinds: Callable[..., Any]) -> tuple[dict[str, Any], ...]:
     """The options of each class or function, and the other options."""
     named = [inspect.signature(kind).parameters for kind in kinds]
@@ -250,7 +257,7 @@ class SequenceEncoder(Pretrained):
         self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if attention_options is not None:
             checks.kind("attention_options", attention_options, Mapping, "a dict", "Name each option.")
-            self._options["attention_options"] = dict(attention_options)
+            self._options["attention_options"] = _copied(attention_options)  # which the caller may change later
         channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
         heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
         if head_channels is None:

@@ -91,9 +91,9 @@ class Pretrained(nn.Module):
         Raises:
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
                 number.
-            ValueError: The folder holds other files, a density is out of range, a metric is not finite, an option is
-                NaN, weights are NaN, infinite, of less than 16 bits or not there yet (lazy or on the device ``meta``),
-                or a file cannot be written.
+            ValueError: The folder holds other files or is the current one, a density is out of range, a metric is not
+                finite, an option is NaN, weights are NaN, infinite, of less than 16 bits or not there yet (lazy or on
+                the device ``meta``), or a file cannot be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -420,6 +420,11 @@ def _check_target(folder: Path) -> None:
     """Refuse to replace anything but a saved model."""
     if not folder.exists():
         return
+    if folder.samefile(os.curdir):
+        raise ValueError(
+            f"Expected 'folder' to be another one than the current folder (got '{folder}'). Saving replaces the whole "
+            "folder: choose one in it."
+        )
     content = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
     ours = not content
     if content and {*content} <= {CONFIG, WEIGHTS, CARD} and CONFIG in content and folder.is_dir():

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -438,6 +438,23 @@ def test_saving_again_replaces_the_whole_model(saved: Path) -> None:
     assert os.listdir(saved.parent) == ["model"]
     assert TokenClassifier.from_pretrained(saved).num_classes == 3
     assert "another" in (saved / "README.md").read_text()
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would be left in a folder that is gone."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Expected 'folder' to be another one than the current folder"):
+        SequenceClassifier(SequenceEncoder(9, 8), 2).save_pretrained(".")
+    assert Path.cwd() == tmp_path.resolve()
+
+
+def test_options_are_those_of_the_constructor_though_the_caller_changes_them(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_blocks": 4, "sbm_options": {"parameterization": "assortative"}}
+    model = SequenceClassifier(SequenceEncoder(9, 8, attention_options=options), 2)
+    options["sbm_options"]["parameterization"] = "overlapping"
+    model.save_pretrained(tmp_path / "model")
+    again = SequenceClassifier.from_pretrained(tmp_path / "model")
+    assert cast(Any, again).encoder.layers[0].attention.sbm.parameterization == "assortative"
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
