@@ -84,9 +84,9 @@ class AuxiliaryLosses:
         """Store the loss of a call, if there is one, and return its output.
 
         A backward pass raises an error if the loss was not taken; it names the module, ``whose`` loss it is. It warns
-        if the loss is not needed.
+        if the loss is not needed. A loss without a gradient, as of frozen sources, is not stored.
         """
-        if loss is None:
+        if loss is None or not loss.requires_grad:
             return out
         if self.weight is not None:
             return self._join(out, loss)

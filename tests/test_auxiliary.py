@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -173,6 +174,17 @@ def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
     layer.eval()
     task_loss(layer, x, PARTS[0], 1).backward()
     assert auxiliary_loss(layer).item() == 0
+
+
+@pytest.mark.parametrize("options", [{"estimator": "distill", "target_density": 0.4}, {"target_density": 1.0}])
+def test_frozen_sources_need_no_auxiliary_loss(options: dict[str, Any]) -> None:
+    layer, x = sbm(**options), draw(1, 33, 8).float().requires_grad_()
+    cast(Any, layer.source).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x).square().mean().backward()
+    assert x.grad is not None
+    assert layer.lin_query.weight.grad is not None
 
 
 def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outputs() -> None:

@@ -425,6 +425,11 @@ X = torch.ones(2, 5, 3)
         ),
         (lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(0), ValueError, "Expected 'k' to be at least 1"),
         (
+            lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(torch.tensor([1, 2, 0, 3, 9])),
+            ValueError,
+            r"Expected 'k' to be at least 1 \(got 0\)",
+        ),
+        (
             lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(torch.ones(5)),
             TypeError,
             r"Expected 'k' to be int64 \(got torch.float32\)",

@@ -294,6 +294,9 @@ class IndexProbability(EdgeProbability):
             if k.dtype != torch.int64:
                 raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
             checks.shape("k", k, (self.tokens.num_queries,), "[N]", "It is the number of keys of each query.")
+            checks.same_device("query", self.query, k=k)
+            if int(k.min()) < 1:
+                raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
         else:
             k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
         return graph_of_rows(self.tokens, *select_pairs(self.tokens, keep_top_k(k), self._pair_scores, most=k))
