@@ -123,6 +123,7 @@ class Sparsifier:
         self.history: list[Loss] = []
         """Running losses after each trial step, and after each ``every``-th sparse step."""
         self._dense = self._sparse = math.nan
+        self._contexts = 0  # of `sparse`, one in the other
         for layer in model.modules():
             if isinstance(layer, AttentionConv) and layer.source in self.sources and type(layer.estimator) is Local:
                 layer.estimator = Distill(probes=layer.estimator.probes, rows=layer.estimator.rows)
@@ -235,11 +236,13 @@ class Sparsifier:
     @contextmanager
     def sparse(self) -> Iterator[None]:
         """Context in which the model runs at the target density, e.g. to evaluate it before training is sparse."""
+        self._contexts += 1
         self.set_density(self.density)
         try:
             yield
         finally:
-            self.set_density()
+            self._contexts -= 1
+            self.set_density(self.density if self._contexts else None)
 
     def _read_versions(self) -> list[list[int]]:
         """How often parameters of the sources, and all others, have been written."""

@@ -332,6 +332,8 @@ def test_trial_steps_are_for_training_mode_alone() -> None:
     conv.eval()
     assert source.target_density == 1
     with sparsifier.sparse():
+        with sparsifier.sparse():  # as in an evaluation within that of a callback
+            pass
         assert source.target_density == 0.2
     assert source.target_density == 1
     conv.train()
