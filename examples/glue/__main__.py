@@ -133,7 +133,9 @@ def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
     )
     _tasks(command)
     command.option("threads", 1, "of the CPU", above=0)
-    words = "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
+    words = (
+        "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
+    )
     command.add_argument("--save", type=Path, metavar="DIR", help=words)
     given = _read_tasks(command, command.read(arguments))
     given.limit = 1  # examples of train, which are not evaluated
