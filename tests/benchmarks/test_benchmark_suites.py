@@ -35,7 +35,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "--output",
         str(folder),
         "--seconds",
-        "0.2",
+        "1",
         "--peers",
         *RUNS[request.param],
         "--tokens",
