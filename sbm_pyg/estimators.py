@@ -103,8 +103,8 @@ class Estimator:
     """How :func:`sbm_pyg.ops.edge_attention` applies the gate: to the ``"score"`` or to the ``"weight"``."""
     softmax_only = False
     """True if the estimator is derived for softmax only."""
-    methods: tuple[str, ...] = ops.METHODS
-    """Sampling methods for which the estimator is derived."""
+    methods: tuple[str, ...] = (*ops.METHODS, "top_k")
+    """Sampling methods of sources for which the estimator is derived."""
     needs_loss = False
     """True if training without :func:`~sbm_pyg.auxiliary_loss` is an error also while attention is dense."""
 
@@ -121,8 +121,8 @@ class Estimator:
             )
         if method not in self.methods:
             raise ValueError(
-                f"Expected 'estimator' other than 'local' with method={method!r} (got {name}). "
-                "It is derived for 'bernoulli'."
+                f"Expected 'estimator' to support method {method!r}, by which the source draws edges (got {name} for "
+                f"{', '.join(self.methods)}). Take 'mask' or 'none', or 'imitate' with 'top_k'."
             )
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
@@ -345,15 +345,16 @@ def resolve_estimator(
     """The estimator of that name; an estimator is returned unchanged.
 
     Args:
-        estimator: An estimator, its name, or None: ``"local"`` if it supports the normalizer and the method, else
-            ``"mask"``.
+        estimator: An estimator, its name, or None: ``"local"`` if it supports the normalizer and the method;
+            ``"imitate"`` with ``"top_k"``; else ``"mask"``.
         normalizer: Normalizer of the attention, ``"softmax"`` or another.
-        method: Sampling method of the graph.
+        method: How the source draws edges, :attr:`~sbm_pyg.GraphSource.method`.
         probes: Probes of ``"local"`` and ``"distill"``.
     """
     local = Local(probes)
     if estimator is None:
-        estimator = local if normalizer == "softmax" and method in Local.methods else Mask()
+        others = Imitate() if normalizer == "softmax" and method == "top_k" else Mask()
+        estimator = local if normalizer == "softmax" and method in Local.methods else others
     elif isinstance(estimator, str):
         ops.checks.one_of("estimator", estimator, tuple(ESTIMATORS))
         kind = ESTIMATORS[estimator]

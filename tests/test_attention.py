@@ -29,6 +29,8 @@ from sbm_pyg import (
     GraphSource,
     Rotary,
     SBMAttentionConv,
+    SBMHead,
+    SBMSource,
     Tokens,
     auxiliary_loss,
     estimators,
@@ -388,12 +390,34 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
         ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
         ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
         ({"node_dim": -1}, r"Expected 'node_dim' to be 0 \(got -1\)"),
-        ({"method": "fastrg", "estimator": "local"}, r"Expected 'estimator' other than 'local' with method='fastrg'"),
+        ({"method": "fastrg", "estimator": "local"}, r"Expected 'estimator' to support method 'fastrg'"),
     ],
 )
 def test_option_errors(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layer(**options)
+
+
+@pytest.mark.parametrize(
+    ("source", "usual"),
+    [
+        (lambda: SBMSource(SBMHead(8, 2, 4)), "Local"),
+        (lambda: SBMSource(SBMHead(8, 2, 4), method="fastrg"), "Mask"),
+        (lambda: IndexerSource(Indexer(8, 2), target_density=0.5), "Local"),
+        (lambda: IndexerSource(Indexer(8, 2), target_density=0.5, select="top_k"), "Imitate"),
+    ],
+)
+def test_the_estimator_is_derived_for_the_law_of_the_source(source: Callable[[], GraphSource], usual: str) -> None:
+    """Edges of another law would train in silence on a gradient that is not theirs."""
+    conv = AttentionConv(16, 8, 2, source=source())
+    assert type(conv.estimator).__name__ == usual
+    assert type(AttentionConv(16, 8, 2, source=source(), normalizer="entmax15").estimator).__name__ == "Mask"
+    for name in ("local", "distill"):
+        if usual == "Local":
+            AttentionConv(16, 8, 2, source=source(), estimator=name)
+        else:
+            with pytest.raises(ValueError, match="Expected 'estimator' to support method"):
+                AttentionConv(16, 8, 2, source=source(), estimator=name)
 
 
 @pytest.mark.parametrize("node_dim", [0, -2])

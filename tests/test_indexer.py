@@ -16,7 +16,7 @@ from problems import dense_mask as dense
 from scipy.stats import chisquare
 from torch import Tensor, nn
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, Tokens, auxiliary_loss
+from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, SequenceEncoder, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
@@ -394,6 +394,13 @@ def test_words_are_those_of_block_models() -> None:
 X = torch.ones(2, 5, 3)
 
 
+class OwnRanks(GraphSource):
+    """A source of a user that says in its choice alone that edges are not drawn."""
+
+    def forward(self, tokens: Tokens) -> Choice:
+        return IndexerSource(Indexer(3, 2), select="top_k", k=2)(tokens)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -435,7 +442,12 @@ X = torch.ones(2, 5, 3)
             r"Expected 'k' to be int64 \(got torch.float32\)",
         ),
         (
-            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="top_k", k=2))(X[0]),
+            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="top_k", k=2), estimator="local"),
+            ValueError,
+            "Expected 'estimator' to support method 'top_k'",
+        ),
+        (
+            lambda: AttentionConv(3, 3, 2, OwnRanks(), estimator="local")(X[0]),
             ValueError,
             "Expected 'estimator' other than Local with a source that selects edges by rank",
         ),

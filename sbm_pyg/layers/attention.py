@@ -76,7 +76,8 @@ class AttentionConv(EdgeAttention):
         concat: Concatenate the heads (H*C output channels), or average them (C).
         bias: Biases in the three projections.
         estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
-            its name. None: ``"local"``, or ``"mask"`` where the normaliser is not softmax.
+            its name. None: ``"local"``; ``"imitate"`` if the source selects edges by rank; ``"mask"`` if it draws them
+            by ``"fastrg"`` or the normaliser is not softmax.
         is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count
             these, and edges of a given graph from later keys are dropped. As in torch, positions count from the start
             of both sequences.
@@ -168,7 +169,8 @@ class AttentionConv(EdgeAttention):
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
         if rotary is not None:
             rotary._width_of(out_channels)
-        self.estimator = resolve_estimator(estimator, normalizer)
+        method = GraphSource.method if source is None else source.method
+        self.estimator = resolve_estimator(estimator, normalizer, method)
         wide = heads * out_channels
         self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
         self.out_channels, self.heads, self.concat = out_channels, heads, concat

@@ -110,9 +110,9 @@ class LearnedGraph(nn.Module):
             raise ValueError(
                 f"Expected 'source' with block_size=1 (got {source.block_size}). Nodes of a graph have no order."
             )
-        if getattr(source, "method", "bernoulli") != "bernoulli":
+        if source.method == "fastrg":
             raise ValueError(
-                f"Expected 'source' with method='bernoulli' (got {source.method!r}). The gradient is derived for it."
+                "Expected 'source' with method='bernoulli' (got 'fastrg'). The gradient is derived for it."
             )
         self.source, self.probes = source, probes
         self._unanswered = 0

@@ -516,6 +516,7 @@ class IndexerSource(LearnedSource):
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
         self.scorer, self.select, self.k, self.exploration = scorer, select, k, exploration
+        self.method = select
         self.target_density = target_density
         self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
         independent = select == "bernoulli" and target_density is None

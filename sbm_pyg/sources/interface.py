@@ -232,6 +232,9 @@ class GraphSource(torch.nn.Module, ABC):
 
     reads_vectors = True
     """False if the graph depends on offsets and seed only: then :class:`~sbm_pyg.SourceGraph` needs no features."""
+    method: str = "bernoulli"
+    """How edges are drawn, which decides the estimators that fit: ``"bernoulli"``, ``"fastrg"`` or, by rank,
+    ``"top_k"``."""
 
     def __call__(self, tokens: Tokens) -> Choice:
         """Call :meth:`forward`, and check what it returns.
