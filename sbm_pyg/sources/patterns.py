@@ -548,7 +548,7 @@ def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Cho
     if bipartite:
         raise ValueError(
             "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
-            "Leave it out, or add a pattern of your own and pass the graph."
+            "Leave it out, keep the layer dense by `Sparsifier(keep_dense=...)`, or pass a graph."
         )
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
     return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
