@@ -74,7 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     block, at = options.source == "block", {"target_density": options.density}
     source = SBMSource(SBMHead(CHANNELS, num_blocks=32), **at) if block else IndexerSource(Indexer(CHANNELS), **at)
     learned = LearnedGraph(source, probes=options.probes)
-    degree, codes = 0.0, torch.randn(GROUPS, CODE, generator=torch.Generator().manual_seed(options.seed)).sign()
+    degree = 0.0
+    codes = torch.randn(GROUPS, CODE, generator=torch.Generator().manual_seed(options.seed)).sign()
 
     def of_source(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, Tensor, Choice]:
         return learned(x, ptr=ptr, seed=seed, return_choice=True)

@@ -546,7 +546,7 @@ class AttentionGraph(CompressedRows):
                     "Build the graph with its 'ptr'."
                 )
         head = "edge_type" if edge_type is None else "edge_head"
-        removed = [name for name in store.keys() if _is_of_edges(store, name)]  # noqa: SIM118
+        removed = [name for name in store.to_dict() if _is_of_edges(store, name)]
         for name in removed:
             del store[name]
         edges = {"edge_index": self.edge_index} | ({head: self.edge_head} if self.heads > 1 else {})

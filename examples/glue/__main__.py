@@ -219,8 +219,7 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
         for path in paths:
             run, model = train.load_best(path, task, tokenizer.get_vocab_size())
             title = path.name.removesuffix(".best.pt")
-            scores: dict[str, float] = {}
-            density = None
+            scores: dict[str, Any] = {}  # rows of the dev sets
             if given.save:
                 model = model.half().float()  # what is saved is what is evaluated
             if run.length not in sets:
@@ -231,8 +230,7 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
                 guessed, densities = train.predict(model, examples)
                 if part in task.dev:
                     row = train.score(guessed, densities, examples, len(task.classes))
-                    scores |= {f"{part}, {key}": float(row[key]) for key in ("accuracy", "f1")}
-                    density = float(row["density"]) if part == task.dev[0] else density
+                    scores[part] = row
                     shares = (f"{100 * row[key]:.1f}" for key in ("accuracy", "f1", "density"))
                     lines.append([name, part, *map(str, list(run.known.values())[1:]), len(examples), *shares])
                 rows = (f"{number}\t{task.classes[guess]}" for number, guess in enumerate(guessed.tolist()))
@@ -244,7 +242,8 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
                 start = "from random weights" if run.scratch else "after pretraining"
                 command = f"python -m examples.glue finetune --tasks {name} --methods {run.method}"
                 text = f"{task.folder}, {start}: `{command}`; the tokenizer makes one sequence of a text or a pair"
-                card = {"task": text, "metric": scores, "density": density}
+                metric = {f"{part}, {key}": row[key] for part, row in scores.items() for key in ("accuracy", "f1")}
+                card = {"task": text, "metric": metric, "density": next(iter(scores.values()))["density"]}
                 yield data.save_model(given.save / title, model.half(), tokenizer, **card)
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
