@@ -190,7 +190,8 @@ def test_the_table_of_the_benchmark_has_ratios_of_medians() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [*benchmark.ARMS])
 def test_the_benchmark_measures_every_encoder(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark.main(["--only", f"{arm}:96", "--channels", "16", "--vocabulary", "64"])
+    turn = json.dumps({"arm": arm, "tokens": 96})
+    benchmark.main(["--only", turn, "--channels", "16", "--vocabulary", "64"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert min(found["step"], found["inference"]) > 0
     assert min(found["step MiB"], found["inference MiB"]) >= 0
