@@ -342,7 +342,11 @@ def _ptr_of_batch(batch: Tensor, total: int) -> Tensor:
     if not can_read(batch):  # no branch on values, but tokens must never be in a wrong sequence
         torch._assert_async(fits, f"{wanted}.")
     elif not bool(fits):
-        raise ValueError(f"{wanted} (got another order). Number the sequences as `torch_geometric.data.Batch` does.")
+        numbers = batch.unique_consecutive()
+        ascending = bool(numbers[0] >= 0) and bool((numbers.diff() > 0).all())
+        got = "a sequence without tokens" if ascending else "another order"
+        way_out = "`batch.unique_consecutive(return_inverse=True)[1]` numbers the sequences of sorted tokens."
+        raise ValueError(f"{wanted} (got {got}). {way_out}")
     first = unmerged(step).nonzero().flatten() + 1  # of each sequence but the first one
     return torch.cat([step.new_zeros(1), first, step.new_full((1,), total)])
 
@@ -359,7 +363,7 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
         problem = "an empty sequence" if end == start else "a decrease"
         raise ValueError(
             f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
-            "Leave empty sequences out."
+            "Leave empty sequences out, as in `ptr.unique()`."
         )
 
 
