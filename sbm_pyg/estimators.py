@@ -40,7 +40,7 @@ from .graph import AttentionGraph, check_graph
 from .ops.reference.segments import allowed_keys, segment_log_softmax, segments, upcast
 from .ops.values import can_read, require_values
 from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
-from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, min_probability
+from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, log_probability, min_probability
 from .sources.learned import LearnedSource, sample_rows, sample_sequences
 
 __all__ = [
@@ -531,7 +531,6 @@ def distillation(
     *,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    prob: Tensor | None = None,
     over: str = "all",
 ) -> Tensor:
     r"""Distillation loss: the cross-entropy between attention weights and normalized probabilities, a scalar.
@@ -558,7 +557,6 @@ def distillation(
         graph: The graph.
         bias: Score biases of the edges, ``[E]``.
         scale: Factor of the scores.
-        prob: ``probability.on(graph.blocks)``, ``[E]``, if already computed.
         over: Keys of the sum in the denominator, ``"all"`` or ``"selected"``.
 
     Raises:
@@ -577,17 +575,24 @@ def distillation(
     probability.check(blocks)
     with torch.no_grad():
         weight = graph._attention_weight(query, key, bias, scale)
-    p = _edge_probability(prob, probability, blocks)
-    if over == "all":
-        degree = probability.expected_degree()
-    else:
-        degree = segments(upcast(p), blocks.rowptr).view(blocks.heads, -1)
     with torch.no_grad():
         mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
-        weight = weight.masked_fill(p == 0, 0) * mean.repeat(blocks.heads)[blocks.edge_row]
+        weight = weight * mean.repeat(blocks.heads)[blocks.edge_row]
+    if over == "selected":
+        return _cross_entropy(weight, probability.log_on(blocks), blocks.rowptr) / graph.heads
+    p, degree = probability.on(blocks), probability.expected_degree()
+    with torch.no_grad():
+        weight = weight.masked_fill(p == 0, 0)
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
-    log_p, log_degree = (upcast(x).clamp(min=min_probability(p)).log() for x in (p, degree))
-    return ((whole * log_degree).sum() - (weight * log_p).sum()) / graph.heads
+    log_degree = log_probability(degree, min_probability(p))  # whose type may be wider than that of the factors
+    return ((whole * log_degree).sum() - (weight * log_probability(p)).sum()) / graph.heads
+
+
+def _cross_entropy(weight: Tensor, log_p: Tensor, rowptr: Tensor) -> Tensor:
+    """Cross-entropy between weights and the softmax of each row; edges of probability 0 add nothing."""
+    impossible = log_p == -torch.inf
+    log_q = segment_log_softmax(log_p, rowptr).masked_fill(impossible, 0)
+    return -(weight.masked_fill(impossible, 0) * log_q).sum()
 
 
 def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> Tensor | None:
@@ -650,12 +655,10 @@ def row_distillation(
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
         weight = graph._attention_weight(scored.query, scored.key, bias, scale)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
-    if source.forced_distance is not None or getattr(probability, "is_strict", False):
-        distance = -(-(source.forced_distance or 0) // source.block_size)
-        far = blocks.lag.abs() > distance
+    if source.forced_distance is not None:
+        far = blocks.lag.abs() > -(-source.forced_distance // source.block_size)
         blocks, weight = blocks.select(far), weight[far]
-    log_p = segment_log_softmax(probability.log_on(blocks), blocks.rowptr)
-    return -(weight * log_p).sum() / sampled
+    return _cross_entropy(weight, probability.log_on(blocks), blocks.rowptr) / sampled
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

@@ -264,6 +264,15 @@ def _sample_systematic(d: Draw) -> Case:
     return Case(ops.sample_systematic, arguments | {"is_causal": d.random() < 0.3}, unchecked=PTRS)
 
 
+@case("ops.index_top_k")
+def _index_top_k(d: Draw) -> Case:
+    sbm = d.sbm()
+    arguments: dict[str, Any] = {"query": d.real(sbm.heads, sbm.num_queries, 2, 3), **fields(sbm, *PTRS)}
+    arguments |= {"weight": d.real(sbm.heads, sbm.num_queries, 2), "key": d.real(sbm.heads, sbm.num_keys, 3)}
+    arguments |= {"count": 1 + d.whole(5, sbm.num_queries), "is_causal": d.random() < 0.5}
+    return Case(ops.index_top_k, arguments, unchecked=PTRS)
+
+
 @case("ops.reach_dot")
 def _reach_dot(d: Draw) -> Case:
     sbm, is_causal = d.sbm(), d.random() < 0.5

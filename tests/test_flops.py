@@ -66,6 +66,12 @@ def test_dot_and_gate() -> None:
     assert counted(lambda: out[1].sum().backward()) == {"edge_dot_backward": 4 * E * K}
 
 
+def test_index_top_k() -> None:
+    ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((N,), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
+    given = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4), ptr, ptr, count, True)
+    assert counted(lambda: ops.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
+
+
 def test_attention() -> None:
     query, key, value = random(HEADS, N, C), random(HEADS, N, C), random(HEADS, N, V)
     out: list[Tensor] = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, SequenceEncoder, Tokens, auxiliary_loss
 from sbm_pyg.estimators import Imitate, distillation, draw_probes
+from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
@@ -83,7 +84,7 @@ def test_probabilities_are_their_definition(
     scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for chunk in (2**23, 40):  # all rows at once, and few
-        monkeypatch.setattr(pairs, "CHUNK", chunk)
+        monkeypatch.setattr(reference_pairs, "CHUNK", chunk)
         given, scores, p = probabilities(scorer, sizes, is_causal, apart)
         ptr, key_ptr = map(pointer, sizes)
         every, _ = draw_probes(given.top_k(1), torch.inf, seed=0)
@@ -103,7 +104,7 @@ def test_probabilities_are_their_definition(
 @each_scorer
 @pytest.mark.parametrize("apart", [False, True])
 def test_gradients_are_those_of_the_dense_definition(scorer: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "CHUNK", 40)  # parts, computed anew in the backward pass
+    monkeypatch.setattr(reference_pairs, "CHUNK", 40)  # parts, computed anew in the backward pass
     module, ptr, key_ptr = make(scorer), pointer([5, 2, 9]), pointer([8, 11, 4])
     q, z = draw(1, HEADS, 16, CHANNELS).requires_grad_(), draw(2, HEADS, 23, CHANNELS).requires_grad_()
     degree = None if apart else torch.linspace(0.5, 3, 16, dtype=torch.float64)
@@ -346,7 +347,7 @@ def test_encoders_take_them_by_name() -> None:
 
 
 def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "CHUNK", 2**16)
+    monkeypatch.setattr(reference_pairs, "CHUNK", 2**16)
     n = 2**11
     layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=2**-8), estimator="distill", is_causal=True)
     with LargestStorage() as largest:

@@ -29,6 +29,7 @@ from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import entmax as reference_entmax
+from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import reach as reference_reach
 from sbm_pyg.ops.reference import segments as reference_segments
@@ -702,6 +703,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     given = arguments()
     x, rowptr, col = given["query"], given["rowptr"], given["col"]
     chance, ptr, sequence_ids = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
+    one_each = torch.ones(5, dtype=torch.int64)
 
     def effect(
         grad: Any = x,
@@ -723,6 +725,9 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         query: Any = x, *options: Any, sequence_ids: Tensor = sequence_ids, starts: Tensor = ptr, seed: Any = 0
     ) -> Any:
         return ops.sample_sbm(query, x, starts, starts, sequence_ids, seed, *options)
+
+    def best(weight: Any = x[..., :1], key: Any = x, count: Any = one_each, query_ptr: Tensor = ptr) -> Any:
+        return ops.index_top_k(x[:, :, None], weight, key, query_ptr, ptr, count)
 
     def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
         return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
@@ -755,6 +760,13 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
         (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
         (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
+        (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
+        (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
+        (lambda: best(key=x[..., :2]), r"Expected 'key' to be \[H, M, D\]"),
+        (lambda: best(count=ptr), r"Expected 'count' to be \[N\] = \[5\]"),
+        (lambda: best(count=chance), "Expected 'count' to be int64"),
+        (lambda: best(count=torch.zeros(5, dtype=torch.int64)), r"Expected 'count' to be at least 1 \(got 0\)"),
+        (lambda: best(query_ptr=ptr[:1]), r"Expected 'query_ptr' to be \[B\+1\]"),
         (lambda: ops.sample_queries(ptr, sequence_ids, 5, 1.5, 0), r"Expected 'part' in \[0, 1\]"),
         (lambda: ops.sample_queries(ptr, sequence_ids, 4, 0.5, 0), "Expected 'query_ptr' to "),
         (lambda: ops.sample_queries(ptr, sequence_ids[:0], 5, 0.5, 0), r"Expected 'sequence_ids' to be \[B\]"),
@@ -1070,6 +1082,7 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
+        "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
         "sample_queries": (ptr, torch.tensor([0]), 3, 0.5, 5),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }
@@ -1260,6 +1273,55 @@ def test_reach_dots_are_sums_over_allowed_pairs(
         reference_reach.reach_dot_backward(grad, *plain, True, True),
     ):
         torch.testing.assert_close(both, grads)
+
+
+def best_keys(
+    query: Tensor, weight: Tensor, key: Tensor, ptrs: list[Tensor], count: Tensor, is_causal: bool
+) -> list[list[int]]:
+    """The keys of each row by their definition: sorted by score, then by number."""
+    scores = (torch.einsum("hnsd,hmd->hnsm", query, key).relu() * weight[..., None]).sum(2)
+    rows = []
+    for head, i in product(*map(range, scores.shape[:2])):
+        b = int(torch.searchsorted(ptrs[0], i, right=True)) - 1
+        first, last = int(ptrs[1][b]), int(ptrs[1][b + 1])
+        last = min(last, first + i - int(ptrs[0][b]) + 1) if is_causal else last
+        known = [j for j in range(first, last) if not scores[head, i, j].isnan()]
+        rows.append(sorted(sorted(known, key=lambda j: (-float(scores[head, i, j]), j))[: int(count[i])]))
+    return rows
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([9, 60, 400]), st.booleans())
+def test_the_best_keys_are_those_of_the_largest_scores(seed: int, batch: int, most: int, is_causal: bool) -> None:
+    """Whole numbers have exact scores and many ties, and rows of more than 128 keys are ranked by a sample first."""
+    random = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=random)
+
+    lengths = [whole(1, 9, batch), whole(1, most, batch)]
+    ptrs = [torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in lengths]
+    small, channels = whole(1, 6, 2).tolist()
+    queries, keys = int(ptrs[0][-1]), int(ptrs[1][-1])
+    sizes = (2, queries, small, channels), (2, queries, small), (2, keys, channels)
+    dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
+    query, weight, key = (whole(-2, 2, *size).to(dtype) for size in sizes)
+    key[torch.rand(2, keys, generator=random) < 0.1] = torch.nan if seed % 2 else torch.inf
+    count = whole(1, 1 + most // (1 + seed % 9), queries)
+    given = (query, weight, key, *ptrs, count, is_causal)
+    wanted = best_keys(query.double(), weight.double(), key.double(), ptrs, count, is_causal)
+    for rowptr, col in (ops.index_top_k(*given), reference_pairs.index_top_k(*given)):
+        assert [part.tolist() for part in col.split(rowptr.diff().tolist())] == wanted
+
+
+def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
+    ptr = torch.tensor([0, 700, 2000])
+    query, weight, key = torch.randn(2, 2000, 4, 8), torch.randn(2, 2000, 4), torch.randn(2, 2000, 8)
+    given = (query, weight, key, ptr, ptr, torch.full((2000,), 20), True)
+    found = []
+    for threads in (1, 4):
+        with on_threads(threads):
+            found.append(ops.index_top_k(*given))
+    assert same(*found)
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")

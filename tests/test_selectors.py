@@ -16,8 +16,9 @@ from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
 from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, Tokens
+from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.random_words import head_generator
-from sbm_pyg.sources import pairs, patterns, selectors
+from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
@@ -121,7 +122,7 @@ def test_rules_are_their_definitions(
             expected[head, start + i, [first + j for j in keys]] = True
     tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal, seed=3)
     for chunk in (2**23, 40):  # all rows at once, and few
-        monkeypatch.setattr(pairs, "CHUNK", chunk)
+        monkeypatch.setattr(reference_pairs, "CHUNK", chunk)
         monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
         graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)
@@ -244,7 +245,7 @@ def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.
         lsh(Tokens(x, seed=0), 2**7, 2**6)
         routing(Tokens(x), draw(1, 1, 2**7, 4))
     assert largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
-    monkeypatch.setattr(pairs, "CHUNK", 2**20)
+    monkeypatch.setattr(reference_pairs, "CHUNK", 2**20)
     with LargestStorage() as largest:
         top_k(Tokens(x[:, : 2**12], x, query_ptr=torch.tensor([0, 2**12]), key_ptr=torch.tensor([0, n])), 4)
     assert largest.size <= 8 * 2**20

@@ -38,7 +38,7 @@ from examples.benchmarks.turns import memory
 from examples.common.tables import markdown, write_csv
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
 from sbm_pyg.info import tqdm
-from sbm_pyg.sources import pairs
+from sbm_pyg.ops.reference import pairs
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from . import checks, schemas, values
 from .reference import edges as reference_edges
-from .reference.segments import Rows
+from .reference.segments import Rows, allowed_keys
 
 __all__ = [
     "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention", "edge_dot",
-    "edge_effect", "edge_entmax", "edge_gate", "invalid_row", "local_expectation", "reach_dot", "sample_queries",
-    "sample_sbm", "sample_systematic", "segment_entmax",
+    "edge_effect", "edge_entmax", "edge_gate", "index_top_k", "invalid_row", "local_expectation", "reach_dot",
+    "sample_queries", "sample_sbm", "sample_systematic", "segment_entmax",
 ]  # fmt: skip
 
 METHODS = ("bernoulli", "fastrg")
@@ -121,6 +121,56 @@ def reach_dot(
         raise ValueError("Expected 'is_strict' with 'is_causal' (got it alone). Pass is_causal=True.")
     checks.no_tangent(query, key)
     return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
+
+
+def index_top_k(
+    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    r"""The keys of the largest scores of each query, by the scores of a lightning indexer.
+
+    .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
+
+    The lower key wins a tie, and scores that are NaN are never chosen. No array of all pairs is stored. Cost
+    O(H N M S D), and no gradient. Scores that are equal up to rounding may rank differently on another kind of device.
+
+    Args:
+        query: Small queries of S heads, ``[H, N, S, D]``.
+        weight: Weights of the small heads, ``[H, N, S]``.
+        key: Small keys, ``[H, M, D]``.
+        query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
+        key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
+        count: Keys of each query, ``[N]`` int64, at least 1. A query with fewer keys takes all of them.
+        is_causal: Leave out keys at later positions than the query's.
+
+    Returns:
+        ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key). Beyond the CPU, ``col`` is int64
+        where M does not fit.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, a count is below 1, or memory does not hold the edges.
+
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 1 and 2.
+    """
+    checks.tensors(query=query, weight=weight, key=key, count=count)
+    checks.floating(query=query, weight=weight, key=key)
+    checks.shape("query", query, (None, None, None, None), "[H, N, S, D]", "Heads come first.")
+    heads, queries, small, channels = query.shape
+    checks.shape("weight", weight, (heads, queries, small), "[H, N, S]", "It weighs the small heads.")
+    checks.shape("key", key, (heads, None, channels), "[H, M, D]", "It has the channels of a small head.")
+    _check_ptr(query_ptr, key_ptr, queries, key.size(1))
+    checks.shape("count", count, (queries,), "[N]", "It is the number of keys of each query.")
+    if count.dtype != torch.int64:
+        raise TypeError(f"Expected 'count' to be int64 (got {count.dtype}). It counts keys.")
+    checks.same_device("query", query, weight=weight, key=key, query_ptr=query_ptr, key_ptr=key_ptr, count=count)
+    checks.flag("is_causal", is_causal, _CAUSAL)
+    values.require_unbatched(query=query, weight=weight, key=key)
+    if values.can_read(count):
+        if int(count.min()) < 1:
+            raise ValueError(f"Expected 'count' to be at least 1 (got {int(count.min())}). Each query has a key.")
+        edges = heads * int(torch.minimum(count, allowed_keys(query_ptr, key_ptr, queries, is_causal)).sum())
+        checks.memory("count", edges, 8, query.device, "Choose fewer keys, or fewer sequences at once.")
+    return schemas.index_top_k(query, weight, key, query_ptr, key_ptr, count, is_causal)
 
 
 def edge_gate(rate: Tensor, member: Tensor, rows: Rows) -> Tensor:

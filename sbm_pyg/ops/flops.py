@@ -24,8 +24,8 @@ from .reference import segments as reference_segments
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
-    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "reach_dot", "reach_dot_backward",
-    "sample_sbm",
+    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "index_top_k", "reach_dot",
+    "reach_dot_backward", "sample_sbm",
 ]  # fmt: skip
 
 
@@ -48,6 +48,15 @@ def edge_dot(of: Any) -> int:
 def edge_dot_backward(of: Any) -> int:
     """2 E K for each side that needs its gradient."""
     return edge_dot(of) * (of.need_query + of.need_key)
+
+
+def index_top_k(of: Any) -> int:
+    """2 S D for each pair that a query may attend to; without values to read, for each pair that is chosen."""
+    heads, num_queries, small, channels = of.query.shape
+    if is_fake(of.query) or of.query.is_meta:
+        return 2 * small * channels * of.out_val[1].numel()
+    allowed = reference_segments.allowed_keys(of.query_ptr, of.key_ptr, num_queries, of.is_causal)
+    return 2 * small * channels * heads * int(allowed.sum())
 
 
 def reach_dot(of: Any) -> int:

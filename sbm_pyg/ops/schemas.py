@@ -133,6 +133,12 @@ def _fake_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, T
     return torch.empty_like(rowptr), rowptr.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
+def _fake_top_k(query: Tensor, weight: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
+    return rowptr, query.new_empty(num_edges, dtype=torch.int32)
+
+
 def _fake_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
     return query_ptr.new_empty(num_queries, dtype=torch.bool)
 
@@ -170,6 +176,7 @@ entmax_support = _declare("entmax_support", _fake_support, "entmax")
 sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
+index_top_k = _declare("index_top_k", _fake_top_k, "pairs", ("cpu",))
 reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
 reach_dot_backward = _declare("reach_dot_backward", _fake_reach_backward, "reach", ("cpu",))
 invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "validate", ("cpu",))

@@ -29,12 +29,13 @@ from .. import ops
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
+from ..ops.reference.pairs import PairTile, index_scores, pair_tiles, small_heads
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .interface import Choice, EdgeProbability, check_over
 from .learned import LearnedSource
-from .pairs import PairTile, check_vectors, graph_of_rows, keep_top_k, pair_tiles, part_of, select_pairs
+from .pairs import check_vectors, graph_of_rows, part_of, select_pairs
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -299,7 +300,9 @@ class IndexProbability(EdgeProbability):
                 raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
         else:
             k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
-        return graph_of_rows(self.tokens, *select_pairs(self.tokens, keep_top_k(k), self._pair_scores, most=k))
+            k = torch.full_like(self.tokens.query_position, k)
+        tokens, vectors = self.tokens, (self.query, self.weight, self.key)
+        return graph_of_rows(tokens, *ops.index_top_k(*vectors, tokens.query_ptr, tokens.key_ptr, k, tokens.is_causal))
 
     @torch.no_grad()
     def sample(
@@ -338,20 +341,18 @@ class IndexProbability(EdgeProbability):
             position = tokens.query_position[query]
             return reference_sampling.bernoulli_draws(threshold.long(), position, ids[query], head, seed)
 
-        graph = graph_of_rows(tokens, *select_pairs(tokens, toss, self._pair_scores))
+        small = self.query.size(2)
+        graph = graph_of_rows(tokens, *select_pairs(tokens, toss, lambda query, key: index_scores(query, key, small)))
         if totals:
             self._known[_LOG_SUM_EXP] = _in_order(totals)
         return graph
-
-    def _pair_scores(self, packed: Tensor, key: Tensor) -> Tensor:
-        return _pair_scores(packed, key, self.query.size(2))
 
     def _reduce_rows(self, rule: RowReduction) -> Tensor:
         """Reduce the scores of each query's pairs to one number, ``[H, N]``, differentiable."""
         if rule not in self._known:
             with torch.no_grad():
                 found = []
-                for tile in pair_tiles(self.tokens):
+                for tile in _tiles(self.tokens):
                     scores, _ = _tile_scores(self.tokens, tile, self.query.size(2))
                     found.append((tile, rule.value(scores, self.bias)))
                 self._known[rule] = _in_order(found)
@@ -363,26 +364,13 @@ class IndexProbability(EdgeProbability):
         return self._traced[rule]
 
 
-def _heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head, of packed ``[H, b, r, S D + S]``."""
-    query, weight = packed.split([packed.size(3) - small, small], 3)
-    return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
-
-
-def _pair_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
-    """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``."""
-    # allocating memory for each head would cost more than the products
-    total, tile = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
-    for number, (query, weight) in enumerate(_heads(packed, small)):
-        each = tile if number else total
-        torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
-        total = total.add_(tile) if number else total
-    return total
+def _tiles(tokens: Tokens) -> Iterator[PairTile]:
+    return pair_tiles(tokens.heads, tokens.query_ptr, tokens.key_ptr, tokens.allowed_keys)
 
 
 def _tile_scores(tokens: Tokens, tile: PairTile, small: int) -> tuple[Tensor, Tensor]:
     """Scores of the pairs of a tile, and the mask of possible pairs; others have the lowest finite score."""
-    scores = _pair_scores(tokens.query[:, tile.query], tokens.key[:, tile.key.clamp(min=0)], small)
+    scores = index_scores(tokens.query[:, tile.query], tokens.key[:, tile.key.clamp(min=0)], small)
     possible = tile.possible & ~scores.isnan()
     return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
@@ -432,7 +420,7 @@ class _Reduced(torch.autograd.Function):
         packed, key, bias, value, *_ = ctx.saved_tensors  # saved offsets raise an error if they were modified
         tokens, grad_packed, grad_key = ctx.tokens, torch.zeros_like(packed), torch.zeros_like(key)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for tile in pair_tiles(tokens):
+        for tile in _tiles(tokens):
             scores, possible = _tile_scores(tokens, tile, ctx.small)
             slope = ctx.rule.slope(scores, bias, value[:, tile.query, None]).mul_(grad[:, tile.query, None])
             slope.masked_fill_(~possible, 0)
@@ -441,7 +429,7 @@ class _Reduced(torch.autograd.Function):
             keys = key[:, tile.key.clamp(min=0)]
             dot, other = scores, torch.empty_like(scores)
             to_keys, to_queries, to_weights = torch.zeros_like(keys), [], []
-            for query, weight in _heads(packed[:, tile.query], ctx.small):
+            for query, weight in small_heads(packed[:, tile.query], ctx.small):
                 torch.relu_(torch.matmul(query, keys.mT, out=dot))
                 to_weights.append(torch.mul(slope, dot, out=other).sum(3, keepdim=True))
                 torch.mul(slope, weight, out=other)

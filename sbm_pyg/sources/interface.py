@@ -32,6 +32,11 @@ def min_probability(p: Tensor) -> float:
     return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
 
 
+def log_probability(p: Tensor, least: float | None = None) -> Tensor:
+    """Logarithm of probabilities, in float32 or better; those below ``least``, :func:`min_probability`, count as it."""
+    return upcast(p).clamp(min=min_probability(p) if least is None else least).log()
+
+
 class EdgeProbability(ABC):
     """The probability that a graph source assigns to each pair of a query and a key.
 
@@ -49,10 +54,11 @@ class EdgeProbability(ABC):
     def log_on(self, graph: AttentionGraph) -> Tensor:
         """Logarithm of the probability of each edge, up to a term for each query, ``[E]``, differentiable.
 
-        By default that of :meth:`on`. Override it if another form is cheaper or more precise.
+        By default that of :meth:`on`, and minus infinity where it is 0. Override it if another form is cheaper or more
+        precise.
         """
         p = self.on(graph)
-        return upcast(p).clamp(min=min_probability(p)).log()
+        return log_probability(p).masked_fill(p == 0, -torch.inf)
 
     @abstractmethod
     def expected_density(self) -> Tensor:

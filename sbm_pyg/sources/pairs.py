@@ -5,26 +5,23 @@ In: :class:`~sbm_pyg.Tokens`. Out: pairs, and their graph. Not here: the rules (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..graph import AttentionGraph
 from ..ops import checks
-from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, group_by_length, runs
+from ..ops.reference.pairs import PairRule, PairTile, best_of, pair_tiles
+from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, runs
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "PairRule", "PairTile", "Score", "best_of", "check_centroids", "check_vectors", "detached", "dot_product",
-    "expand_ranges", "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "pair_tiles",
-    "part_of", "select_pairs",
+    "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges", "graph_of_pairs",
+    "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "part_of", "select_pairs",
 ]  # fmt: skip
-
-CHUNK = 2**23  # scores at a time
 
 
 def detached(tokens: Tokens) -> Tokens:
@@ -156,46 +153,6 @@ def dot_product(query: Tensor, key: Tensor) -> Tensor:
     return query @ key.mT
 
 
-@dataclass(frozen=True)
-class PairTile:
-    """Some queries of b sequences of similar length, with all keys of these sequences."""
-
-    query: Tensor  # [b, r] tokens; 0 where invalid
-    key: Tensor  # [b, L] tokens; -1 where the sequence is shorter
-    valid: Tensor  # [b, r], False for padding of the queries
-    possible: Tensor  # [b, r, L], False for pairs that cannot be edges
-
-    def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of :func:`.segments.compress` for this tile.
-
-        Args:
-            kept: Mask of the pairs that are edges, ``[H, b, r, L]``.
-            key: Keys of these edges, ``[e]``.
-            row: Row of each query and head, ``[H, N]``.
-        """
-        return row[:, self.query[self.valid]].flatten(), kept.sum(-1)[:, self.valid].flatten(), key
-
-
-PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
-"""From scores ``[H, b, r, L]``, the mask of possible pairs and their tile to the mask of the pairs to keep."""
-
-
-def pair_tiles(tokens: Tokens, key_ptr: Tensor | None = None, limit: Tensor | None = None) -> Iterator[PairTile]:
-    """Iterate over all pairs in tiles of bounded size: some rows of all sequences of similar length.
-
-    Args:
-        key_ptr: Offsets of vectors used in place of the keys, ``[B+1]``. None: those of the keys.
-        limit: Number of leading keys of its sequence that a query may attend to, ``[N]``. None:
-            ``tokens.allowed_keys``.
-    """
-    key_ptr, limit = tokens.key_ptr if key_ptr is None else key_ptr, tokens.allowed_keys if limit is None else limit
-    for queries, keys, _ in group_by_length(tokens.query_ptr, key_ptr):
-        position = torch.arange(keys.size(1), device=keys.device)
-        for tile in queries.split(max(1, CHUNK // (tokens.heads * keys.numel())), dim=1):
-            valid, query = tile >= 0, tile.clamp(min=0)
-            yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
-
-
 def select_pairs(
     tokens: Tokens,
     keep: PairRule,
@@ -208,11 +165,11 @@ def select_pairs(
     The check of memory counts ``most`` keys per query if it is given, else the pairs found so far.
 
     Args:
-        keep: The rule. Scores that are NaN or of impossible pairs are minus infinity.
+        keep: The rule.
         score: Computes the scores.
         most: Largest number of keys that the rule keeps for a query, one number or ``[N]``; None if it is unknown.
-        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the limit of :func:`pair_tiles`. None:
-            the keys.
+        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the number of leading ones that each
+            query may choose, ``[N]``. None: the keys.
 
     Returns:
         Compressed rows, ``[H*N+1]`` and ``[E]``: the keys of each query, ascending.
@@ -224,12 +181,10 @@ def select_pairs(
         checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # tiles, and their concatenation
     query, edges = tokens.query.to(key.dtype), 0
     row = torch.arange(tokens.heads * tokens.num_queries, device=key.device).view(tokens.heads, -1)
-    found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
-    for tile in pair_tiles(tokens, key_ptr, limit):
+    found: list[tuple[Tensor, ...]] = []
+    for tile in pair_tiles(tokens.heads, tokens.query_ptr, key_ptr, limit):
         scores = score(query[:, tile.query], key[:, tile.key.clamp(min=0)])
-        possible = tile.possible & ~scores.isnan()
-        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, tile)
-        found.append(tile.rows(kept, tile.key.to(width)[:, None].expand_as(kept)[kept], row))
+        found.append(tile.select(scores, keep, row, width))
         edges += found[-1][2].numel()
         checks.memory("query", edges, 2 * width.itemsize, key.device, way_out)
     rowptr, col = compress(found, row.numel())
@@ -261,21 +216,3 @@ def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:
         return best_of(scores, possible, k if isinstance(k, int) else k[tile.query])
 
     return keep
-
-
-def best_of(scores: Tensor, possible: Tensor, count: int | Tensor) -> Tensor:
-    """Mask of the largest possible scores along the last axis; the lower index wins a tie.
-
-    Args:
-        scores: ``[..., m]``, without NaN, and ``-inf`` where not possible.
-        possible: Mask of the scores to choose from, ``[..., m]``.
-        count: How many to choose, at least 1; one number or ``[...]``. Rows with fewer possible scores choose all.
-    """
-    if not scores.size(-1):
-        return torch.zeros_like(scores, dtype=torch.bool)
-    count = torch.as_tensor(count, device=scores.device).clamp(max=scores.size(-1))
-    best = scores.topk(int(count.max()), dim=-1).values
-    least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
-    above, equal = scores > least, (scores == least) & possible
-    left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
-    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))

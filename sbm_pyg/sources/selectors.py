@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
+from ..ops.reference import pairs as pair_ops
 from ..ops.reference.random_words import head_generator
 from ..ops.reference.segments import compress, edge_row, group_by_length
 from ..ragged import Tokens
@@ -361,12 +362,12 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
             best = torch.cat([best, scores[..., fresh]], -1)
             position = torch.cat([position, positions[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            for tile in rows.split(max(1, pairs.CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
+            for tile in rows.split(max(1, pair_ops.CHUNK // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
                 valid, query = tile >= 0, tile.clamp(min=0)
                 mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
                 possible = valid[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
-                where = pairs.PairTile(query, keys, valid, possible)
+                where = pair_ops.PairTile(query, keys, valid, possible)
                 kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
                 key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
                 found.append(where.rows(kept, key[kept], row))
@@ -392,10 +393,12 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     found = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]
-        for first in range(0, clusters, step := max(1, pairs.CHUNK // max(1, heads * padded.numel()))):
+        for first in range(0, clusters, step := max(1, pair_ops.CHUNK // max(1, heads * padded.numel()))):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
-            head, sequence, cluster, position = pairs.best_of(scores, valid, width[which, None]).nonzero(as_tuple=True)
+            head, sequence, cluster, position = pair_ops.best_of(scores, valid, width[which, None]).nonzero(
+                as_tuple=True
+            )
             group = (head * sequences + which[sequence]) * clusters + first + cluster
             found.append((group, head * tokens + padded[sequence, position]))
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -19,9 +19,10 @@ from ..graph import AttentionGraph, check_graph
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..ops import checks, segment_entmax
+from ..ops.reference.pairs import PairTile
 from ..ops.values import require_values
 from ..ragged import Tokens
-from ..sources.pairs import PairTile, detached, dot_product, graph_of_rows, select_pairs
+from ..sources.pairs import detached, dot_product, graph_of_rows, select_pairs
 from .projection import Sample
 
 __all__ = ["Match", "compare", "ground_truth_graph", "group_entropy", "record"]

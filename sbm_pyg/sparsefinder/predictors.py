@@ -15,6 +15,7 @@ from torch import Tensor
 from ..blocks import block_means
 from ..graph import AttentionGraph
 from ..ops import checks
+from ..ops.reference.pairs import PairTile
 from ..ragged import Tokens, resolve_ptr
 from ..sources import pairs, patterns
 
@@ -47,7 +48,7 @@ def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> Attent
     if cap is not None:
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a query."), tokens.num_keys)
 
-    def near(scores: Tensor, possible: Tensor, tile: pairs.PairTile) -> Tensor:
+    def near(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
         inside = possible & (scores >= -threshold)
         return inside if cap is None else pairs.keep_top_k(cap)(scores.masked_fill_(~inside, -torch.inf), inside, tile)
 

@@ -252,6 +252,21 @@ def below16(typing, bounds, offset, word):
 
 
 @intrinsic
+def above16(typing, array, offset, bound):
+    """Which of ``array[offset : offset + 16]`` are above a bound: bit k of the mask. Bit ``16 + k``: which equal it."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(context.get_value_type(array.dtype), 16)
+        some = builder.load(pointer(context, builder, array, *args[:2], kind), align=array.dtype.bitwidth // 8)
+        bounds = splat_number(builder, args[2], 16)
+        masks = [builder.bitcast(builder.fcmp_ordered(order, some, bounds), I16) for order in (">", "==")]
+        above, equal = (builder.zext(mask, I64) for mask in masks)
+        return builder.or_(above, builder.shl(equal, ir.Constant(I64, 16)))
+
+    return types.uint64(array, types.int64, array.dtype), generate
+
+
+@intrinsic
 def lowest_bit(typing, word):
     """Position of the lowest bit of a uint64 that is not 0."""
 

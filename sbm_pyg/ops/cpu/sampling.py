@@ -122,7 +122,7 @@ def _expect_causal(head, b, queries, rate, member, query_ptr, key_ptr, expected,
 
 
 @numba_kernel
-def _pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
+def pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
     """Memberships of a sequence of one head in panels of 64 keys, block by block; zeros fill the last panel."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
         first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
@@ -135,7 +135,7 @@ def _pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
 
 @numba_kernel
 def _pack_tiles(head, b, member, key_ptr, panel_ptr, columns):
-    """As :func:`_pack_lanes`, for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
+    """As :func:`pack_lanes`, for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
         first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
         for part in range(member.shape[2] >> 4):
@@ -265,7 +265,7 @@ def _low_precision(
         members = member.detach().float().contiguous().numpy()
         columns = _empty((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
         tasks = [(*span, members, key_ptr, panel_ptr, columns) for span in spans]
-        run(_pack_lanes, tasks, task_count(members.size))
+        run(pack_lanes, tasks, task_count(members.size))
         return rate.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = rate.detach()[:, : queries * needed].bfloat16()
     low_rate = torch.nn.functional.pad(low_rate, (0, -blocks % amx.DEPTH)).contiguous()

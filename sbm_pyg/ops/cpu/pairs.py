@@ -1,0 +1,191 @@
+"""The best keys of each query by the scores of an indexer, on the CPU: a row of scores at a time stays in cache.
+
+In and out: the tensors of ``index_top_k`` in :mod:`sbm_pyg.ops`. Not here: the reference
+(:mod:`sbm_pyg.ops.reference.pairs`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..reference.sampling import KEYS_PER_PANEL, check_keys
+from ..reference.segments import allowed_keys
+from .channels import to_array
+from .draws import LANES_OF_PRODUCT
+from .random_simd import above16, append64, lowest_bit
+from .sampling import even_ranges, pack_lanes
+from .simd import at, load, maximum, peek, splat, store
+from .threads import numba_kernel, run, task_count
+
+SAMPLE = 64
+"""Scores of a row that are ordered to guess which ones are among its best."""
+
+
+@numba_kernel
+def _score(query, weight, small, channels, columns, start, count, scores):
+    """Scores of a row with the keys of ``count`` panels, four small heads at a time."""
+    zero = splat(scores.dtype.type(0), LANES_OF_PRODUCT)
+    for panel in range(count):
+        offset = start + panel * channels * KEYS_PER_PANEL
+        for lane in range(0, KEYS_PER_PANEL, LANES_OF_PRODUCT):
+            total = zero
+            for s in range(0, small, 4):
+                a, last = channels * s, channels * (small - 1)
+                b, c, d = min(a + channels, last), min(a + 2 * channels, last), min(a + 3 * channels, last)
+                w = x = y = z = zero
+                for v in range(channels):
+                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES_OF_PRODUCT)
+                    w = w + peek(query, a + v) * keys
+                    x = x + peek(query, b + v) * keys
+                    y = y + peek(query, c + v) * keys
+                    z = z + peek(query, d + v) * keys
+                total = total + peek(weight, s) * maximum(zero, w)  # of NaN, NaN
+                if s + 1 < small:
+                    total = total + peek(weight, s + 1) * maximum(zero, x)
+                if s + 2 < small:
+                    total = total + peek(weight, s + 2) * maximum(zero, y)
+                if s + 3 < small:
+                    total = total + peek(weight, s + 3) * maximum(zero, z)
+            store(scores, KEYS_PER_PANEL * panel + lane, total)
+
+
+@numba_kernel
+def _kth_largest(numbers, count, k):
+    """The k-th largest of the first ``count`` numbers, by Hoare's selection; the k largest come to the front."""
+    low, high, wanted = 0, count - 1, k - 1
+    while low < high:
+        pivot, i, j = numbers[wanted], low, high
+        while i <= j:
+            while numbers[i] > pivot:
+                i += 1
+            while numbers[j] < pivot:
+                j -= 1
+            if i <= j:
+                numbers[i], numbers[j] = numbers[j], numbers[i]
+                i += 1
+                j -= 1
+        if j < wanted:
+            low = i
+        if i > wanted:
+            high = j
+    return numbers[wanted]
+
+
+@numba_kernel
+def _masks(scores, first, count, bound):
+    """Which of 64 scores from ``first`` on, of the first ``count``, are above a bound; and which equal it."""
+    above = equal = np.uint64(0)
+    for k in range(0, KEYS_PER_PANEL, 16):
+        masks = above16(scores, first + k, bound)
+        above |= (masks & np.uint64(0xFFFF)) << np.uint64(k)
+        equal |= (masks >> np.uint64(16)) << np.uint64(k)
+    if first + KEYS_PER_PANEL > count:
+        some = (np.uint64(1) << np.uint64(count - first)) - np.uint64(1)
+        above, equal = above & some, equal & some
+    return above, equal
+
+
+@numba_kernel
+def _collect(scores, count, bound, best):
+    """Copy the scores above a bound to ``best``; returns how many there are."""
+    known = 0
+    for first in range(0, count, KEYS_PER_PANEL):
+        mask, _ = _masks(scores, first, count, bound)
+        while mask:
+            best[known] = scores[first + lowest_bit(mask)]
+            known += 1
+            mask &= mask - np.uint64(1)
+    return known
+
+
+@numba_kernel
+def _bound_of_best(scores, count, k, best):
+    """A bound that at most k of the first ``count`` scores exceed, and how many do; k or more are at least as large.
+
+    It is the k-th largest score; minus infinity if there are fewer; or one that exactly k scores exceed. A sample of
+    the scores tells which ones to order: those above a bound that a few more than k exceed.
+    """
+    lowest = bound = scores.dtype.type(-np.inf)
+    step = count // SAMPLE
+    if step > 1:
+        known = 0
+        for j in range(0, count, step):
+            best[known] = scores[j]
+            known += scores[j] > lowest  # not NaN
+        rank = int(k / step + 3 * np.sqrt(k / step)) + 2
+        bound = _kth_largest(best, known, rank) if rank < known else bound
+    known = _collect(scores, count, bound, best)
+    if known < k:
+        bound = lowest
+        known = _collect(scores, count, bound, best)
+    if known > k:
+        bound, known = _kth_largest(best, known, k), k
+    above = 0
+    for place in range(known):
+        above += best[place] > bound
+    return bound, above
+
+
+@numba_kernel
+def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wanted, key_ptr, panel_ptr, degree, out):
+    """Write the keys of rows ``first .. last-1``, ascending, and how many there are."""
+    small, channels, longest, used = weight.shape[1], query.shape[1] // weight.shape[1], 0, 0
+    for r in range(first, last):
+        longest = max(longest, allowed[r % queries])
+    scores = np.empty((longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL, query.dtype)
+    best = np.empty_like(scores)
+    for r in range(first, last):
+        head, i = r // queries, r % queries
+        b, count, before = batch[i], allowed[i], used
+        start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
+        panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
+        _score(at(query, r * query.shape[1]), at(weight, r * small), small, channels, columns, start, panels, scores)
+        bound, above = _bound_of_best(scores, count, wanted[i], best)
+        ties = wanted[i] - above
+        for key in range(0, count, KEYS_PER_PANEL):
+            mask, equal = _masks(scores, key, count, bound)
+            while equal and ties > 0:  # the lower key wins
+                mask |= equal & (~equal + np.uint64(1))
+                equal &= equal - np.uint64(1)
+                ties -= 1
+            used = append64(mask, key_ptr[b] + key, out, used)
+        degree[r] = used - before
+
+
+def index_top_k(
+    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    check_keys(int(key_ptr[-1]))
+    heads, queries, small, channels = query.shape
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    queries_of_rows = to_array(query.flatten(2), like).reshape(heads * queries, -1)
+    weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
+    q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
+    batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
+    allowed = allowed_keys(query_ptr, key_ptr, queries, is_causal)
+    wanted = torch.minimum(count, allowed)
+    panel_ptr = np.concatenate([[0], np.cumsum(-(-np.diff(k_ptr) // KEYS_PER_PANEL))])
+    columns = np.empty((heads, panel_ptr[-1], channels, KEYS_PER_PANEL), keys.dtype)
+    spans = [(head, b) for head in range(heads) for b in range(q_ptr.size - 1)]
+    run(pack_lanes, [(*span, keys, k_ptr, panel_ptr, columns) for span in spans], task_count(keys.size))
+    pieces = even_ranges(heads * queries, task_count(heads * int(allowed.sum()) * (small * channels // 8 + 4), 8))
+    rowptr, degree = np.zeros(heads * queries + 1, np.int64), np.empty(heads * queries, np.int64)
+    np.cumsum(np.tile(wanted.numpy(), heads), out=rowptr[1:])
+    outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
+    rows = (
+        queries,
+        queries_of_rows,
+        weights,
+        columns.ravel(),
+        batch,
+        allowed.numpy(),
+        wanted.numpy(),
+        k_ptr,
+        panel_ptr,
+    )
+    run(_rank_rows, [(*piece, *rows, degree, out) for piece, out in zip(pieces, outs, strict=True)])
+    np.cumsum(degree, out=rowptr[1:])  # fewer than wanted where scores are NaN
+    ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))
+    return torch.from_numpy(rowptr), torch.from_numpy(np.concatenate([*ends]))

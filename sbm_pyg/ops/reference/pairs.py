@@ -1,0 +1,125 @@
+"""All pairs of queries and keys, tile by tile, and the best keys of each query, in plain torch.
+
+In: offsets of sequences, and scores. Out: tiles of pairs; masks of the largest scores; and the tensors of
+:func:`sbm_pyg.ops.index_top_k`. Not here: graphs, and other rules that keep pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .segments import allowed_keys, compress, group_by_length, upcast
+
+CHUNK = 2**23  # scores at a time
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """Some queries of b sequences of similar length, with all keys of these sequences."""
+
+    query: Tensor  # [b, r] tokens; 0 where invalid
+    key: Tensor  # [b, L] tokens; -1 where the sequence is shorter
+    valid: Tensor  # [b, r], False for padding of the queries
+    possible: Tensor  # [b, r, L], False for pairs that cannot be edges
+
+    def select(
+        self, scores: Tensor, keep: PairRule, row: Tensor, dtype: torch.dtype = torch.int64
+    ) -> tuple[Tensor, ...]:
+        """The pairs that a rule keeps, as an argument of :func:`.segments.compress`.
+
+        Args:
+            scores: Scores of the pairs, ``[H, b, r, L]``, which are overwritten: those that are NaN, or of impossible
+                pairs, become minus infinity.
+            keep: The rule.
+            row: Row of each query and head, ``[H, N]``.
+            dtype: Of the keys.
+        """
+        possible = self.possible & ~scores.isnan()
+        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, self)
+        return self.rows(kept, self.key.to(dtype)[:, None].expand_as(kept)[kept], row)
+
+    def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The arguments of :func:`.segments.compress` for this tile.
+
+        Args:
+            kept: Mask of the pairs that are edges, ``[H, b, r, L]``.
+            key: Keys of these edges, ``[e]``.
+            row: Row of each query and head, ``[H, N]``.
+        """
+        return row[:, self.query[self.valid]].flatten(), kept.sum(-1)[:, self.valid].flatten(), key
+
+
+PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
+"""From scores ``[H, b, r, L]``, the mask of possible pairs and their tile to the mask of the pairs to keep."""
+
+
+def pair_tiles(heads: int, query_ptr: Tensor, key_ptr: Tensor, limit: Tensor) -> Iterator[PairTile]:
+    """Iterate over all pairs in tiles of bounded size: some rows of all sequences of similar length.
+
+    Args:
+        heads: Number of heads.
+        query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
+        limit: Number of leading keys of its sequence that a query may attend to, ``[N]``.
+    """
+    for queries, keys, _ in group_by_length(query_ptr, key_ptr):
+        position = torch.arange(keys.size(1), device=keys.device)
+        for tile in queries.split(max(1, CHUNK // (heads * keys.numel())), dim=1):
+            valid, query = tile >= 0, tile.clamp(min=0)
+            yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
+
+
+def best_of(scores: Tensor, possible: Tensor, count: int | Tensor) -> Tensor:
+    """Mask of the largest possible scores along the last axis; the lower index wins a tie.
+
+    Args:
+        scores: ``[..., m]``, without NaN, and ``-inf`` where not possible.
+        possible: Mask of the scores to choose from, ``[..., m]``.
+        count: How many to choose, at least 1; one number or ``[...]``. Rows with fewer possible scores choose all.
+    """
+    if not scores.size(-1):
+        return torch.zeros_like(scores, dtype=torch.bool)
+    count = torch.as_tensor(count, device=scores.device).clamp(max=scores.size(-1))
+    best = scores.topk(int(count.max()), dim=-1).values
+    least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
+    above, equal = scores > least, (scores == least) & possible
+    left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
+
+
+def small_heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head, of packed ``[H, b, r, S D + S]``."""
+    query, weight = packed.split([packed.size(3) - small, small], 3)
+    return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
+
+
+def index_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
+    """Scores ``[H, b, r, L]`` of packed queries and keys ``[H, b, L, D]``: weighted sums of ReLUs of dot products."""
+    # allocating memory for each head would cost more than the products
+    total, tile = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
+    for number, (query, weight) in enumerate(small_heads(packed, small)):
+        each = tile if number else total
+        torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
+        total = total.add_(tile) if number else total
+    return total
+
+
+def index_top_k(
+    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    heads, queries, small, _ = query.shape
+    dtype = torch.int32 if key.size(1) < 2**31 else torch.int64
+    packed, key = upcast(torch.cat([query.flatten(2), weight], 2)), upcast(key)
+    row = torch.arange(heads * queries, device=key.device).view(heads, queries)
+    limit, found = allowed_keys(query_ptr, key_ptr, queries, is_causal), []
+    for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
+        scores = index_scores(packed[:, tile.query], key[:, tile.key.clamp(min=0)], small)
+
+        def best(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
+            return best_of(scores, possible, count[tile.query])
+
+        found.append(tile.select(scores, best, row, dtype))
+    return compress(found, row.numel())
