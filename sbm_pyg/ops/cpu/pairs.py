@@ -14,13 +14,13 @@ from ..reference.sampling import KEYS_PER_PANEL, check_keys
 from ..reference.segments import allowed_keys
 from .channels import to_array
 from .draws import LANES_OF_PRODUCT
-from .random_simd import above16, append64, lowest_bit
+from .random_simd import above16, append64, count_bits, lowest_bit
 from .sampling import even_ranges, pack_lanes
 from .simd import at, load, maximum, peek, splat, store
 from .threads import numba_kernel, run, task_count
 
-SAMPLE = 64
-"""Scores of a row that are ordered to guess which ones are among its best."""
+BISECTIONS = 24
+"""Bounds that are tried for a row. The precision of float32 ends soon after."""
 
 
 @numba_kernel
@@ -74,52 +74,60 @@ def _kth_largest(numbers, count, k):
 
 
 @numba_kernel
-def _masks(scores, first, count, bound):
-    """Which of 64 scores from ``first`` on, of the first ``count``, are above a bound; and which equal it."""
+def _masks(scores, first, bound):
+    """Which of 64 scores from ``first`` on are above a bound, and which equal it; NaN is neither."""
     above = equal = np.uint64(0)
     for k in range(0, KEYS_PER_PANEL, 16):
         masks = above16(scores, first + k, bound)
         above |= (masks & np.uint64(0xFFFF)) << np.uint64(k)
         equal |= (masks >> np.uint64(16)) << np.uint64(k)
-    if first + KEYS_PER_PANEL > count:
-        some = (np.uint64(1) << np.uint64(count - first)) - np.uint64(1)
-        above, equal = above & some, equal & some
     return above, equal
 
 
 @numba_kernel
-def _collect(scores, count, bound, best):
-    """Copy the scores above a bound to ``best``; returns how many there are."""
+def _count_above(scores, end, bound):
+    """How many of the first ``end`` scores, a multiple of 64, are above a bound."""
+    above = 0
+    for first in range(0, end, KEYS_PER_PANEL):
+        above += count_bits(_masks(scores, first, bound)[0])
+    return above
+
+
+@numba_kernel
+def _bound_of_best(scores, end, k, best):
+    """A bound that at most k of the first ``end`` scores exceed, and how many do; k or more are at least as large.
+
+    It is one that exactly k scores exceed, which bisection finds unless there are ties; else the k-th largest score, or
+    minus infinity if there are fewer. ``best`` has room for ``end`` numbers.
+    """
+    lowest = scores.dtype.type(-np.inf)
+    above = _count_above(scores, end, lowest)
+    if above <= k:
+        return lowest, above
+    low, high, half = -lowest, lowest, scores.dtype.type(0.5)
+    for j in range(end):
+        low = scores[j] if scores[j] < low else low
+    for j in range(end):
+        high = scores[j] if scores[j] > high else high
+    for _ in range(BISECTIONS):
+        bound = half * low + half * high
+        if not low < bound < high:
+            break
+        above = _count_above(scores, end, bound)
+        if above == k:
+            return bound, above
+        if above > k:
+            low = bound
+        else:
+            high = bound
+    bound = low if _count_above(scores, end, low) >= k else lowest
     known = 0
-    for first in range(0, count, KEYS_PER_PANEL):
-        mask, _ = _masks(scores, first, count, bound)
+    for first in range(0, end, KEYS_PER_PANEL):
+        mask, _ = _masks(scores, first, bound)
         while mask:
             best[known] = scores[first + lowest_bit(mask)]
             known += 1
             mask &= mask - np.uint64(1)
-    return known
-
-
-@numba_kernel
-def _bound_of_best(scores, count, k, best):
-    """A bound that at most k of the first ``count`` scores exceed, and how many do; k or more are at least as large.
-
-    It is the k-th largest score; minus infinity if there are fewer; or one that exactly k scores exceed. A sample of
-    the scores tells which ones to order: those above a bound that a few more than k exceed.
-    """
-    lowest = bound = scores.dtype.type(-np.inf)
-    step = count // SAMPLE
-    if step > 1:
-        known = 0
-        for j in range(0, count, step):
-            best[known] = scores[j]
-            known += scores[j] > lowest  # not NaN
-        rank = int(k / step + 3 * np.sqrt(k / step)) + 2
-        bound = _kth_largest(best, known, rank) if rank < known else bound
-    known = _collect(scores, count, bound, best)
-    if known < k:
-        bound = lowest
-        known = _collect(scores, count, bound, best)
     if known > k:
         bound, known = _kth_largest(best, known, k), k
     above = 0
@@ -142,10 +150,12 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
         start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
         panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         _score(at(query, r * query.shape[1]), at(weight, r * small), small, channels, columns, start, panels, scores)
-        bound, above = _bound_of_best(scores, count, wanted[i], best)
+        end = panels * KEYS_PER_PANEL
+        scores[count:end] = np.nan
+        bound, above = _bound_of_best(scores, end, wanted[i], best)
         ties = wanted[i] - above
-        for key in range(0, count, KEYS_PER_PANEL):
-            mask, equal = _masks(scores, key, count, bound)
+        for key in range(0, end, KEYS_PER_PANEL):
+            mask, equal = _masks(scores, key, bound)
             while equal and ties > 0:  # the lower key wins
                 mask |= equal & (~equal + np.uint64(1))
                 equal &= equal - np.uint64(1)

@@ -277,6 +277,16 @@ def lowest_bit(typing, word):
 
 
 @intrinsic
+def count_bits(typing, word):
+    """Number of bits of a uint64 that are 1."""
+
+    def generate(context, builder, signature, args):
+        return call_llvm(builder, "llvm.ctpop.i64", I64, [args[0]])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
 def fetch(typing, array, offset):
     """Ask for the cache line of an element that is needed soon."""
 
