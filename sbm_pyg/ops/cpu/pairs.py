@@ -13,41 +13,35 @@ from torch import Tensor
 from ..reference.sampling import KEYS_PER_PANEL, check_keys
 from ..reference.segments import allowed_keys
 from .channels import to_array
-from .draws import LANES_OF_PRODUCT
 from .random_simd import above16, append64, count_bits, lowest_bit
 from .sampling import even_ranges, pack_lanes
-from .simd import at, load, maximum, peek, splat, store
+from .simd import WIDE, at, highest, load, maximum, peek, splat, store
 from .threads import numba_kernel, run, task_count
 
-BISECTIONS = 24
-"""Bounds that are tried for a row. The precision of float32 ends soon after."""
+LANES = 64 if WIDE else 32
+"""Keys whose products with two small heads are summed at once; the sums stay in registers."""
+BISECTIONS = 12
+"""Bounds that are tried for a row; thousands of scores need that many. Ties need order, whatever the bound."""
 
 
 @numba_kernel
 def _score(query, weight, small, channels, columns, start, count, scores):
-    """Scores of a row with the keys of ``count`` panels, four small heads at a time."""
-    zero = splat(scores.dtype.type(0), LANES_OF_PRODUCT)
+    """Scores of a row with the keys of ``count`` panels, two small heads at a time."""
+    zero = splat(scores.dtype.type(0), LANES)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
-        for lane in range(0, KEYS_PER_PANEL, LANES_OF_PRODUCT):
+        for lane in range(0, KEYS_PER_PANEL, LANES):
             total = zero
-            for s in range(0, small, 4):
-                a, last = channels * s, channels * (small - 1)
-                b, c, d = min(a + channels, last), min(a + 2 * channels, last), min(a + 3 * channels, last)
-                w = x = y = z = zero
+            for s in range(0, small, 2):
+                one, other = channels * s, channels * min(s + 1, small - 1)
+                x = y = zero
                 for v in range(channels):
-                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES_OF_PRODUCT)
-                    w = w + peek(query, a + v) * keys
-                    x = x + peek(query, b + v) * keys
-                    y = y + peek(query, c + v) * keys
-                    z = z + peek(query, d + v) * keys
-                total = total + peek(weight, s) * maximum(zero, w)  # of NaN, NaN
+                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
+                    x = x + peek(query, one + v) * keys
+                    y = y + peek(query, other + v) * keys
+                total = total + peek(weight, s) * maximum(zero, x)  # of NaN, NaN
                 if s + 1 < small:
-                    total = total + peek(weight, s + 1) * maximum(zero, x)
-                if s + 2 < small:
-                    total = total + peek(weight, s + 2) * maximum(zero, y)
-                if s + 3 < small:
-                    total = total + peek(weight, s + 3) * maximum(zero, z)
+                    total = total + peek(weight, s + 1) * maximum(zero, y)
             store(scores, KEYS_PER_PANEL * panel + lane, total)
 
 
@@ -97,18 +91,18 @@ def _count_above(scores, end, bound):
 def _bound_of_best(scores, end, k, best):
     """A bound that at most k of the first ``end`` scores exceed, and how many do; k or more are at least as large.
 
-    It is one that exactly k scores exceed, which bisection finds unless there are ties; else the k-th largest score, or
+    It is one that exactly k scores exceed, which bisection may find; else the k-th largest score, or
     minus infinity if there are fewer. ``best`` has room for ``end`` numbers.
     """
-    lowest = scores.dtype.type(-np.inf)
+    lowest, zero = scores.dtype.type(-np.inf), splat(scores.dtype.type(0), 16)
     above = _count_above(scores, end, lowest)
     if above <= k:
         return lowest, above
-    low, high, half = -lowest, lowest, scores.dtype.type(0.5)
-    for j in range(end):
-        low = scores[j] if scores[j] < low else low
-    for j in range(end):
-        high = scores[j] if scores[j] > high else high
+    top = bottom = splat(lowest, 16)
+    for j in range(0, end, 16):
+        some = load(scores, j, 16)
+        top, bottom = maximum(some, top), maximum(zero - some, bottom)  # not NaN
+    low, high, half = -highest(bottom), highest(top), scores.dtype.type(0.5)
     for _ in range(BISECTIONS):
         bound = half * low + half * high
         if not low < bound < high:
