@@ -410,7 +410,7 @@ class OwnRanks(GraphSource):
         (lambda: Indexer(3)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 3\]"),
         (lambda: IndexerSource(cast(nn.Module, "indexer")), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
         (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
-        (lambda: IndexerSource(Indexer(3), select="top_k"), ValueError, "Expected 'k' with select='top_k' alone"),
+        (lambda: IndexerSource(Indexer(3, 2), select="top_k")(Tokens(X)), ValueError, "Expected 'k' or 'target_density' with select='top_k'"),
         (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
         (lambda: IndexerSource(Indexer(3), target_density=2), ValueError, r"Expected 'target_density' in \(0, 1\]"),
         (lambda: IndexerSource(Indexer(3), initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),

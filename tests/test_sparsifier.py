@@ -128,6 +128,24 @@ def test_a_number_of_keys_cannot_stay_dense() -> None:
     assert ranks.target_density is None
 
 
+def test_ranks_take_their_density_from_a_sparsifier() -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k"), is_causal=True)
+    sparsifier, x = Sparsifier(conv, 0.25, total_steps=4), torch.randn(20, 8)
+    optimizer = torch.optim.SGD(conv.parameters(), 0.1)
+    learned = [*cast(nn.Module, conv.source).parameters()]
+    before = [parameter.clone() for parameter in learned]
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = conv(x).square().mean()
+        (loss + auxiliary_loss(conv)).backward()
+        optimizer.step()
+        sparsifier.step(loss)
+    assert not any(torch.equal(*pair) for pair in zip(before, learned, strict=True))
+    _, graph = conv.eval()(x, return_graph=True)
+    assert graph.degree.tolist() == 2 * [[math.ceil((i + 1) / 4) for i in range(20)]]
+
+
 @pytest.mark.parametrize("part", [0.07, 0.28, 0.55, 0.56])
 def test_the_dense_part_of_the_steps_is_exact(part: float) -> None:
     assert math.ceil(part * 100) > round(part * 100)  # by rounding of the product

@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     command.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
     command.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
+    command.option("channels", 32, "channels of each of the two heads", above=0)
     command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
     command.option("output", Path("runs/benchmarks"), "of rows.csv")
     given = command.read(arguments)
@@ -79,7 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         from examples.benchmarks.measure import measure_all
 
-        shared = ["--seconds", str(options.seconds), "--output", str(options.output)]
+        shared = [
+            "--channels",
+            str(options.channels),
+            "--seconds",
+            str(options.seconds),
+            "--output",
+            str(options.output),
+        ]
         page = [parse([suite, *words, *shared]) for suite, words in PAGE.items()]
         rows = [row for one in (page if options.suite == "all" else [options]) for row in measure_all(one)]
     print(as_markdown(rows))

@@ -81,12 +81,15 @@ def _time(call: Callable[[], int], repeats: int) -> Times:
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """The tables of a suite: a title, and what all peers do. Those of growth have the title in common, and a size each."""
-    suite, shape = options.suite, f"H = {Case.heads}, C = {Case.channels}"
+    suite, shape = options.suite, f"H = {Case.heads}, C = {options.channels}"
     for tokens, percent, blocks in itertools.product(options.tokens, options.densities, options.blocks):
         title = "64 edges per query" if suite == "growth" else f"N = {tokens:,}, density {percent:g} %"
         title += f", {IN_ALL:,} tokens in all" * (suite == "lengths")
         density = min(64 / tokens, 0.6) if suite == "growth" else percent / 100
-        yield f"{title}, {shape}" + (f", K = {blocks}" if blocks else ""), Case(tokens, blocks, density)
+        yield (
+            f"{title}, {shape}" + (f", K = {blocks}" if blocks else ""),
+            Case(tokens, blocks, density, channels=options.channels),
+        )
 
 
 def measure_all(options: argparse.Namespace) -> Rows:

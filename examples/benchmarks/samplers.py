@@ -12,7 +12,19 @@ from torch import Tensor
 
 from examples.benchmarks.kernels import Case, Peer, Work
 from examples.common.gate import Rejected, compare
-from sbm_pyg import SBM, BlockGraph, FullAttention, SBMAttentionConv, Tokens, ops, patterns, sample_edges
+from sbm_pyg import (
+    SBM,
+    AttentionConv,
+    BlockGraph,
+    FullAttention,
+    SBMAttentionConv,
+    Tokens,
+    auxiliary_loss,
+    ops,
+    patterns,
+    sample_edges,
+)
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 IN_ALL = 8_192  # tokens of a batch of sequences
 DEVIATIONS = 5  # standard deviations that a mean density may be off
@@ -81,10 +93,13 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
     return lambda seed: int((torch.rand(shape) < sbm.rate @ sbm.key_membership.mT).nonzero().size(0))
 
 
-def _layers(case: Case, estimator: str | None, block_size: int = 1) -> tuple[SBMAttentionConv, FullAttention]:
+def _layers(
+    case: Case, estimator: str | None, block_size: int = 1, index: tuple[int, int] | None = None
+) -> tuple[AttentionConv, FullAttention]:
     """The layer with the density of the case, and its dense twin, with the same projections.
 
-    With an estimator, all pairs have the same probability; without, the layer has its defaults.
+    With an estimator, all pairs have the same probability; without, the layer has its defaults. With ``index``, small heads and
+    their channels, an indexer chooses by rank.
     """
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
@@ -92,13 +107,18 @@ def _layers(case: Case, estimator: str | None, block_size: int = 1) -> tuple[SBM
     if estimator is not None:
         head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
         options = {"sbm_options": head, "exploration": 0.0, "estimator": estimator}
-    conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, **options)
+    if index:
+        conv = AttentionConv(
+            *sizes, IndexerSource(Indexer(case.channels, case.heads, *index), select="top_k", **options)
+        )
+    else:
+        conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, **options)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full
 
 
-def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, block_size: int) -> float:
+def _agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int) -> float:
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
     count = max(96 // block_size, 2)
     x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
@@ -114,13 +134,13 @@ def _agree(conv: SBMAttentionConv, full: FullAttention, width: int, block_size: 
 
 def _layer(
     case: Case, sparse: bool = True, scale: float = 1.0, estimator: str | None = "mask", block_size: int = 1,
-    in_all: int | None = None,
+    in_all: int | None = None, index: tuple[int, int] | None = None,
 ) -> Work:  # fmt: skip
     """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's.
 
     "forward" is an evaluation. The batch is one sequence, or as many as there are in so many tokens.
     """
-    conv, full = _layers(case, estimator, block_size)
+    conv, full = _layers(case, estimator, block_size, index)
     conv.scale *= scale
     count = max((in_all or 0) // case.tokens, 1) * case.tokens
     width, ptr, facts = case.heads * case.channels, torch.arange(0, count + 1, case.tokens), dict[str, float]()
@@ -137,7 +157,7 @@ def _layer(
         layer = (conv if sparse else full).train()
         layer.zero_grad()
         out, edges = run()
-        out.backward(grad)
+        torch.autograd.backward([out, auxiliary_loss(layer)] if index else [out], [grad, None] if index else [grad])
         return edges
 
     @torch.no_grad()
@@ -154,6 +174,11 @@ def _layer(
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
+        if index:
+            wanted, facts["expected"] = conv.heads * count * math.ceil(case.density * case.tokens), edges / pairs
+            if edges != wanted:
+                raise Rejected(f"it has {edges} edges instead of {wanted}")
+            return error
         with torch.no_grad():
             choice = conv(x, ptr=ptr, return_choice=True)[1]
         assert choice.probability is not None
@@ -171,6 +196,7 @@ def _layer(
 def _layer_sampling(case: Case) -> Work:
     """The sampling of the layer alone, from memberships that are given."""
     conv, _ = _layers(case, "mask")
+    assert isinstance(conv, SBMAttentionConv)
     assert conv.sbm is not None
     with torch.no_grad():
         query, key = (torch.randn(case.heads, case.tokens, case.channels) for _ in range(2))
@@ -209,6 +235,13 @@ LAYERS = {
 LENGTHS = {
     "default": Peer("SBMAttentionConv, default", partial(_layer, estimator=None, in_all=IN_ALL)),
     "blocks-16": Peer("the same, blocks of 16", partial(_layer, estimator=None, in_all=IN_ALL, block_size=16)),
+    **{
+        f"indexer-{small}x{channels}": Peer(
+            f"an indexer by rank, {small} small heads of {channels}",
+            partial(_layer, estimator=None, in_all=IN_ALL, index=(small, channels)),
+        )
+        for small, channels in ((4, 16), (2, 8))
+    },
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False, in_all=IN_ALL)),
 }
 GROWTH = {"sampling": Peer("sampling alone", _layer_sampling), "layer": Peer("SBMAttentionConv, training step", _layer)}

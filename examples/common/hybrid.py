@@ -50,10 +50,12 @@ DCMM_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "bernoulli",  # or "top_k"
-    "estimator": "distill",  # top_k: "imitate" or "none"
+    "estimator": "distill",  # top_k: "imitate", which takes its place, or "none"
+    "index_heads": 4, "index_channels": 16,
     "detach": 0, "control": "sparsifier", "frozen": 0,
 }  # fmt: skip
-OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": INDEX_OPTIONS}
+KEY_OPTIONS = {name: value for name, value in INDEX_OPTIONS.items() if not name.startswith("index_")}
+OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": KEY_OPTIONS}
 
 
 def options_of(method: str) -> tuple[str, dict[str, Any]]:
@@ -179,11 +181,15 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         source = FixedDensity(method, density, width, heads, options.get("window", 0))
         return AttentionConv(channels, width, heads, source, is_causal=True)
     if method != "sbm":
-        scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads)
+        sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}
+        scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads, **sizes)
         target, detach = None if options["control"] == "none" else density, bool(options["detach"])
+        by_rank = options["select"] == "top_k" and options["estimator"] == "distill"
         own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
         selected = indexer.IndexerSource(scorer, target_density=target, **own)
-        conv = AttentionConv(channels, width, heads, selected, estimator=options["estimator"], is_causal=True)
+        conv = AttentionConv(
+            channels, width, heads, selected, estimator="imitate" if by_rank else options["estimator"], is_causal=True
+        )
         return freeze(conv) if options["frozen"] else conv
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])

@@ -451,7 +451,7 @@ class IndexerSource(LearnedSource):
             with the estimator ``"imitate"``.
         k: Keys of each query with ``"top_k"``, at least 1. None: the target density determines them.
         target_density: Density that the keys of each query compete for, in (0, 1], with at least one key each; 1 is
-            dense attention. None, with ``"bernoulli"``: pairs do not compete.
+            dense attention. None, with ``"bernoulli"``: pairs do not compete. A :class:`~sbm_pyg.Sparsifier` sets it.
         initial_density: Probability of an edge before training if pairs do not compete, in (0, 1). It sets a learned
             bias of each head.
         exploration: Added to each probability with ``"bernoulli"``, in training only, in [0, 1]. None: the square of
@@ -460,8 +460,7 @@ class IndexerSource(LearnedSource):
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or ``"top_k"`` has neither ``k`` nor a target
-            density.
+        TypeError, ValueError: An argument has the wrong type or range, or ``"bernoulli"`` has a ``k``.
 
     Example:
         >>> from sbm_pyg import AttentionConv
@@ -493,11 +492,10 @@ class IndexerSource(LearnedSource):
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")
-        of_keys = k is not None or target_density is not None
-        if (select == "top_k" and not of_keys) or (select != "top_k" and k is not None):
+        if select != "top_k" and k is not None:
             raise ValueError(
-                f"Expected 'k' with select='top_k' alone, or 'target_density' (got k={k}, "
-                f"target_density={target_density}, select={select!r}). Bernoulli draws have no fixed number of keys."
+                f"Expected 'k' with select='top_k' alone (got k={k}, select={select!r}). Bernoulli draws have no fixed "
+                "number of keys; set 'target_density'."
             )
         checks.number("initial_density", initial_density, "(0, 1)", "It is the probability of an edge before training.")
         if exploration is not None:
@@ -545,7 +543,11 @@ class IndexerSource(LearnedSource):
         if self.select == "top_k":
             density = self.target_density
             wanted = self._count(tokens) if density is None else part_of(density, allowed)
-            assert wanted is not None
+            if wanted is None:
+                raise ValueError(
+                    "Expected 'k' or 'target_density' with select='top_k' (got neither). Set one, or make a Sparsifier "
+                    "of the model, which sets the density."
+                )
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
             exploration = self._exploration

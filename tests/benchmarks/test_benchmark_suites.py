@@ -71,6 +71,7 @@ def test_samplers_are_right(name: str) -> None:
         ("layers", "sbm"),
         ("layers", "dense"),
         ("lengths", "default"),
+        ("lengths", "indexer-2x8"),
         ("lengths", "dense"),
         ("growth", "sampling"),
         ("growth", "layer"),
