@@ -11,8 +11,9 @@ its own copy of the repository. Its tests are those that run the line, or, if th
 module come first, then the quickest, until they sum to 60 seconds. A mutant is killed by the first test that fails, and by a run that takes longer than
 five times these seconds and a minute.
 
-Left out: annotations, `__all__`, `raise` statements, f-strings, and what no fast test runs in its own process, which is all kernels (Triton and numba).
-Kernels come from the repository's cache, whatever the mutant is. So run `pytest` first, which compiles them.
+Left out: annotations, `__all__`, `raise` statements, f-strings, files of CUDA kernels and of what numba compiles into kernels, and lines that no fast test
+runs in its own process: bodies of kernels, and code that only `torch.compile` or a subprocess reaches. Kernels come from the repository's cache, whatever
+the mutant is. So run `pytest` first, which compiles them.
 """
 
 import ast
@@ -23,6 +24,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -53,6 +55,7 @@ OPERATORS = {name: get_operator(name)() for name in operator_names() if not get_
 SLOW_IMPORTS = ["torch_geometric.data", "torch._dynamo", "numba", "hypothesis", "scipy.stats", "matplotlib.pyplot"]
 SERVER = multiprocessing.get_context("forkserver")  # forks a process that has these, and not the library
 SERVER.set_forkserver_preload(SLOW_IMPORTS)
+KERNELS = re.compile(r"ops/cuda/|ops/cpu/(amx|channels|random_simd|simd)\.py")
 SECONDS = 60  # of the tests of a mutant
 
 
@@ -185,7 +188,7 @@ def drawn(seed: int, trace: CoverageData, seconds: dict[str, float]) -> Iterator
     found = {file: choices(source) for file, source in tqdm(sources.items(), "Reading", unit="file")}
     lines = [(file, line) for file, of_file in found.items() for line in sorted(of_file)]
     random.Random(seed).shuffle(lines)
-    for file, line in lines:
+    for file, line in ((file, line) for file, line in lines if not KERNELS.search(file)):
         chance, source = random.Random(f"{seed} {file} {line}"), sources[file]
         operator, occurrence = chance.choice(found[file][line][chance.choice(sorted(found[file][line]))])
         mutated = mutate_code(source, OPERATORS[operator], occurrence)

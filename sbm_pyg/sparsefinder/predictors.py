@@ -24,7 +24,6 @@ __all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "d
 EXACT = "donot_use_mm_for_euclid_dist"
 
 
-@torch.no_grad()
 def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> AttentionGraph:
     r"""Each query attends to the keys at a distance of at most a threshold.
 
@@ -126,7 +125,6 @@ def _check_points(x: Tensor) -> None:
         raise ValueError(f"Expected 'x' of at least one head, token and channel (got {list(x.shape)}). Project tokens.")
 
 
-@torch.no_grad()
 def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
     r"""Each query attends to the keys that share a bucket with it in any dimension.
 
