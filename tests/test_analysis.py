@@ -891,6 +891,20 @@ def test_networkx_views_carry_probabilities_and_communities() -> None:
             assert p == pytest.approx(float(chance[head, b, a]), abs=1e-6)
 
 
+def test_a_bipartite_view_has_the_probabilities_of_its_queries() -> None:
+    """Numbers of keys do not find them, if sequences have other numbers of keys than of queries."""
+    random = torch.Generator().manual_seed(0)
+    query, key, block = (torch.rand(1, size, 3, generator=random) for size in (5, 9, 3))
+    sbm = SBM(query, key, block / 9, torch.tensor([0, 2, 5]), torch.tensor([0, 5, 9]))
+    graph = expected_graph(sbm, 0.1)
+    for sequence in (0, 1):
+        chance = sbm.edge_prob_dense(sequence)[0]
+        view = to_networkx(graph, sequence, 0, view="bipartite", sbm=sbm)
+        assert view.number_of_edges() == int((chance > 0.1).sum()) > 0
+        for (_, j), (_, i), p in view.edges.data("probability"):
+            assert p == pytest.approx(float(chance[i, j]), abs=1e-6)
+
+
 def test_what_analysis_lists_from_other_modules_is_theirs() -> None:
     for module in (hamiltonian, conditions):
         for name in module.__all__:

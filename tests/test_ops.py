@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
-from sbm_pyg.ops import checks
+from sbm_pyg.ops import checks, schemas
 from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
 from sbm_pyg.ops.reference import edges as reference_edges
@@ -1092,6 +1092,14 @@ def _samples() -> dict[str, tuple]:
 @pytest.mark.parametrize("name", _samples())
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.sbm_pyg, name).default, _samples()[name])
+
+
+def test_plain_torch_inside_an_op_is_not_autocast() -> None:
+    """Autocast has converted what goes in; products in the op keep that precision."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+        assert schemas._as_given(torch.mm)(x, x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
