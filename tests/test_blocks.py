@@ -281,6 +281,15 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
     torch.testing.assert_close(found, grads, atol=1e-10, rtol=1e-10)
 
 
+def test_by_default_all_pairs_of_a_block_attend_with_their_products() -> None:
+    graph = make([7, 1, 13], 4)
+    parts, (edges, ptrs, block_size, is_causal) = tokens(graph), rows(graph)
+    assert not is_causal
+    torch.testing.assert_close(
+        block_attention(*parts, edges, ptrs, block_size)[0], over_tokens(graph, parts, None, 1.0)[0]
+    )
+
+
 @pytest.mark.parametrize("path", [*PATHS])
 def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     graph = make([7, 1, 13], 4)

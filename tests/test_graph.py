@@ -732,7 +732,7 @@ def test_edge_index_of_pyg_gives_the_sizes() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_from_torch_sparse(layout: torch.layout) -> None:
-    for mask in (RAGGED[0][0], RAGGED[1][1], NO_EDGES[0][0]):
+    for mask in (RAGGED[0][0], RAGGED[1][1], NO_EDGES[0][0], torch.eye(2, 4).bool(), torch.eye(4, 2).bool()):
         assert AttentionGraph.from_edge_index(mask.float().to_sparse(layout=layout)) == build([mask[None]])
 
 

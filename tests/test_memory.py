@@ -114,6 +114,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "block_bigbird": lambda: predictors.block_bigbird(Tokens(TOKENS), EIGHT, 4, 64),
     "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0), "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
     "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64), "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
+    "lsh, buckets": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2**12, 1),
     "routing": lambda: selectors.routing(Tokens(TOKENS), EIGHT),
     "routing, causal": lambda: selectors.routing(Tokens(TOKENS, is_causal=True), EIGHT),
     "ground_truth": lambda: ground_truth.ground_truth_graph(Tokens(TOKENS), scale=1e-3),

@@ -272,12 +272,14 @@ def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
 
 def test_figures_go_where_they_are_told() -> None:
     figure = Figure()
-    first, second, third = figure.subplots(1, 3)
+    first, second, third, fourth = figure.subplots(1, 4)
     assert plots.plot_density(torch.rand(2, 3, 2), ax=first) is figure
     assert plots.plot_training_density(ROWS, ax=second) is figure
+    assert plots.plot_losses(losses(), ax=fourth) is figure
     assert plots.plot_lemma1(analysis.lemma1(6, [0.5], samples=2), ax=third) is figure
     assert first.patches
     assert len(second.lines) == 2
+    assert len(fourth.lines) == 4
     assert not figure.get_supxlabel()  # the caption is up to whoever made the figure
     assert str(figure.get_label()).startswith("Random directed graphs of 6 tokens.")
 

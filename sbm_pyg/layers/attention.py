@@ -439,8 +439,8 @@ def takes_options_of(*owners: Callable[..., Any], but: tuple[str, ...] = ()) -> 
                 for name in names.split(", "):
                     described.setdefault(name, text)
         added = "".join(f"        {each.name}: {described[each.name]}" for each in passed if each.name in described)
-        end = re.compile(rf"(^ {{8}}\*\*{options.name}: )", re.MULTILINE)
-        cls.__doc__ = end.sub(lambda m: added + m[1], cls.__doc__ or "")
+        end = re.compile(rf"^ {{8}}\*\*{options.name}: ", re.MULTILINE)
+        cls.__doc__ = end.sub(lambda m: added + m[0], cls.__doc__ or "")
         return cls
 
     return decorate

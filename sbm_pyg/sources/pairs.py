@@ -84,7 +84,7 @@ def graph_of_ranges(
         first, end: The ranges ``first .. end-1`` of keys, or of indices into ``keys``, ``[r]``.
         keys: Keys that the ranges refer to. None: the ranges are keys.
     """
-    order = row.argsort(stable=True)
+    order = row.argsort()
     row, first, count = row[order], first[order], (end - first).clamp(min=0)[order]
     rows = tokens.heads * tokens.num_queries
     pairs = tokens.heads * int(count_pairs(tokens.query_ptr, tokens.key_ptr, False).sum())
