@@ -118,6 +118,15 @@ def test_held_karp_agrees_on_3000_digraphs_and_none_is_unknown() -> None:
     assert len(methods) == 7, methods  # found, and all six kinds of certificate
 
 
+def test_the_only_path_of_a_graph_without_cycles_needs_no_search() -> None:
+    order = np.random.default_rng(0).permutation(8)
+    arcs = np.zeros((8, 8), dtype=bool)
+    arcs[np.ix_(order, order)] = np.triu(np.ones((8, 8), dtype=bool), 1)
+    answer = hamiltonian_path(digraph(arcs))
+    assert (answer.status, answer.method) == ("FOUND", "components")
+    assert answer.path == tuple(order)
+
+
 @pytest.mark.slow
 def test_exact_search_alone_agrees_with_held_karp(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_construct", "_matching", "_separator"):

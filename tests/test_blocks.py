@@ -252,23 +252,27 @@ def test_bad_blocks_are_refused_by_name() -> None:
 PATHS: dict[str, Any] = {"cpu": ops.schemas, "plain torch": meaning}
 
 
-def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float) -> Any:
-    """The same attention, edge by edge."""
-    return edge_attention(*parts, graph.rows._replace(bias=bias), scale=scale)
+def over_tokens(graph: BlockGraph, parts: Any, bias: Tensor | None, scale: float, *dropout: Any) -> Any:
+    """The same attention, edge by edge; ``dropout`` is a share and a seed."""
+    return edge_attention(*parts, graph.rows._replace(bias=bias), None, scale, "score", *dropout)
 
 
 @pytest.mark.parametrize("path", [*PATHS])
 @pytest.mark.parametrize(("biased", "value"), [(False, 5), (True, 3)])
-def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: str, biased: bool, value: int) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_block_attention_is_attention_over_the_tokens(
+    graph: BlockGraph, path: str, biased: bool, value: int, dropout: float
+) -> None:
+    """And dropout drops the same pairs."""
     parts = [x.requires_grad_() for x in tokens(graph, value=value)]
     bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
     tiles = None if bias is None else graph.edge_bias_to_blocks(bias)
     (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
     given: Any = [*parts, *([] if bias is None else [bias])]
-    wanted, lse = over_tokens(graph, parts, bias, 0.7)
+    wanted, lse = over_tokens(graph, parts, bias, 0.7, dropout, 5)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
     grads = grad_of(wanted, given, weight)
-    arguments = (*parts, rowptr, col, *ptrs, block_size, is_causal, tiles, 0.7)
+    arguments = (*parts, rowptr, col, *ptrs, block_size, is_causal, tiles, 0.7, dropout, 5)
     out, total = PATHS[path].block_attention(*arguments)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(total, lse, atol=1e-10, rtol=1e-10)
@@ -276,7 +280,7 @@ def test_block_attention_is_attention_over_the_tokens(graph: BlockGraph, path: s
         found = grad_of(out, given, weight)
     else:
         detached = [x if x is None else x.detach() for x in (*parts, rowptr, col, *ptrs, tiles, out, total)]
-        *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, 0.0, 0, biased)
+        *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, dropout, 5, biased)
         found += [] if tiles is None else [*grad_of(tiles, [bias], tile.view_as(tiles))]
     torch.testing.assert_close(found, grads, atol=1e-10, rtol=1e-10)
 
@@ -310,20 +314,6 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
     )
     assert all(x.isfinite().all() for x in found)
     assert not found[0].flatten(0, 1)[empty].any()
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_dropout_drops_the_pairs_that_it_drops_of_tokens(graph: BlockGraph, biased: bool) -> None:
-    parts = [x.requires_grad_() for x in tokens(graph)]
-    bias = torch.randn(graph.num_edges, dtype=torch.float64).requires_grad_() if biased else None
-    given: Any = [*parts, *([] if bias is None else [bias])]
-    wanted, _ = edge_attention(*parts, graph.rows._replace(bias=bias), scale=0.7, dropout=0.4, seed=5)
-    edges, *layout = rows(graph)
-    edges = edges._replace(bias=None if bias is None else graph.edge_bias_to_blocks(bias))
-    out, _ = block_attention(*parts, edges, *layout, scale=0.7, dropout=0.4, seed=5)
-    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=1e-10)
-    weight = torch.randn(wanted.shape, dtype=torch.float64)
-    torch.testing.assert_close(grad_of(out, given, weight), grad_of(wanted, given, weight), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("path", [*PATHS])

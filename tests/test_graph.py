@@ -23,7 +23,7 @@ from sbm_pyg import AttentionGraph, pad, unpad
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.values import can_read
 from sbm_pyg.ragged import resolve_ptr
-from sbm_pyg.rows import check_sizes
+from sbm_pyg.rows import check_sizes, index_type
 from sbm_pyg.sources import patterns
 
 
@@ -726,6 +726,10 @@ def test_edge_index_of_pyg_gives_the_sizes() -> None:
     assert (graph.num_queries, graph.num_keys) == (3, 4)
     unknown = AttentionGraph.from_edge_index(EdgeIndex([[1], [0]]))
     assert (unknown.num_queries, unknown.num_keys) == (1, 2)
+
+
+def test_keys_are_int32_if_all_numbers_of_keys_fit() -> None:
+    assert [index_type(keys) for keys in (0, 2**31 - 1, 2**31)] == [torch.int32, torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])

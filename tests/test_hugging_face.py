@@ -426,6 +426,11 @@ def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: P
         torch.testing.assert_close(clusters @ clusters.mT, torch.eye(4).expand(4, 4, 4), rtol=0, atol=1e-5)
         assert not source.running_mean.any()
         assert 0.25 < source.head.mlp[0].weight.abs().max() < 0.36  # that of torch, not of the model's initializer
+    with torch.no_grad():
+        sources(model)[0].head.clusters.add_(1)
+    trained = {name: each.clone() for name, each in model.state_dict().items()}
+    model.initialize_weights()  # as transformers does for each model that contains this one
+    assert all(torch.equal(each, trained[name]) for name, each in model.state_dict().items())
     half = load(tmp_path, attn_implementation="sbm", dtype=torch.bfloat16)
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
     assert run(half, given).logits.isfinite().all()

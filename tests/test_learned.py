@@ -570,6 +570,17 @@ def test_rows_are_sampled_within_each_sequence() -> None:
     assert sample_sequences(tokens, 1.0) is tokens
 
 
+def test_sampled_rows_have_the_keys_of_their_sequence() -> None:
+    """Also if sequences have other numbers of keys than of queries."""
+    ptr, key_ptr = torch.tensor([0, 2, 7]), torch.tensor([0, 6, 9])
+    tokens = Tokens(draw(1, 2, 7, 4), draw(2, 2, 9, 4), ptr, key_ptr, seed=0)
+    every = sample_rows(tokens, math.inf)
+    assert [every.sequence(number).density.tolist() for number in (0, 1)] == [[[1.0, 1.0]]] * 2
+    few = sample_rows(tokens, 0.5).degree
+    assert few.shape == (2, 7)
+    assert [(few[0, part] > 0).sum().item() for part in (slice(2), slice(2, 7))] == [1, 2]
+
+
 @pytest.mark.parametrize("change", ["score_bias", "entmax15", "edge_filter", "weights"])
 def test_options_that_the_dense_kernel_lacks_store_the_full_graph(change: str) -> None:
     torch.manual_seed(0)

@@ -966,6 +966,8 @@ def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.M
     stat.write_text("anon 5\ninactive_file 50\n")
     monkeypatch.setattr(checks, "_cgroups", lambda: [(usage, stat, "inactive_file", 1000)])
     assert checks.available(CPU) == 350
+    stat.write_text("anon 5\n")
+    assert checks.available(CPU) == 300
     usage.write_text("2000\n")
     assert checks.available(CPU) == 0
 

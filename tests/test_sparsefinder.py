@@ -432,6 +432,9 @@ def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [(x, x, patterns.self_loops(6).expand(HEADS))] * 3
     fit_projection(Projection(5, HEADS, dim=2), samples, epochs=4, seed=9, progress=False)
     assert sorted(seeds) == list(range(9, 21))
+    seeds.clear()
+    fit_projection(Projection(5, HEADS, dim=2), samples, progress=False)
+    assert sorted(seeds) == list(range(15))  # five passes from seed 0, if nothing else is asked for
 
 
 def test_k_means_takes_seeds_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +443,9 @@ def test_k_means_takes_seeds_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None
     for seed in (3, 2**31 + 3, 2**32 + 4):
         fit_centroids(Projection(5, HEADS, dim=2), [(x, x)], 2, seed=seed)
     assert sorted({*found}) == [3, 4, 2**31 + 3]
+    found.clear()
+    fit_centroids(Projection(5, HEADS, dim=2), [(x, x)], 2)
+    assert {*found} == {0}
 
 
 def test_blocks_of_queries_and_keys_are_cut_by_offsets_of_their_own() -> None:

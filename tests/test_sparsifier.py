@@ -82,7 +82,8 @@ def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
     with sparsifier.sparse():
         assert [source.target_density for source in sparsifier.sources] == [0.2] * 3
     assert [source.target_density for source in sparsifier.sources] == [1.0] * 3
-    sparsifier.step(1.0)
+    assert sparsifier.next_density == 1.0
+    assert sparsifier.step(1.0) == 0.2
     assert [source.target_density for source in sparsifier.sources] == [0.2] * 3  # a trial step
     sparsifier.step(1.0)
     assert sparsifier.is_sparse

@@ -134,18 +134,20 @@ def over_blocks(test: Callable[..., None], names: list[str], *cases: tuple[Any, 
 
 BLOCKS = [*test_blocks.CASES]
 test_block_attention = over_blocks(
-    test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", True, 3)
+    test_blocks.test_block_attention_is_attention_over_the_tokens, BLOCKS, ("cpu", True, 3, 0.0)
 )
 test_block_attention_without_a_bias = over_blocks(
     test_blocks.test_block_attention_is_attention_over_the_tokens,
     ["ragged", "causal, cross", "long"],
-    ("cpu", False, 5),
+    ("cpu", False, 5, 0.0),
 )
 test_a_bias_may_leave_a_query_without_a_key = contract(
     test_blocks.test_a_bias_may_leave_a_query_without_a_key, ("cpu",), only="block"
 )
 test_dropout_over_blocks = over_blocks(
-    test_blocks.test_dropout_drops_the_pairs_that_it_drops_of_tokens, ["ragged", "causal, cross", "long"], (True,)
+    test_blocks.test_block_attention_is_attention_over_the_tokens,
+    ["ragged", "causal, cross", "long"],
+    ("cpu", True, 3, 0.4),
 )
 test_block_effect = over_blocks(
     test_blocks.test_block_effects_are_those_of_having_a_block_and_not, BLOCKS, ("cpu", True)
