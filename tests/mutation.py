@@ -50,7 +50,7 @@ from examples.common.command import Command, require
 from examples.common.tables import Row, add, markdown, read
 
 ROOT = Path(__file__).parents[1]
-NOT_COPIED = shutil.ignore_patterns(".*", "runs", "data", "models", "_build")
+NOT_COPIED = {".git", "data", "models", "runs"}
 OPERATORS = {name: get_operator(name)() for name in operator_names() if not get_operator(name).arguments()}
 SLOW_IMPORTS = ["torch_geometric.data", "torch._dynamo", "numba", "hypothesis", "scipy.stats", "matplotlib.pyplot"]
 SERVER = multiprocessing.get_context("forkserver")  # forks a process that has these, and not the library
@@ -149,7 +149,7 @@ def run(tests: Sequence[str], limit: float | None, trace: Path | None = None, fi
     """The answer of a child in a copy of the repository, in which a file has another source."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "copy")
-        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+        shutil.copytree(ROOT, folder, ignore=lambda place, _: NOT_COPIED if Path(place) == ROOT else ())
         if file:
             (folder / file).write_text(source)
         ours, theirs = SERVER.Pipe(duplex=False)

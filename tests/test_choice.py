@@ -237,6 +237,12 @@ class Doubtful(GraphSource):
         return self.answer
 
 
+def test_a_choice_holds_a_stored_graph() -> None:
+    choice = Choice(patterns.window(5, 1))
+    assert choice.is_stored is True
+    assert choice.stored() is choice
+
+
 def test_forced_edges_of_one_head_serve_all() -> None:
     class Pattern(GraphSource):
         def forward(self, tokens: Tokens) -> Choice:

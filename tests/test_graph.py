@@ -965,6 +965,8 @@ def test_find_knows_what_is_there(masks: list[Tensor], seed: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"Expected 'edge_(index' to hold edges of the graph|head' in 0\.\.)"):
             graph.find(torch.tensor([[key], [query]]), torch.tensor([head]))
+    with pytest.raises(TypeError, match=says("Expected 'edge_index' to be a tensor (got NoneType)")):
+        graph.find(None)  # type: ignore[arg-type]
 
 
 def every_size(graph: AttentionGraph) -> tuple[int, int, int]:

@@ -280,6 +280,7 @@ X = torch.ones(2, 5, 3)
     [
         (lambda: top_k(Tokens(X), 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
         (lambda: top_k(Tokens(X.to("meta")), 2), ValueError, "Expected 'query' to hold values"),
+        (lambda: block_top_k(Tokens(X), 0, 1), ValueError, "Expected 'k' to be at least 1"),
         (lambda: block_top_k(Tokens(X), 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
         (lambda: lsh(Tokens(X), 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),
         (lambda: lsh(Tokens(X), 4, 2, rounds=0), ValueError, "Expected 'rounds' to be at least 1"),
