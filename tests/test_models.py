@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import pickle
@@ -430,6 +431,12 @@ def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
     pooled = (encoder.norm(x) * kept[..., None]).mean(1)
     torch.testing.assert_close(logits, model.classifier(pooled))
     assert model.constructor_options()["pool_length"] == 12
+
+
+@pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier])
+def test_classifiers_show_the_arguments_of_the_encoder(kind: type[nn.Module]) -> None:
+    assert inspect.signature(kind.forward) == inspect.signature(SequenceEncoder.forward)
+    assert "return_trace" in inspect.signature(kind.forward).parameters
 
 
 @pytest.mark.parametrize("kind", [SequenceClassifier, PairClassifier, TokenClassifier])

@@ -636,9 +636,9 @@ BLOCKS = torch.tensor([0, 3, 6, 9, 12, 15, 18])  # three blocks of at most two t
 BLOCK = torch.arange(3).repeat(6)
 
 
-def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3]) -> Tensor:
+def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3], prob: Any = None) -> Tensor:
     graph, pair = ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, probes)
-    prob = (torch.ones(18), torch.ones(len(probes)))
+    prob = prob or (torch.ones(18), torch.ones(len(probes)))
     return ops.block_expectation(X, X, X, X, graph, pair, chance, (PTR, PTR), 2, prob=prob)
 
 
@@ -819,6 +819,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: expectation(prob=(chance, chance)), r"Expected one of 'factors' and 'prob' \(got both\)"),
         (lambda: expectation(model=None, prob=chance), r"Expected 'prob' to be a tuple of two tensors \(got Tensor\)"),
         (lambda: expectation(model=None, prob=(x, x)), r"Expected 'prob' to be \[E\]"),
+        (lambda: block_expectation(prob=(None, ONES)), r"Expected 'prob' to be a tensor \(got NoneType\)"),
         (lambda: sample(x.bool()), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
         (lambda: sample(None), r"Expected 'rate' to be a tensor \(got NoneType\)"),
         (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
@@ -1105,7 +1106,7 @@ def test_plain_torch_inside_an_op_is_not_autocast() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_nothing_flows_back_where_nobody_asks(block_size: int) -> None:
+def test_nothing_flows_back_where_nobody_asks(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros for gradients that are none would be made and multiplied."""
 
     class Stop(torch.autograd.Function):
@@ -1120,6 +1121,8 @@ def test_nothing_flows_back_where_nobody_asks(block_size: int) -> None:
     graph, x = patterns.full(8 // block_size), torch.randn(3, 1, 8, 4, requires_grad=True)
     rows, ptr = graph.rows, torch.tensor([0, 8])
     out = ops.edge_attention(*x, rows) if block_size == 1 else ops.block_attention(*x, rows, (ptr, ptr), block_size)
+    for name in ("edge_attention_backward", "block_attention_backward"):
+        monkeypatch.setattr(schemas, name, None)
     (Stop.apply(out[0]).sum() + x.sum()).backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))

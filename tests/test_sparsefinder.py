@@ -300,6 +300,7 @@ def test_centroids_are_those_of_k_means_and_the_source_keeps_them() -> None:
     nearest = torch.cdist(x, centroids).argmin(2)
     for head, k in itertools.product(range(HEADS), range(5)):
         torch.testing.assert_close(centroids[head, k], x[head, nearest[head] == k].mean(0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(fit_centroids(projection, data, 1)[:, 0], x.mean(1), rtol=1e-3, atol=1e-3)
     source = SparsefinderSource(projection, clustering, window=1, num_global=1, centroids=centroids)
     assert torch.equal(source.state_dict()["rule.centroids"], centroids)
     assert "clustering, window=1, num_global=1" in repr(source)

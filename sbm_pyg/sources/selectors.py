@@ -36,7 +36,6 @@ __all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "
 LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
-@torch.no_grad()
 def top_k(tokens: Tokens, k: int) -> AttentionGraph:
     r"""Each query attends to the k keys of its largest scores :math:`\langle q_i, k_j \rangle`.
 
@@ -63,7 +62,6 @@ def top_k(tokens: Tokens, k: int) -> AttentionGraph:
     return pairs.graph_of_rows(tokens, *pairs.select_pairs(tokens, pairs.keep_top_k(k), most=k))
 
 
-@torch.no_grad()
 def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     r"""Each query attends to all keys of the k blocks whose mean has the largest scores.
 
@@ -103,7 +101,6 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     return pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, start + tokens.allowed_keys[query_of]))
 
 
-@torch.no_grad()
 def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -> AttentionGraph:
     r"""Each query attends to keys in its bucket of a random hash.
 
@@ -305,7 +302,6 @@ class RoutingSource(GraphSource, FollowingSource):
             self._note(self._sums_of_members(tokens.query.detach(), tokens.key.detach(), centroids))
         return patterns.with_window(Choice(graph), self.window, tokens.bipartite)
 
-    @torch.no_grad()
     def _sums_of_members(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
         """Sums of the unit vectors of the tokens that are nearest to each centroid, ``[H, K, C]``."""
         unit = normalize(torch.cat([query, key], 1).to(centroids.dtype), dim=-1)  # [H, N + M, C]
