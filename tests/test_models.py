@@ -267,6 +267,25 @@ def test_pairs_are_pairs(name: str) -> None:
         PairClassifier(encoder(), 2)(**given | {name: TOKENS})
 
 
+@pytest.mark.parametrize(
+    ("choices", "shape", "error", "message"),
+    [
+        ([None], (1, 2), TypeError, "Expected 'choices' to be a tuple of Choice or None"),
+        ((), (1, 2), ValueError, "Expected 'choices' to hold one Choice or None per layer"),
+        ((None,), [1, 2], TypeError, "Expected 'shape' to be the numbers of sequences and heads"),
+        (
+            (None, Choice(patterns.full(6, heads=2))),
+            (1, 3),
+            ValueError,
+            r"Expected 'choices' of 'shape' \(1, 3\) \(got \(1, 2\)\)",
+        ),
+    ],
+)
+def test_errors_of_a_trace(choices: Any, shape: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EncoderTrace(choices, shape)
+
+
 def test_constructor_errors() -> None:
     with pytest.raises(
         ValueError,
