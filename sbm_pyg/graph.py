@@ -187,9 +187,10 @@ class AttentionGraph(CompressedRows):
         if num_keys is None and key_ptr is not None:
             num_keys = int(key_ptr[-1])
         if is_sparse(edge_index) and edge_index.dim() == 2:
-            num_queries, num_keys = num_queries or edge_index.size(0), num_keys or edge_index.size(1)
-        elif isinstance(edge_index, EdgeIndex):
-            num_keys, num_queries = num_keys or edge_index.sparse_size(0), num_queries or edge_index.sparse_size(1)
+            known = edge_index.size(0), edge_index.size(1)
+        else:
+            known = edge_index.sparse_size()[::-1] if isinstance(edge_index, EdgeIndex) else (None, None)
+        num_queries, num_keys = (known[at] if n is None else n for at, n in enumerate((num_queries, num_keys)))
         key, query, head = check_edges(edge_list(edge_index), edge_head)
         values.require_unbatched(edge_index=key, edge_head=head)
         if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:

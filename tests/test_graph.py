@@ -684,6 +684,8 @@ def test_from_edge_index_finds_the_sizes() -> None:
         (torch.tensor([[0], [0]]), {"num_queries": 2, "query_ptr": torch.tensor([0, 3])}, ValueError,
          "Expected 'query_ptr' to run from 0 to 2"),
         (torch.empty(2, 0, dtype=torch.int64), {}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
+        (torch.eye(3).to_sparse(), {"num_queries": 0}, ValueError, "Expected 'num_queries' to be at least 1 (got 0)"),
+        (EdgeIndex([[0], [0]], sparse_size=(4, 3)), {"num_keys": 0}, ValueError, "Expected 'num_keys' to be at least 1 (got 0)"),
         (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
         (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
         (torch.tensor([[0], [0]]), {"size": 3}, TypeError, "Expected 'size' to be the pair (M, N) of keys and queries (got 3)"),
