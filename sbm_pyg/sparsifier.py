@@ -302,7 +302,7 @@ class Sparsifier:
     def __str__(self) -> str:
         """Progress: the running losses, the number of steps, and when training becomes sparse."""
         losses = "no loss yet" if math.isnan(self._dense) else f"dense {self._dense:.4g}"
-        losses += "" if math.isnan(self._sparse) else f", at {100 * self.density:g} % {self._sparse:.4g}"
+        losses += "" if math.isnan(self._sparse) else f", at {100 * self.density:.3g} % {self._sparse:.4g}"
         return f"{losses}, {self.steps:,} steps, {'sparse' if self.is_sparse else f'dense until {self.dense_steps:,}'}"
 
     def __repr__(self) -> str:
