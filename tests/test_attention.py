@@ -767,6 +767,7 @@ def test_a_filter_may_keep_other_edges_with_features_in_each_head() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_edge_features_compile_as_one_graph() -> None:
     conv, x, edge_index, edge_attr = edge_problem(edges=20)
     weight = cast(Any, conv.lin_edge).weight

@@ -65,6 +65,7 @@ def test_full_graphs_are_gps_conv(training: bool, norm: str | None, form: str) -
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_layer_over_a_batch_compiles_as_one_graph() -> None:
     layer = SparseGPSConv(16, GINConv(nn.Linear(16, 16)), SBMAttentionConv(16, 4, 4, num_blocks=3)).double()
