@@ -28,6 +28,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 PARTS = 4  # of each file, every fourth test: a minute or two, so that a busy machine shows that it gets on
+EACH_PART = [pytest.param(part, marks=[pytest.mark.long] * (part > 1)) for part in range(PARTS)]  # half of them weekly
 
 
 def interpret(file: str, part: int) -> None:
@@ -38,7 +39,7 @@ def interpret(file: str, part: int) -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", EACH_PART)
 def test_edges_keep_their_contract_in_the_interpreter(part: int) -> None:
     interpret("triton_edges.py", part)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_triton import PARTS, interpret, needs_triton
+from test_triton import EACH_PART, interpret, needs_triton
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", EACH_PART)
 def test_graphs_keep_their_contract_in_the_interpreter(part: int) -> None:
     interpret("triton_graphs.py", part)
