@@ -91,8 +91,8 @@ def _count_above(scores, end, bound):
 def _bound_of_best(scores, end, k, best):
     """A bound that at most k of the first ``end`` scores exceed, and how many do; k or more are at least as large.
 
-    It is one that exactly k scores exceed, which bisection may find; else the k-th largest score, or
-    minus infinity if there are fewer. ``best`` has room for ``end`` numbers.
+    It is one that exactly k scores exceed, which bisection may find; else the k-th largest score, or minus infinity if
+    there are fewer. ``best`` has room for ``end`` numbers.
     """
     lowest, zero = scores.dtype.type(-np.inf), splat(scores.dtype.type(0), 16)
     above = _count_above(scores, end, lowest)
@@ -166,7 +166,7 @@ def index_top_k(
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     queries_of_rows = to_array(query.flatten(2), like).reshape(heads * queries, -1)
     weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
-    q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
+    q_ptr, k_ptr = (ptr.contiguous().numpy() for ptr in (query_ptr, key_ptr))
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
     allowed = allowed_keys(query_ptr, key_ptr, queries, is_causal)
     wanted = torch.minimum(count, allowed)
@@ -178,18 +178,9 @@ def index_top_k(
     rowptr, degree = np.zeros(heads * queries + 1, np.int64), np.empty(heads * queries, np.int64)
     np.cumsum(np.tile(wanted.numpy(), heads), out=rowptr[1:])
     outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
-    rows = (
-        queries,
-        queries_of_rows,
-        weights,
-        columns.ravel(),
-        batch,
-        allowed.numpy(),
-        wanted.numpy(),
-        k_ptr,
-        panel_ptr,
-    )
-    run(_rank_rows, [(*piece, *rows, degree, out) for piece, out in zip(pieces, outs, strict=True)])
+    shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), wanted.numpy(), k_ptr)
+    tasks = [(*piece, *shared, panel_ptr, degree, out) for piece, out in zip(pieces, outs, strict=True)]
+    run(_rank_rows, tasks)
     np.cumsum(degree, out=rowptr[1:])  # fewer than wanted where scores are NaN
     ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))
     return torch.from_numpy(rowptr), torch.from_numpy(np.concatenate([*ends]))
