@@ -59,7 +59,8 @@ def make_attention(run: Run, nodes: int) -> AttentionConv:
     if name == "sbm":
         conv: AttentionConv = SBMAttentionConv(*shape)
     else:
-        conv = AttentionConv(*shape, indexer.IndexerSource(indexer.Indexer(shape[1], run.heads)))
+        scorer = indexer.Indexer(shape[1], run.heads, index_heads=2, index_channels=8)
+        conv = AttentionConv(*shape, indexer.IndexerSource(scorer, select="top_k"))
     return freeze(conv) if frozen else conv
 
 
