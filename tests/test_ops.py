@@ -1106,7 +1106,9 @@ def test_plain_torch_inside_an_op_is_not_autocast() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_nothing_flows_back_where_nobody_asks(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_without_a_gradient_starts_no_backward_kernel(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zeros for gradients that are none would be made and multiplied."""
 
     class Stop(torch.autograd.Function):
@@ -1305,7 +1307,7 @@ def best_keys(
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([9, 60, 400]), st.booleans())
 def test_the_best_keys_are_those_of_the_largest_scores(seed: int, batch: int, most: int, is_causal: bool) -> None:
-    """Whole numbers have exact scores and many ties, and rows of more than 128 keys are ranked by a sample first."""
+    """Whole numbers have exact scores and many ties. Rows fill up to seven panels of 64 keys."""
     random = torch.Generator().manual_seed(seed)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:

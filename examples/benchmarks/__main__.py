@@ -80,14 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         from examples.benchmarks.measure import measure_all
 
-        shared = [
-            "--channels",
-            str(options.channels),
-            "--seconds",
-            str(options.seconds),
-            "--output",
-            str(options.output),
-        ]
+        names = ("channels", "seconds", "output")
+        shared = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
         page = [parse([suite, *words, *shared]) for suite, words in PAGE.items()]
         rows = [row for one in (page if options.suite == "all" else [options]) for row in measure_all(one)]
     print(as_markdown(rows))

@@ -157,7 +157,8 @@ def _layer(
         layer = (conv if sparse else full).train()
         layer.zero_grad()
         out, edges = run()
-        torch.autograd.backward([out, auxiliary_loss(layer)] if index else [out], [grad, None] if index else [grad])
+        losses = [auxiliary_loss(layer)] if index else []
+        torch.autograd.backward([out, *losses], [grad, *(None for _ in losses)])
         return edges
 
     @torch.no_grad()

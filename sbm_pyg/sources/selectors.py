@@ -392,9 +392,8 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
         for first in range(0, clusters, step := max(1, pair_ops.CHUNK // max(1, heads * padded.numel()))):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
-            head, sequence, cluster, position = pair_ops.best_of(scores, valid, width[which, None]).nonzero(
-                as_tuple=True
-            )
+            kept = pair_ops.best_of(scores, valid, width[which, None])
+            head, sequence, cluster, position = kept.nonzero(as_tuple=True)
             group = (head * sequences + which[sequence]) * clusters + first + cluster
             found.append((group, head * tokens + padded[sequence, position]))
     group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
