@@ -4,10 +4,10 @@
     python examples/dense_to_sparse.py --model recall --density 0.05
 
 A model with torch's attention is trained. Then it is trained for a fifth of the steps again: as it is ("dense"), with block models that
-learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which score
-all pairs ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table has the
-loss of each on test data; a file next to each checkpoint has what its layers and heads lose. An hour and a half on a core of a busy
-machine. The same command goes on after a kill, and skips what is in rows.csv.
+learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which
+score all pairs and choose by rank ("indexer"), with block models that do not learn ("random"), or with a window of the same density
+("window"). The table has the loss of each on test data; a file next to each checkpoint has what its layers and heads lose. An hour and a
+half on a core of a busy machine. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -58,7 +58,7 @@ from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, deviation, finished, groups, markdown
 from examples.common.tasks import TASKS
 from examples.language_model import read_texts
-from sbm_pyg import SBMMultiheadAttention, Sparsifier, indexer, patterns, replace_attention
+from sbm_pyg import Sparsifier, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 
 MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
@@ -158,15 +158,10 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
     if run.method in ("sparse", "random"):
         estimator = "none" if run.method == "random" else None
         replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator)
-    elif run.method in ("indexer", "window"):
-        replace_attention(model, num_blocks=None)
-        size = max(1, round(run.density * run.length / 2))  # pairs beyond self-loops, as of the others
-        for module in model.modules():
-            if isinstance(module, SBMMultiheadAttention) and run.method == "window":
-                module.conv.source = patterns.PatternSource(patterns.window, size=size)
-            elif isinstance(module, SBMMultiheadAttention):
-                scorer = indexer.Indexer(module.head_dim, module.num_heads)
-                module.conv.source = indexer.IndexerSource(scorer, window=0)
+    elif run.method == "indexer":
+        replace_attention(model, source="indexer", window=0)
+    elif run.method == "window":  # pairs beyond self-loops, as of the others
+        replace_attention(model, source="window", size=max(1, round(run.density * run.length / 2)))
     return model
 
 

@@ -72,9 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     block, at = options.source == "block", {"target_density": options.density}
-    source = SBMSource(SBMHead(CHANNELS, num_blocks=32), **at) if block else IndexerSource(Indexer(CHANNELS), **at)
-    learned = LearnedGraph(source, probes=options.probes)
-    degree = 0.0
+    scorer = SBMHead(CHANNELS, num_blocks=32) if block else Indexer(CHANNELS, index_heads=4, index_channels=16)
+    source = SBMSource(scorer, **at) if block else IndexerSource(scorer, select="bernoulli", **at)
+    learned, degree = LearnedGraph(source, probes=options.probes), 0.0
     codes = torch.randn(GROUPS, CODE, generator=torch.Generator().manual_seed(options.seed)).sign()
 
     def of_source(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, Tensor, Choice]:

@@ -16,6 +16,7 @@ from .layers.dense import FullAttention
 from .layers.gps import SparseGPSConv, replace_attention
 from .layers.learned_graph import LearnedGraph
 from .layers.multihead import SBMMultiheadAttention
+from .layers.named import register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
 from .models import (
@@ -46,8 +47,8 @@ __all__ = [
     "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv", "SBMGraph", "SBMHead",
     "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder", "SourceGraph", "SparseGPSConv",
     "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss", "estimators", "indexer", "mask_tokens",
-    "ops", "pad", "patterns", "replace_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics",
-    "unpad",
+    "ops", "pad", "patterns", "register_source", "replace_attention", "sample_edges", "selectors", "sparsefinder",
+    "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

@@ -122,7 +122,8 @@ class Estimator:
         if method not in self.methods:
             raise ValueError(
                 f"Expected 'estimator' to support method {method!r}, by which the source draws edges (got {name} for "
-                f"{', '.join(self.methods)}). Take 'mask' or 'none', or 'imitate' with 'top_k'."
+                f"{', '.join(self.methods)}). Take 'mask' or 'none', or 'imitate' with 'top_k'; an IndexerSource draws "
+                "with select='bernoulli'."
             )
 
     def prepare(self, choice: Choice, training: bool) -> Choice:

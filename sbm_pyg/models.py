@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import SparseTensor
 
 from .graph import AttentionGraph
-from .layers.attention import AttentionConv, SBMAttentionConv
+from .layers import named
+from .layers.attention import AttentionConv
 from .layers.dcmm import DCMMBias
 from .layers.dense import FullAttention
 from .layers.positions import ALiBi, Rotary
@@ -28,24 +28,14 @@ from .ops.reference.random_words import GOLDEN
 from .ops.values import can_read, require_values
 from .pretrained import Pretrained
 from .ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
-from .sources import indexer, patterns, selectors
-from .sources.interface import Choice, GraphSource
+from .sources import patterns
+from .sources.interface import Choice
 
 __all__ = [
     "EncoderTrace", "MaskedLM", "PairClassifier", "SequenceClassifier", "SequenceEncoder", "TokenClassifier",
     "mask_tokens",
 ]  # fmt: skip
 
-SOURCES: dict[str, tuple[Callable[..., GraphSource], dict[str, int]]] = {  # with the defaults of their sizes
-    "window": (partial(patterns.PatternSource, patterns.window), {"size": 64}),
-    "bigbird": (partial(patterns.PatternSource, patterns.bigbird), {"size": 3, "num_global": 2, "num_random": 3}),
-    "top_k": (partial(selectors.SelectorSource, selectors.top_k), {"k": 16}),
-    "block_top_k": (partial(selectors.SelectorSource, selectors.block_top_k), {"k": 4, "block_size": 16}),
-    "lsh": (partial(selectors.SelectorSource, selectors.lsh), {"num_buckets": 16, "chunk_size": 16, "rounds": 2}),
-    "routing": (selectors.RoutingSource, {"num_clusters": 8}),
-}
-SCORERS: dict[str, type[nn.Module]] = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
-ATTENTION = ("sbm", "full", "dcmm", *SOURCES, *SCORERS)
 POSITIONS = ("learned", "rotary", "alibi", "none")
 LAYER_BYTES = 2**15  # of the Python objects of a layer, without its parameters
 SEE_DOCSTRING = "See the docstring of SequenceEncoder."
@@ -135,45 +125,36 @@ class EncoderTrace:
         return torch.stack([torch.ones(self.shape, device=device, dtype=dtype) if row is None else row for row in rows])
 
 
+def attention_names() -> list[str]:
+    """The names that an encoder takes: those of sources, of which ``"full"`` needs none, and ``"dcmm"``."""
+    return [*named.source_names(), "dcmm"]
+
+
 def _make_attention(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
     """Construct the attention layer of a name; each option goes to the layer, source or bias that has it."""
-    make, sizes = SOURCES.get(name, (patterns.PatternSource, {}))
-    owners: dict[str, tuple[Callable[..., Any], ...]] = {
-        "full": (FullAttention,),
-        "sbm": (SBMAttentionConv, AttentionConv, MessagePassing),
-        "dcmm": (DCMMBias, AttentionConv, MessagePassing),
-        **{each: (SCORERS[each], indexer.IndexerSource, AttentionConv, MessagePassing) for each in SCORERS},
-    }
-    kinds = owners.get(name, (make, AttentionConv, MessagePassing))
-    known = {each for kind in kinds for each in inspect.signature(kind).parameters} | {*sizes}
-    known -= {"channels", "head_channels", "in_channels", "out_channels", "heads", "source", "scorer", "is_causal"}
-    known -= {"kwargs", "options", "concat"}  # the output projection needs the concatenated heads
-    known -= {"score_bias"} if name == "dcmm" else set()
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        hint = " Give the density to a Sparsifier." if "density" in unknown and "target_density" in known else ""
+    of_bias = {*inspect.signature(DCMMBias).parameters}
+    if name == "full":
+        known: set[str] | None = {*inspect.signature(FullAttention).parameters}.difference(named.SET, named.GIVEN)
+    elif name == "dcmm":
+        known = (named.options_of("full") or set()) | of_bias.difference(named.SET)
+        known.discard("score_bias")
+    else:
+        known = named.options_of(name)
+    if known is not None and (unknown := [option for option in options if option not in known]):
+        hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
         raise ValueError(
             f"Expected 'attention_options' of {name!r} to be known (got {unknown}).{hint} They are {sorted(known)}."
         )
-    if name in ("full", "sbm"):
-        return kinds[0](channels, head_channels, heads, is_causal=is_causal, **options)
-    source: GraphSource
+    if name == "full":
+        return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "dcmm":
-        own, rest = _split(options, DCMMBias)
-        source, rest["score_bias"] = patterns.PatternSource(patterns.full), DCMMBias(head_channels, heads, **own)
-    elif name in SCORERS:
-        own, chosen, rest = _split(options, SCORERS[name], indexer.IndexerSource)
-        source = indexer.IndexerSource(SCORERS[name](head_channels, heads, **own), **chosen)
-    else:
-        own, rest = _split(options, make)
-        own |= {key: checks.integer(key, options.get(key, size), 0, "It counts tokens.") for key, size in sizes.items()}
-        rest = {key: value for key, value in rest.items() if key not in sizes}
-        own |= {"channels": head_channels} if name == "routing" else {}
-        own |= {"heads": heads} if name in ("routing", "bigbird") else {}  # which differ among heads
-        source = make(**own)
-    return AttentionConv(channels, head_channels, heads, source, is_causal=is_causal, **rest)
+        own = {option: value for option, value in options.items() if option in of_bias}
+        rest = {option: value for option, value in options.items() if option not in of_bias}
+        every, bias = patterns.PatternSource(patterns.full), DCMMBias(head_channels, heads, **own)
+        return AttentionConv(channels, head_channels, heads, every, score_bias=bias, is_causal=is_causal, **rest)
+    return named.make_attention(name, channels, head_channels, heads, is_causal=is_causal, **options)
 
 
 def _copied(options: Any) -> Any:
@@ -181,13 +162,6 @@ def _copied(options: Any) -> Any:
     if isinstance(options, Mapping):
         return {key: _copied(value) for key, value in options.items()}
     return [_copied(value) for value in options] if isinstance(options, list) else options
-
-
-def _split(options: Mapping[str, Any], *kinds: Callable[..., Any]) -> tuple[dict[str, Any], ...]:
-    """The options of each class or function, and the other options."""
-    named = [inspect.signature(kind).parameters for kind in kinds]
-    found = [{key: value for key, value in options.items() if key in names} for names in named]
-    return *found, {key: value for key, value in options.items() if not any(key in names for names in named)}
 
 
 class SequenceEncoder(Pretrained):
@@ -203,12 +177,13 @@ class SequenceEncoder(Pretrained):
         max_length: Length of the longest sequence, the number of learned position embeddings.
         dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
         attention: ``"sbm"`` (:class:`SBMAttentionConv`), ``"full"`` (:class:`~sbm_pyg.layers.dense.FullAttention`),
-            ``"window"`` or ``"bigbird"`` (:class:`AttentionConv` over one of :mod:`~sbm_pyg.sources.patterns`),
-            ``"top_k"``, ``"block_top_k"``, ``"lsh"`` or ``"routing"`` (over one of :mod:`~sbm_pyg.sources.selectors`),
-            ``"indexer"`` or ``"key_selection"`` (over an :class:`~sbm_pyg.sources.indexer.IndexerSource`), ``"dcmm"``
-            (over all pairs, with a :class:`DCMMBias`), or a factory ``(channels, head_channels, heads) -> module``. The
-            module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids, return_choice=True)``, with a
-            given graph as second argument, and returns ``[N, H*C]`` and a :class:`Choice` or None.
+            ``"dcmm"`` (over all pairs, with a :class:`DCMMBias`), or an :class:`AttentionConv` over another source:
+            ``"indexer"`` or ``"key_selection"`` (an :class:`~sbm_pyg.sources.indexer.IndexerSource`), a pattern of
+            :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, a rule of :mod:`~sbm_pyg.sources.selectors` such as
+            ``"top_k"``, or your own (:func:`~sbm_pyg.register_source`). Or a factory ``(channels, head_channels, heads)
+            -> module``. The module is called as ``module(x, ptr=ptr, seed=seed, sequence_ids=sequence_ids,
+            return_choice=True)``, with a given graph as second argument, and returns ``[N, H*C]`` and a
+            :class:`Choice` or None.
         attention_options: Keyword arguments of the named attention, of its source and of its bias, e.g.
             ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not among them: heads are
             concatenated.
@@ -287,12 +262,13 @@ class SequenceEncoder(Pretrained):
         for name, count in counts.items():
             checks.parameters(name, count)
         checks.memory("num_layers", num_layers, LAYER_BYTES, torch.device("cpu"), "Build a smaller model.", "layers")
-        checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {[*ATTENTION]}.")
+        names = attention_names()
+        checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {names}.")
         if isinstance(attention, str):
-            if attention not in ATTENTION:
+            if attention not in names:
                 raise ValueError(
-                    f"Expected 'attention' to be one of {[*ATTENTION]} or a factory (got {attention!r}). "
-                    "A factory is called with (channels, head_channels, heads)."
+                    f"Expected 'attention' to be one of {names} or a factory (got {attention!r}). "
+                    "A factory is called with (channels, head_channels, heads). See also `sbm_pyg.register_source`."
                 )
             options = dict(attention_options or {})
             if position_encoding == "alibi" and (attention == "dcmm" or "score_bias" in options):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from problems import NAMED
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
@@ -41,7 +42,6 @@ from sbm_pyg import (
     unpad,
 )
 from sbm_pyg.analysis import plots
-from sbm_pyg.models import ATTENTION
 from sbm_pyg.ops import checks
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
@@ -161,8 +161,8 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
         "buckets": ("none", lambda: sparsefinder.SparsefinderSource(projection(), predictors.bucketing, num_buckets=3)),
         "clusters": ("none", lambda: sparsefinder.SparsefinderSource(
             projection(), predictors.clustering, centroids=torch.eye(3)[None], cap=3, num_global=1)),
-        "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), target_density=0.3)),
-        "coins apart": ("local", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), window=1)),
+        "coins": ("distill", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), select="bernoulli", target_density=0.3)),
+        "coins apart": ("local", lambda: indexer.IndexerSource(indexer.Indexer(8, 2), select="bernoulli", window=1)),
         "ranks": ("imitate", lambda: indexer.IndexerSource(indexer.KeyScorer(8, 2), select="top_k", k=3)),
     },
 )  # fmt: skip
@@ -244,10 +244,11 @@ def multihead(device: Device, variant: dict[str, Any]) -> Any:
 
 
 def encoder(attention: str = "sbm") -> SequenceEncoder:
-    return SequenceEncoder(11, channels=16, num_layers=2, heads=2, ffn_channels=32, max_length=64, attention=attention)
+    named: dict[str, Any] = {"attention": attention, "attention_options": NAMED[attention]}
+    return SequenceEncoder(11, channels=16, num_layers=2, heads=2, ffn_channels=32, max_length=64, **named)
 
 
-@cases("model", {name: name for name in ATTENTION})
+@cases("model", {name: name for name in NAMED})
 def model(device: Device, variant: str) -> Any:
     classifier = on(device, lambda: SequenceClassifier(encoder(variant), 3)).eval()
     logits, trace = classifier(

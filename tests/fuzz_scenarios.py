@@ -40,7 +40,7 @@ def any_layer(d: Draw) -> Any:
     else:
         scorer = d.choice((Indexer, KeyScorer))(CHANNELS, HEADS)
         source = {
-            "coins": lambda: IndexerSource(scorer, target_density=d.maybe(0.4)),
+            "coins": lambda: IndexerSource(scorer, select="bernoulli", target_density=d.maybe(0.4)),
             "ranks": lambda: IndexerSource(scorer, select="top_k", k=2),
             "routing": lambda: selectors.RoutingSource(CHANNELS, HEADS, 3, decay=d.choice((0.3, 0.9))),
             "top_k": lambda: selectors.SelectorSource(selectors.top_k, k=2),

@@ -19,6 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import SBM, AttentionGraph
 
+NAMED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("sbm", "full", "dcmm", "window", "bigbird", "top_k", "block_top_k", "lsh", "routing")},
+    **{name: {"target_density": 0.5} for name in ("indexer", "key_selection")},
+}
+"""Attention of encoders by name, with options that make it sparse."""
+
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

@@ -403,7 +403,7 @@ def test_option_errors(options: dict, message: str) -> None:
     [
         (lambda: SBMSource(SBMHead(8, 2, 4)), "Local"),
         (lambda: SBMSource(SBMHead(8, 2, 4), method="fastrg"), "Mask"),
-        (lambda: IndexerSource(Indexer(8, 2), target_density=0.5), "Local"),
+        (lambda: IndexerSource(Indexer(8, 2), select="bernoulli", target_density=0.5), "Local"),
         (lambda: IndexerSource(Indexer(8, 2), target_density=0.5, select="top_k"), "Imitate"),
     ],
 )
@@ -595,8 +595,8 @@ def over(source: Callable[[], GraphSource], estimator: str = "none", biased: boo
     return AttentionConv(16, 8, 2, source(), estimator=estimator, score_bias=bias).double()
 
 
-def coins(**options: Any) -> IndexerSource:
-    return IndexerSource(Indexer(8, 2), target_density=0.3, **options)
+def coins(select: str = "bernoulli") -> IndexerSource:
+    return IndexerSource(Indexer(8, 2), select=select, target_density=0.3)
 
 
 SAMPLING: dict[str, Callable[[], AttentionConv]] = {

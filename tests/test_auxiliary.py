@@ -55,7 +55,7 @@ LAYERS: dict[str, Any] = {
         8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
     ),
     "coins that imitate": lambda: AttentionConv(
-        8, 4, 2, IndexerSource(Indexer(4, 2), target_density=0.4), estimator="imitate"
+        8, 4, 2, IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.4), estimator="imitate"
     ),
     "mask": lambda: sbm(
         target_density=0.4, estimator="mask", window=1, detach=True, score_bias=DCMMBias(4, 2, 3, entropy_weight=0.3)

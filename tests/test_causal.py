@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import LAW_CASES, copies, pair_counts, small_sbms
+from problems import LAW_CASES, NAMED, copies, pair_counts, small_sbms
 from scipy import stats
 from test_sampling import chi_square, joint_law
 from test_sampling import way as way
@@ -32,7 +32,6 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.estimators import ESTIMATORS, attach_local_expectation, draw_probes, score_function
-from sbm_pyg.models import ATTENTION
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource
@@ -157,8 +156,8 @@ def sources(channels: int, heads: int) -> dict[str, Any]:
         "lsh": selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2, rounds=2),
         "routing": selectors.RoutingSource(channels, heads, 3).eval(),
         "sparsefinder": SparsefinderSource(Projection(channels, heads, 2), distance, threshold=0.5, window=1),
-        "indexer, competing": IndexerSource(Indexer(channels, heads), target_density=0.4),
-        "indexer, apart": IndexerSource(Indexer(channels, heads), exploration=0.1, window=1),
+        "indexer, competing": IndexerSource(Indexer(channels, heads), select="bernoulli", target_density=0.4),
+        "indexer, apart": IndexerSource(Indexer(channels, heads), select="bernoulli", exploration=0.1, window=1),
         "indexer, ranks": IndexerSource(KeyScorer(channels, heads), select="top_k", k=3),
         "a pattern that knows nothing of it": patterns.PatternSource(lambda n, ptr: patterns.window(n, 2, ptr=ptr)),
     }
@@ -229,10 +228,11 @@ def test_the_control_without_causality_sees_later_tokens() -> None:
     assert not torch.equal(conv(x, ptr=PTR, seed=3)[:14], conv(changed, ptr=PTR, seed=3)[:14])
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", NAMED)
 def test_no_token_of_an_encoder_depends_on_a_later_one(attention: str) -> None:
     torch.manual_seed(0)
-    model = SequenceEncoder(11, 8, num_layers=2, dropout=0.0, attention=attention, is_causal=True).eval()
+    named: dict[str, Any] = {"attention": attention, "attention_options": NAMED[attention]}
+    model = SequenceEncoder(11, 8, num_layers=2, dropout=0.0, is_causal=True, **named).eval()
     tokens = torch.randint(11, (25,))
     changed = tokens.clone()
     changed[14:24] = (tokens[14:24] + 1) % 11

@@ -376,7 +376,7 @@ def test_rules_and_sources_take_tokens_alone(name: str) -> None:
 TRANSFORMED: dict[str, Any] = {
     "block model": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4)),
     "indexer": lambda: indexer.IndexerSource(indexer.Indexer(3, 2), select="top_k", k=3),
-    "key selection": lambda: indexer.IndexerSource(indexer.KeyScorer(3, 2), target_density=0.5),
+    "key selection": lambda: indexer.IndexerSource(indexer.KeyScorer(3, 2), select="bernoulli", target_density=0.5),
     "routing": lambda: selectors.RoutingSource(3, 2, num_clusters=2),
     "distance": lambda: sparsefinder.SparsefinderSource(
         sparsefinder.Projection(3, 2, 2), predictors.distance, threshold=1.0

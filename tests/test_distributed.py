@@ -70,11 +70,11 @@ LAYERS: dict[str, Callable[[], AttentionConv]] = {
     "entmax, and a block model as bias": lambda: sbm(
         normalizer="entmax", score_bias=DCMMBias(CHANNELS, HEADS, 3, entropy_weight=0.3)
     ),
-    "indexer": lambda: conv(IndexerSource(Indexer(CHANNELS, HEADS))),
+    "indexer": lambda: conv(IndexerSource(Indexer(CHANNELS, HEADS), select="bernoulli")),
     "indexer by rank": lambda: conv(
         IndexerSource(Indexer(CHANNELS, HEADS), select="top_k", k=3), estimator="imitate", is_causal=True
     ),
-    "scores of keys": lambda: conv(IndexerSource(KeyScorer(CHANNELS, HEADS), target_density=0.3)),
+    "scores of keys": lambda: conv(IndexerSource(KeyScorer(CHANNELS, HEADS), select="bernoulli", target_density=0.3)),
     "window": lambda: conv(patterns.PatternSource(patterns.window, size=2)),
     "random keys of each head": lambda: conv(
         patterns.PatternSource(patterns.random, num_keys_per_query=3, heads=HEADS), is_causal=True

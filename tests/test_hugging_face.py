@@ -16,9 +16,20 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from sbm_pyg import AttentionConv, Choice, GraphSource, SBMSource, Sparsifier, Tokens, auxiliary_loss, patterns
+from sbm_pyg import (
+    AttentionConv,
+    Choice,
+    GraphSource,
+    SBMSource,
+    Sparsifier,
+    Tokens,
+    auxiliary_loss,
+    patterns,
+    register_source,
+)
 from sbm_pyg.integrations import hugging_face
 from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention
+from sbm_pyg.layers import named
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
 
@@ -526,7 +537,9 @@ def test_models_without_such_attention_are_refused() -> None:
 
 def test_options_are_checked() -> None:
     model = bert()
-    with pytest.raises(ValueError, match=r"Expected 'source' to be one of \['sbm', 'indexer', .*\(got 'nothing'\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected 'source' to be one of \['sbm', 'routing', 'indexer', .*\(got 'nothing'\)"
+    ):
         replace_attention(model, source="nothing")
     with pytest.raises(TypeError, match=r"unknown arguments \['num_block'\]"):
         replace_attention(model, num_block=4)
@@ -617,18 +630,18 @@ class Even(GraphSource):
 
 
 def test_sources_of_users_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugging_face, "SOURCES", {})
+    monkeypatch.setattr(named, "_OWN", {})
     for name, made, error, message in (
         ("sbm", Even, ValueError, "Expected 'name' to be new"),
         ("even", 3, TypeError, "Expected 'make' to be a function"),
     ):
         with pytest.raises(error, match=message):
-            hugging_face.register_source(name, cast(Any, made))
+            register_source(name, cast(Any, made))
     model = bert().eval()
-    with pytest.raises(ValueError, match=r"Expected 'source' to be one of .*Call `register_source`"):
+    with pytest.raises(ValueError, match=r"Expected 'source' to be one of .*Call `sbm_pyg\.register_source`"):
         hugging_face.replace_attention(model, source="even")
-    hugging_face.register_source("even", Even)
-    hugging_face.register_source("wrong", cast(Any, lambda *_: nn.Identity()))
+    register_source("even", Even)
+    register_source("wrong", cast(Any, lambda *_: nn.Identity()))
     with pytest.raises(TypeError, match="Expected 'source' to be a GraphSource, made by 'wrong'"):
         hugging_face.replace_attention(model, source="wrong")
     hugging_face.replace_attention(model, source="even", start=0.25)
@@ -643,6 +656,6 @@ def test_sources_of_users_are_saved_and_loaded(tmp_path: Path, monkeypatch: pyte
     again = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
     assert torch.equal(again(tokens).logits, wanted)
     assert bool((cast(Any, again).bert.encoder.layer[1].attention.self.sbm.conv.source.weight == 3).all())
-    hugging_face.SOURCES.clear()
-    with pytest.raises(ValueError, match=r"\(got 'even'\)\. Call `register_source`"):
+    named._OWN.clear()
+    with pytest.raises(ValueError, match=r"\(got 'even'\)\. Call `sbm_pyg\.register_source`"):
         transformers.BertForSequenceClassification.from_pretrained(tmp_path)

@@ -333,9 +333,12 @@ def test_graphs_follow_the_target_density(select: str) -> None:
 def test_encoders_take_them_by_name() -> None:
     for name, options in (
         ("indexer", {"index_heads": 2, "target_density": 0.5}),
-        ("indexer", {"select": "top_k", "k": 2, "estimator": "imitate", "dropout": 0.1}),
-        ("key_selection", {"hidden": 4, "target_density": 0.3, "estimator": "distill", "window": 1}),
-        ("key_selection", {}),
+        ("indexer", {"k": 2, "dropout": 0.1}),
+        (
+            "key_selection",
+            {"hidden": 4, "target_density": 0.3, "window": 1, "select": "bernoulli", "estimator": "distill"},
+        ),
+        ("key_selection", {"select": "bernoulli"}),
     ):
         encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
         out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
@@ -349,7 +352,14 @@ def test_encoders_take_them_by_name() -> None:
 def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_pairs, "CHUNK", 2**16)
     n = 2**11
-    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=2**-8), estimator="distill", is_causal=True)
+    layer = AttentionConv(
+        8,
+        8,
+        1,
+        IndexerSource(Indexer(8), select="bernoulli", target_density=2**-8),
+        estimator="distill",
+        is_causal=True,
+    )
     with LargestStorage() as largest:
         (layer(draw(0, n, 8).float(), seed=0).sum() + auxiliary_loss(layer)).backward()
     assert (
@@ -359,7 +369,9 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_leaves_nothing_behind() -> None:
     """Sums that are kept for later calls do not keep themselves alive."""
-    layer = AttentionConv(8, 8, 1, IndexerSource(Indexer(8), target_density=0.5), estimator="distill")
+    layer = AttentionConv(
+        8, 8, 1, IndexerSource(Indexer(8), select="bernoulli", target_density=0.5), estimator="distill"
+    )
     gc.disable()
     try:
         out, choice = layer(draw(0, 20, 8).float(), seed=0, return_choice=True)
@@ -408,15 +420,14 @@ class OwnRanks(GraphSource):
         (lambda: Indexer(0), ValueError, r"Expected 'channels' to be at least 1 \(got 0\)"),
         (lambda: KeyScorer(3, hidden=cast(int, 2.5)), TypeError, "Expected 'hidden' to be an int"),
         (lambda: Indexer(3)(X, X), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 3\]"),
-        (lambda: IndexerSource(cast(nn.Module, "indexer")), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
+        (lambda: IndexerSource(cast(nn.Module, "indexer"), select="bernoulli"), TypeError, r"Expected 'scorer' to be a module such as Indexer \(got str\)"),
         (lambda: IndexerSource(Indexer(3), select="most"), ValueError, "Expected 'select' to be one of"),
-        (lambda: IndexerSource(Indexer(3, 2), select="top_k")(Tokens(X)), ValueError, "Expected 'k' or 'target_density' with select='top_k'"),
-        (lambda: IndexerSource(Indexer(3), k=3), ValueError, "Expected 'k' with select='top_k' alone"),
-        (lambda: IndexerSource(Indexer(3), target_density=2), ValueError, r"Expected 'target_density' in \(0, 1\]"),
-        (lambda: IndexerSource(Indexer(3), initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
-        (lambda: IndexerSource(Indexer(3), detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
+        (lambda: IndexerSource(Indexer(3), select="bernoulli", k=3), ValueError, "Expected 'k' with select='top_k' alone"),
+        (lambda: IndexerSource(Indexer(3), select="bernoulli", target_density=2), ValueError, r"Expected 'target_density' in \(0, 1\]"),
+        (lambda: IndexerSource(Indexer(3), select="bernoulli", initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
+        (lambda: IndexerSource(Indexer(3), select="bernoulli", detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
         (
-            lambda: IndexerSource(Indexer(3, 2), window=1)(Tokens(X, bipartite=True)),
+            lambda: IndexerSource(Indexer(3, 2), select="bernoulli", window=1)(Tokens(X, bipartite=True)),
             ValueError,
             "Expected the same tokens as queries and keys with 'window'",
         ),
@@ -453,7 +464,7 @@ class OwnRanks(GraphSource):
             "Expected 'estimator' other than Local with a source that selects edges by rank",
         ),
         (
-            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2)), estimator="imitate", normalizer="entmax15"),
+            lambda: AttentionConv(3, 3, 2, IndexerSource(Indexer(3, 2), select="bernoulli"), estimator="imitate", normalizer="entmax15"),
             ValueError,
             r"Expected 'estimator' to be 'mask', 'paper' or 'none' with normalizer='entmax15' \(got Imitate\)",
         ),
@@ -510,6 +521,10 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
 
 def test_coins_expect_a_key_of_each_query_at_least() -> None:
     """However few keys there are to share out."""
-    source, x, ptr = IndexerSource(Indexer(4, 2), target_density=0.1), torch.randn(2, 33, 4), pointer([3, 30])
+    source, x, ptr = (
+        IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.1),
+        torch.randn(2, 33, 4),
+        pointer([3, 30]),
+    )
     degree = cast(Any, source(Tokens(x, query_ptr=ptr))).probability.expected_degree()
     torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

@@ -384,7 +384,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
 
 @pytest.mark.parametrize("density", [0, 7.0, -1.0, math.nan, "a"])
 def test_a_target_density_that_is_none(density: Any) -> None:
-    for source in (SBMSource(SBMHead(4, num_blocks=3)), IndexerSource(Indexer(4))):
+    for source in (SBMSource(SBMHead(4, num_blocks=3)), IndexerSource(Indexer(4), select="bernoulli")):
         with pytest.raises((TypeError, ValueError), match="Expected 'target_density'"):
             source.target_density = density
         assert source.target_density is None
@@ -487,7 +487,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "degrees": lambda: SBMSource(SBMHead(4, 2, 8, degree_corrected=True, **OVERLAPPING), target_density=1.0),
     "window": lambda: SBMSource(SBMHead(4, 2, 8, **OVERLAPPING), target_density=1.0, window=2),
     "blocks": lambda: SBMSource(SBMHead(4, 2, 8, **OVERLAPPING), target_density=1.0, block_size=3),
-    "bernoulli": lambda: IndexerSource(Indexer(4, 2), target_density=1.0),
+    "bernoulli": lambda: IndexerSource(Indexer(4, 2), select="bernoulli", target_density=1.0),
     "user's own": lambda: Table(),
     "top_k": lambda: IndexerSource(Indexer(4, 2), select="top_k", target_density=1.0),
 }

@@ -338,7 +338,7 @@ def test_nodes_without_edges_send_finite_gradients(make: Any) -> None:
 def test_a_batch_equals_its_graphs(kind: str) -> None:
     """Edges, probes and gradients, with the number of each graph in the data set."""
     torch.manual_seed(0)
-    source = IndexerSource(Indexer(8), target_density=0.3) if kind == "indexer" else block_source()
+    source = IndexerSource(Indexer(8), select="bernoulli", target_density=0.3) if kind == "indexer" else block_source()
     learned, conv = LearnedGraph(source.double(), probes=2.5), GraphConv(8, 3).double()
     lengths, ids = [5, 1, 12], torch.tensor([7, 3, 11])
     ptr = torch.tensor([0, 5, 6, 18])
@@ -496,7 +496,7 @@ def test_candidates_are_drawn_independently_with_their_probabilities() -> None:
 def test_a_target_density_is_one_of_the_candidates(kind: str) -> None:
     torch.manual_seed(0)
     sources: dict[str, LearnedSource] = {
-        "block model": block_source(), "indexer": IndexerSource(Indexer(8), target_density=0.5), "own": PairSource(50),
+        "block model": block_source(), "indexer": IndexerSource(Indexer(8), select="bernoulli", target_density=0.5), "own": PairSource(50),
     }  # fmt: skip
     learned = LearnedGraph(sources[kind].double())
     sources[kind].target_density = 0.25
@@ -652,7 +652,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no source": (lambda: LearnedGraph(SBMHead(8)), TypeError, "'source' to be a GraphSource (got SBMHead)"),  # type: ignore[arg-type]
     "probes": (lambda: LearnedGraph(block_source(), probes=-1), ValueError, "'probes' in [0, inf] (got -1)"),
     "heads": (lambda: LearnedGraph(SBMSource(SBMHead(8, 2))), ValueError, "'source' with one head, as a convolution has one graph (got 2)"),
-    "index heads": (lambda: LearnedGraph(IndexerSource(Indexer(8, 2))), ValueError, "with one head"),
+    "index heads": (lambda: LearnedGraph(IndexerSource(Indexer(8, 2), select="bernoulli")), ValueError, "with one head"),
     "blocks": (lambda: LearnedGraph(block_source(block_size=4)), ValueError, "'source' with block_size=1 (got 4)"),
     "fastrg": (lambda: LearnedGraph(block_source(method="fastrg")), ValueError, "method='bernoulli' (got 'fastrg')"),
     "features": (lambda: LearnedGraph(block_source())(torch.ones(6)), ValueError, "'x' to be [N, C] = [any, any] (got [6])"),

@@ -30,7 +30,6 @@ from sbm_pyg import (
     mask_tokens,
     ops,
 )
-from sbm_pyg.models import ATTENTION
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 10, 17, 30])
@@ -92,7 +91,7 @@ def test_trace_and_shapes(attention: str) -> None:
         assert trace.density.eq(1).all()
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", OPTIONS)
 def test_a_sequence_is_encoded_alike_in_any_batch(attention: str) -> None:
     model = encoder(attention).eval().double()
     sequence_ids = torch.tensor([7, 2, 11])
@@ -289,7 +288,7 @@ def test_errors_of_a_trace(choices: Any, shape: Any, error: type[Exception], mes
 def test_constructor_errors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'full', 'dcmm', 'window', 'bigbird', .*'key_selection'\] or a factory \(got 'linear'\)",
+        match=r"Expected 'attention' to be one of \['sbm', 'routing', 'indexer', .*'full', .*'window', .*'dcmm'\] or a factory \(got 'linear'\)",
     ):
         SequenceEncoder(15, attention="linear")
     with pytest.raises(ValueError, match=r"Expected 'num_layers' to be at least 1 \(got 0\)"):

@@ -19,7 +19,7 @@ ORDER = [
     "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "sources.following", "sources.interface", "sources.patterns",
     "sources.pairs", "sources.selectors", "sources.sbm", "sources.learned", "sources.sampling", "sources.indexer", "estimators",
     "layers.learned_graph", "layers.dcmm", "layers.positions", "layers.normalizers", "layers.propagation", "layers.attention",
-    "distributed", "sparsifier", "layers.dense", "layers.multihead", "layers.gps", "pretrained", "models", "info",
+    "distributed", "sparsifier", "layers.dense", "layers.named", "layers.multihead", "layers.gps", "pretrained", "models", "info",
     "sparsefinder.projection", "sparsefinder.predictors", "sparsefinder.ground_truth", "analysis.walks", "analysis.hamiltonian",
     "analysis.conditions", "analysis.heads", "analysis.statistics", "analysis.plots", "integrations.lightning",
     "integrations.hugging_face_attention", "integrations.hugging_face",

@@ -75,7 +75,9 @@ def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
 
 
 def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
-    model = nn.ModuleList([layer(), layer(detach=True), AttentionConv(8, 4, source=IndexerSource(Indexer(4)))])
+    model = nn.ModuleList(
+        [layer(), layer(detach=True), AttentionConv(8, 4, source=IndexerSource(Indexer(4), select="bernoulli"))]
+    )
     sparsifier = Sparsifier(model, 0.2, total_steps=10, every=2, dense_part=0.2)
     state = [(source.target_density, source.detach) for source in sparsifier.sources]
     assert state == [(1.0, True)] * 3

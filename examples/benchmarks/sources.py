@@ -53,8 +53,8 @@ def sources(n: int) -> dict[str, Graph]:
     projection, centroids = sparsefinder.Projection(CHANNELS, dim=DIM), torch.randn(1, math.isqrt(n), CHANNELS)
     modules = {
         "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), target_density=share),
-        "indexer": IndexerSource(Indexer(CHANNELS), target_density=share),
-        "indexer_top_k": IndexerSource(Indexer(CHANNELS), select="top_k", k=EDGES),
+        "indexer": IndexerSource(Indexer(CHANNELS), select="bernoulli", target_density=share),
+        "indexer_top_k": IndexerSource(Indexer(CHANNELS), k=EDGES),
     }
 
     def small(rule: Callable[..., AttentionGraph], **options: object) -> Graph:

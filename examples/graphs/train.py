@@ -59,8 +59,8 @@ def make_attention(run: Run, nodes: int) -> AttentionConv:
     if name == "sbm":
         conv: AttentionConv = SBMAttentionConv(*shape)
     else:
-        scorer = indexer.Indexer(shape[1], run.heads, index_heads=2, index_channels=8)
-        conv = AttentionConv(*shape, indexer.IndexerSource(scorer, select="top_k"))
+        scorer = indexer.Indexer(shape[1], run.heads)
+        conv = AttentionConv(*shape, indexer.IndexerSource(scorer))
     return freeze(conv) if frozen else conv
 
 

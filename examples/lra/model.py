@@ -70,7 +70,9 @@ class Classifier(LightningModule):
             if settings.target_density and not settings.exploration:  # the square of the target density
                 del options["exploration"]
         elif settings.attention in ("indexer", "key_selection"):
+            by_rank = settings.estimator in ("imitate", "none")  # the others are for edges that are drawn
             options |= {"estimator": settings.estimator, "target_density": settings.target_density or None}
+            options |= {"select": "top_k" if by_rank else "bernoulli"}
         elif settings.attention == "dcmm":
             options["num_blocks"] = settings.num_blocks
         elif settings.attention == "window":

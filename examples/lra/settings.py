@@ -52,7 +52,9 @@ class Settings:
     attention_dropout: float = _option("dropout on attention weights", least=0.0, most=0.99)
 
     attention: str = _option("kind of attention", choices=METHODS)
-    estimator: str = _option("gradient to the edge probabilities of 'sbm'", choices=ESTIMATORS)
+    estimator: str = _option(
+        "gradient of 'sbm' and indexers; with imitate and none, indexers choose by rank", choices=ESTIMATORS
+    )
     probes: float = _option("pairs per query that the estimator 'local' looks at in addition to the edges", least=0.0)
     num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
     block_size: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)

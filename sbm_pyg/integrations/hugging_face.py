@@ -25,25 +25,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.trainer_callback import ExportableState
 
-from ..layers.attention import AttentionConv, SBMAttentionConv
+from ..layers import named
+from ..layers.attention import AttentionConv
 from ..ops import checks
-from ..sources import patterns, selectors
-from ..sources.indexer import Indexer, IndexerSource
-from ..sources.interface import GraphSource
 from ..sparsifier import Sparsifier
 from .hugging_face_attention import NAME, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback", "register_source", "replace_attention"]
+__all__ = ["SparsifierCallback", "replace_attention"]
 
+FIXED = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
+"""Options that the model sets."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads")
 CHANNELS = ("head_dim", "attention_head_size")
-LAYER_OPTIONS = ("estimator", "normalizer")
-INDEXER_OPTIONS = ("index_heads", "index_channels")
-PATTERNS = [name for name in patterns.__all__ if name != "PatternSource"]
-RULES = [name for name in selectors.__all__ if name.islower() and name != "routing"]
-BUILT_IN = ["sbm", "indexer", "routing", *RULES, *PATTERNS]
-SOURCES: dict[str, Callable[..., GraphSource]] = {}
-"""Sources of users, by their names."""
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
@@ -61,11 +54,9 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
 
     Args:
         model: Model of ``transformers`` whose attention can be selected by ``attn_implementation``.
-        source: ``"sbm"``, a block model; ``"indexer"``, an :class:`~sbm_pyg.indexer.Indexer` with its source; a pattern
-            of :mod:`sbm_pyg.patterns` such as ``"window"``; a rule of :mod:`sbm_pyg.selectors` such as ``"top_k"``; or
-            the name of your own, see :func:`register_source`.
-        **options: Options of :class:`~sbm_pyg.SBMAttentionConv`, or of the source and its layer, as numbers, strings,
-            lists and dicts. The model sets sizes, dropout and causality.
+        source: As in :func:`sbm_pyg.replace_attention`.
+        **options: Of the source and of its layer, as numbers, strings, lists and dicts. The model sets sizes, dropout
+            and causality.
 
     Returns:
         The names of the attention modules with a source, as in ``model.named_modules()``.
@@ -86,31 +77,6 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     names = _attach(model, options, replaced=True)
     model.set_attn_implementation(NAME)
     return names
-
-
-def register_source(name: str, make: Callable[..., GraphSource]) -> None:
-    """Name a source of your own, which :func:`replace_attention`, configs and ``from_pretrained`` then know.
-
-    Call it before a model with this source is loaded, as a module of yours does when it is imported. A second call with
-    the same name replaces the source.
-
-    Args:
-        name: The value of the option ``source``.
-        make: ``make(channels, heads, **options)`` returns a :class:`~sbm_pyg.GraphSource` for queries and keys
-            ``[H, N, C]``; a class with such a constructor will do. Options are those of the config.
-
-    Raises:
-        TypeError: ``make`` cannot be called.
-        ValueError: The name is that of a source of this library.
-
-    Example:
-        >>> from sbm_pyg import SBMHead, SBMSource
-        >>> register_source("tied", lambda channels, heads, **options: SBMSource(SBMHead(channels, heads), **options))
-    """
-    checks.kind("make", make, Callable, "a function", "It returns a GraphSource.")
-    if name in BUILT_IN:
-        raise ValueError(f"Expected 'name' to be new (got {name!r}, which the library has). Choose another.")
-    SOURCES[name] = make
 
 
 # ------------------------------------------------------------------ sources in models
@@ -209,44 +175,20 @@ def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
 
 def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> AttentionConv:
     """An attention layer without projections, and with the source that the options describe."""
-    kind = options.pop("source", "sbm")
-    fixed = sorted({"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"} & {*options})
-    if kind in ("sbm", "indexer") and fixed:
+    source = options.pop("source", "sbm")
+    fixed = sorted(FIXED & {*options})
+    if fixed:
         raise TypeError(f"Expected 'options' without {fixed} (got them). The model sets them.")
-    if kind in ("sbm", "indexer") and "k" not in options:
-        options.setdefault("target_density", 1.0)
-    if kind == "sbm":
-        density = options.pop("target_density")
-        layer: AttentionConv = SBMAttentionConv(-1, channels, heads, target_density=1.0, **options)
-        if layer.source is not None:
-            layer.source.target_density = density  # after 1, so that the running mean is there to be loaded
+    if source == "sbm":
+        density = options.pop("target_density", 1.0)
+        layer = named.make_attention(source, -1, channels, heads, target_density=1.0, **options)
+        if layer.source is None:
+            raise ValueError("Expected 'num_blocks' to be a number (got None). Take source='full' for all pairs.")
+        layer.source.target_density = density  # after 1, so that the running mean is there to be loaded
     else:
-        of_layer = {name: options.pop(name) for name in LAYER_OPTIONS if name in options}
-        layer = AttentionConv(-1, channels, heads, _make_source(kind, channels, heads, options), **of_layer)
-    if layer.source is None:
-        raise ValueError("Expected 'num_blocks' to be a number (got None). Take source='full' for all pairs.")
+        layer = named.make_attention(source, -1, channels, heads, **options)
     layer.lin_query = layer.lin_key = layer.lin_value = None
     return layer
-
-
-def _make_source(kind: Any, channels: int, heads: int, options: dict[str, Any]) -> GraphSource:
-    if kind == "indexer":
-        sizes = {name: options.pop(name) for name in INDEXER_OPTIONS if name in options}
-        return IndexerSource(Indexer(channels, heads, **sizes), **options)
-    if kind == "routing":
-        return selectors.RoutingSource(channels, heads, **options)
-    if kind in RULES:
-        return selectors.SelectorSource(getattr(selectors, kind), **options)
-    if kind in PATTERNS:
-        return patterns.PatternSource(getattr(patterns, kind), **options)
-    if kind in SOURCES:
-        made: Any = SOURCES[kind](channels, heads, **options)
-        checks.kind("source", made, GraphSource, f"a GraphSource, made by {kind!r}", "See `register_source`.")
-        return made
-    raise ValueError(
-        f"Expected 'source' to be one of {[*BUILT_IN, *SOURCES]} (got {kind!r}). Call `register_source` for one of "
-        "your own, before the model is loaded."
-    )
 
 
 def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) -> None:

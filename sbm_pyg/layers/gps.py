@@ -94,13 +94,13 @@ class SparseGPSConv(GPSConv):
         self.lin_out = nn.Linear(attn.out_channels * (attn.heads if attn.concat else 1), channels)
 
     @classmethod
-    def from_gps(cls, gps: GPSConv, *, num_blocks: int | None = 64, **options: Any) -> SparseGPSConv:
+    def from_gps(cls, gps: GPSConv, **options: Any) -> SparseGPSConv:
         """Construct a layer from one of PyG, with copies of the projections of its attention and its other modules.
 
         Args:
             gps: PyG's layer, with ``attn_type="multihead"``.
-            num_blocks: Number of communities K of each head's block model. None: attention over all pairs of a graph.
-            **options: Options of :class:`~sbm_pyg.SBMAttentionConv`.
+            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``num_blocks=None``
+                attention is over all pairs of a graph.
 
         Raises:
             TypeError: ``gps`` is not a layer of PyG with attention of torch.
@@ -108,8 +108,8 @@ class SparseGPSConv(GPSConv):
         checks.kind("gps", gps, GPSConv, "a GPSConv of PyG", "Pass the layer itself.")
         way_out = "Build it with attn_type='multihead'."
         checks.kind("gps.attn", gps.attn, nn.MultiheadAttention, "a torch.nn.MultiheadAttention", way_out)
-        attention = SBMMultiheadAttention.from_torch(gps.attn, num_blocks=num_blocks, **options)
-        if num_blocks is None:
+        attention = SBMMultiheadAttention.from_torch(gps.attn, **options)
+        if attention.conv.source is None:
             attention.conv.source = PatternSource(full)
         made = cls(gps.channels, gps.conv, attention.conv, gps.dropout, norm=None)
         made.lin_out = attention.out_proj
@@ -164,25 +164,29 @@ class SparseGPSConv(GPSConv):
         return cast(Tensor, norm(h, batch=batch) if self.norm_with_batch else norm(h))
 
 
-def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **options: Any) -> list[str]:
+def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) -> list[str]:
     """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
 
     A :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, becomes a
-    :class:`SparseGPSConv`. The outputs stay those of the dense model: the target density of a new block model is 1
-    unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the block models and makes the model sparse.
-    Make the optimizer after this call, because parameters are copied.
+    :class:`SparseGPSConv`. The outputs stay those of the dense model: the target density of a new block model or
+    indexer is 1 unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
+    sparse. Make the optimizer after this call, because parameters are copied.
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
-        num_blocks: Number of communities K of each head's block model. None: attention over all pairs.
-        **options: Options of :class:`SBMAttentionConv`.
+        source: The graph source, by name: ``"sbm"``, a block model, whose cost is linear in the edges; ``"indexer"``,
+            an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
+            rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of
+            :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
+        **options: Of the source and of :class:`AttentionConv`, such as ``num_blocks``, the communities of a block
+            model.
 
     Returns:
         The names of the replaced layers, as in ``model.named_modules()``.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It contains no such layer, or is one itself.
+        ValueError: It contains no such layer, or is one itself, or ``source`` or an option is unknown.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -206,13 +210,13 @@ def replace_attention(model: nn.Module, *, num_blocks: int | None = 64, **option
             f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
             "`sbm_pyg.integrations.hugging_face.replace_attention`."
         )
-    if num_blocks is not None:
+    if source == "sbm" and options.get("num_blocks", 1) is not None:
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
     for module in found.values():
         make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
         if module not in made:
-            made[module] = make(module, num_blocks=num_blocks, **options)
+            made[module] = make(module, source=source, **options)
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[module])

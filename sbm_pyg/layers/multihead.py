@@ -1,7 +1,7 @@
 """The attention layer with the interface of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
 In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a
-sparse tensor. Not here: attention itself. This module removes the padding, calls :class:`~sbm_pyg.SBMAttentionConv` and
+sparse tensor. Not here: attention itself. This module removes the padding, calls an :class:`~sbm_pyg.AttentionConv` and
 pads the output.
 """
 
@@ -19,7 +19,8 @@ from ..ops import checks
 from ..ops.values import can_read
 from ..ragged import offsets, unmerged
 from ..rows import index_type, masked_rows
-from .attention import Returns, SBMAttentionConv
+from .attention import Returns
+from .named import make_attention
 from .propagation import converts
 
 __all__ = ["SBMMultiheadAttention"]
@@ -36,9 +37,9 @@ class SBMMultiheadAttention(nn.Module):
 
     .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
 
-    with the attention of :class:`SBMAttentionConv`, whose softmax runs over the edges of each query. Padding is removed
+    with the attention of :class:`AttentionConv`, whose softmax runs over the edges of each query. Padding is removed
     before attention and added after it, so its values do not matter. Cost O(N E_q^2 + NKC + E (C + K)) on the N real
-    tokens, independent of the padded length.
+    tokens, independent of the padded length, with a block model.
 
     Args:
         embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
@@ -50,13 +51,18 @@ class SBMMultiheadAttention(nn.Module):
         vdim: Channels of the values; ``embed_dim`` if None.
         batch_first: Batched tensors are ``[B, L, channels]``; otherwise ``[L, B, channels]``, as in torch.
         device, dtype: Device and dtype of the parameters.
-        num_blocks: Number of communities K of each head's SBM. None: no SBM; attention is dense unless the call passes
-            a graph.
-        **options: Further options of :class:`SBMAttentionConv`, such as ``estimator``, ``window`` or ``score_bias``.
+        source: The graph source, by name: ``"sbm"``, a block model; ``"indexer"``, an
+            :class:`~sbm_pyg.sources.indexer.IndexerSource`, which chooses by rank; a pattern of
+            :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of :mod:`~sbm_pyg.sources.selectors` such as
+            ``"top_k"``; or your own, see :func:`~sbm_pyg.register_source`.
+        **options: Of the source and of :class:`AttentionConv`, such as ``num_blocks`` of a block model, ``estimator``,
+            ``window`` or ``score_bias``. With ``num_blocks=None`` there is no source, and attention is dense unless the
+            call passes a graph.
 
     Raises:
         TypeError: A size is not an integer, a flag not a bool, or ``dtype`` not floating.
-        ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is out of range or not supported.
+        ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is unknown, out of range or not
+            supported.
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B,
@@ -94,7 +100,7 @@ class SBMMultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        num_blocks: int | None = 64,
+        source: str = "sbm",
         **options: Any,
     ) -> None:
         super().__init__()
@@ -121,23 +127,20 @@ class SBMMultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
-        sizes = ((self.kdim, embed_dim), head_channels, num_heads, num_blocks)
-        self.conv = SBMAttentionConv(*sizes, bias=bias, dropout=dropout, **options)
+        sizes = ((self.kdim, embed_dim), head_channels, num_heads)
+        self.conv = make_attention(source, *sizes, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:
             self.conv.lin_value = Linear(self.vdim, embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.to(device=device, dtype=dtype)
 
     @classmethod
-    def from_torch(
-        cls, attention: nn.MultiheadAttention, *, num_blocks: int | None = 64, **options: Any
-    ) -> SBMMultiheadAttention:
+    def from_torch(cls, attention: nn.MultiheadAttention, **options: Any) -> SBMMultiheadAttention:
         """Construct a layer with copies of the projections of a torch layer; copies of frozen ones are frozen.
 
         Args:
             attention: Torch's layer.
-            num_blocks: As in the constructor.
-            **options: Options of :class:`SBMAttentionConv`.
+            **options: ``source`` and its options, as in the constructor.
 
         Raises:
             TypeError: ``attention`` is not a layer of torch.
@@ -149,7 +152,7 @@ class SBMMultiheadAttention(nn.Module):
         sizes = (attention.embed_dim, attention.num_heads, attention.dropout, attention.out_proj.bias is not None)
         more = (attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim)
         place = (attention.batch_first, weight.device, weight.dtype)
-        made = cls(*sizes, *more, *place, num_blocks=num_blocks, **options)
+        made = cls(*sizes, *more, *place, **options)
         lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
         apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
         copies = [

@@ -1,4 +1,4 @@
-r"""Sources that select keys by small learned scores of all pairs, by sampling or by rank.
+r"""Sources that select keys by small learned scores of all pairs, by rank or by sampling.
 
 In: :class:`~sbm_pyg.Tokens`. Out: a :class:`~sbm_pyg.Choice` with a graph that follows the scores, and probabilities
 through which an estimator trains them. Not here: the estimators, and rules without parameters (``selectors``).
@@ -6,10 +6,10 @@ through which an estimator trains them. Not here: the estimators, and rules with
 ======================  ================  ==================================================================
 graph                   estimator         what it is
 ======================  ================  ==================================================================
-``select="bernoulli"``  ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
-``select="bernoulli"``  ``"distill"``     the same draws; dense attention on some rows trains them, too
 ``select="top_k"``      ``"imitate"``     the indexer of DeepSeek-V3.2: a divergence from the attention
 ``select="top_k"``      ``"none"``        the same, without training
+``select="bernoulli"``  ``"local"``       a Bernoulli draw for each pair; the task loss trains the probability
+``select="bernoulli"``  ``"distill"``     the same draws; dense attention on some rows trains them, too
 ======================  ================  ==================================================================
 
 All pairs are scored, tile by tile, in O(H N M S D) time with S small heads of D channels. Only attention is linear in
@@ -76,7 +76,7 @@ class Indexer(nn.Module):
 
     head_dims: ClassVar[dict[str, int]] = {"query_weight": 0, "key_weight": 0, "head_weight": 0, "head_bias": 0}
 
-    def __init__(self, channels: int, heads: int = 1, index_heads: int = 4, index_channels: int = 16) -> None:
+    def __init__(self, channels: int, heads: int = 1, index_heads: int = 2, index_channels: int = 8) -> None:
         super().__init__()
         given = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
         for name, size in given.items():
@@ -442,16 +442,18 @@ class _Reduced(torch.autograd.Function):
 
 
 class IndexerSource(LearnedSource):
-    """Selects edges by small learned scores: by Bernoulli draws or by rank.
+    """Selects edges by small learned scores: by rank or by Bernoulli draws.
 
     Args:
         scorer: An :class:`Indexer`, a :class:`KeyScorer`, or a module like them.
-        select: ``"bernoulli"``: each pair is an edge with its probability, see :class:`IndexProbability`. ``"top_k"``:
-            each query attends to the keys of its largest scores, which get no gradients of the task loss; train them
-            with the estimator ``"imitate"``.
+        select: ``"top_k"``: each query attends to the keys of its largest scores. These get no gradients of the task
+            loss; the estimator ``"imitate"``, the default of the layer, trains them. ``"bernoulli"``: each pair is an
+            edge with its probability, see :class:`IndexProbability`, which the task loss trains. It is some 15 times
+            slower.
         k: Keys of each query with ``"top_k"``, at least 1. None: the target density determines them.
         target_density: Density that the keys of each query compete for, in (0, 1], with at least one key each; 1 is
-            dense attention. None, with ``"bernoulli"``: pairs do not compete. A :class:`~sbm_pyg.Sparsifier` sets it.
+            dense attention. A :class:`~sbm_pyg.Sparsifier` sets it. None: 1 with ``"top_k"`` and no ``k``; with
+            ``"bernoulli"`` pairs do not compete.
         initial_density: Probability of an edge before training if pairs do not compete, in (0, 1). It sets a learned
             bias of each head.
         exploration: Added to each probability with ``"bernoulli"``, in training only, in [0, 1]. None: the square of
@@ -466,8 +468,8 @@ class IndexerSource(LearnedSource):
         >>> from sbm_pyg import AttentionConv
         >>> conv = AttentionConv(16, 8, heads=2, source=IndexerSource(Indexer(8, heads=2), target_density=0.25))
         >>> out, choice = conv(torch.randn(20, 16), seed=0, return_choice=True)
-        >>> out.shape, choice.probability
-        (torch.Size([20, 16]), IndexProbability(2 heads, 20 queries, 20 keys, competing))
+        >>> out.shape, choice.graph
+        (torch.Size([20, 16]), AttentionGraph(1 sequence, 2 heads, 20 queries, 20 keys, 200 edges, density 25.0%))
 
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the scores and for ``"top_k"`` with ``"imitate"``.
     Bernoulli draws trained with the task loss are our own.
@@ -479,7 +481,7 @@ class IndexerSource(LearnedSource):
         self,
         scorer: nn.Module,
         *,
-        select: str = "bernoulli",
+        select: str = "top_k",
         k: int | None = None,
         target_density: float | None = None,
         initial_density: float = 0.5,
@@ -503,7 +505,8 @@ class IndexerSource(LearnedSource):
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
         self.scorer, self.select, self.k, self.exploration = scorer, select, k, exploration
         self.method = select
-        self.target_density = target_density
+        by_rank = select == "top_k" and k is None
+        self.target_density = 1.0 if by_rank and target_density is None else target_density
         self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
         independent = select == "bernoulli" and target_density is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if independent else None
@@ -543,11 +546,7 @@ class IndexerSource(LearnedSource):
         if self.select == "top_k":
             density = self.target_density
             wanted = self._count(tokens) if density is None else part_of(density, allowed)
-            if wanted is None:
-                raise ValueError(
-                    "Expected 'k' or 'target_density' with select='top_k' (got neither). Set one, or make a Sparsifier "
-                    "of the model, which sets the density."
-                )
+            assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:
             exploration = self._exploration
