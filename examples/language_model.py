@@ -6,6 +6,7 @@
 Texts are yours, or the source code of Python's standard library. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing
 and sbm; all share the tokens, the steps, and layers of a gated short convolution and then attention, as in examples/recall. With
 --window, sbm and random attend to the last tokens and to others; both count in the density. sbm:estimator=none does not learn its graphs.
+top-k:control=sparsifier is dense first, as sbm is; other rules likewise.
 --corpus has other usual values: 1,500 steps of 8 sequences of 512 tokens, 128 channels, a density of 7.5 %, and a window of 6.
 Out: bits per byte; and bits per token where a token completes a pair of tokens that stood before, but not within the last 16. What has
 ended is in rows.csv and is not run again; what was killed goes on.
@@ -66,7 +67,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import DENSE, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
+from examples.common.hybrid import DENSE, FIXED, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
 from examples.common.runs import checksums, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import Sparsifier
@@ -126,7 +127,8 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
     model, options = make_recaller(run, num_tokens, run.window)
     if options is None:
         return model, None
-    final = beyond_window(run.density, run.window, run.length)
+    rule = run.method.partition(":")[0] in FIXED  # counts its window itself
+    final = run.density if rule else beyond_window(run.density, run.window, run.length)
     return model, make_sparsifier(model, final, options["control"], run.steps)
 
 

@@ -342,11 +342,13 @@ def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Pa
     assert vocabulary == 256 or len(source) < 0.6 * len(text)
 
 
-@pytest.mark.parametrize(("control", "first"), [("sparsifier", 1.0), ("fixed", 0.25)])
-def test_the_density_of_a_language_model_begins_as_its_control_says(control: str, first: float) -> None:
+@pytest.mark.parametrize(
+    ("method", "first"), [("sbm:control=sparsifier", 1.0), ("sbm:control=fixed", 0.25), ("top-k:control=sparsifier", 1.0)]
+)
+def test_the_density_of_a_language_model_begins_as_its_control_says(method: str, first: float) -> None:
     run = language_model.Run(
-        f"sbm:control={control}", 0.25, 0, vocabulary=300, length=33, steps=40, batch_size=4, channels=8, layers=2,
-        heads=2, window=0, learning_rate=1e-3,
+        method, 0.25, 0, vocabulary=300, length=33, steps=40, batch_size=4, channels=8, layers=2, heads=2,
+        window=3 if "top-k" in method else 0, learning_rate=1e-3,
     )  # fmt: skip
     model, sparsifier = language_model.make_model(run, 300)
     sources = [cast(Any, layer).attention.source for layer in model.layers]

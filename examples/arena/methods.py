@@ -17,9 +17,8 @@ from examples.arena.rivals import RIVALS
 from examples.common import hybrid
 from examples.common.command import require
 from examples.common.runs import fingerprint
-from sbm_pyg import AttentionConv, Choice, GraphSource, LearnedSource, Tokens
+from sbm_pyg import AttentionConv, GraphSource, LearnedSource
 from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
-from sbm_pyg.sources import patterns
 
 FROZEN = "frozen=1"
 BLOCK = 2  # keys of a block of MoBA, so that a query takes another block than its own at 5 % of 64 tokens
@@ -35,32 +34,6 @@ METHODS = {  # name: as hybrid.py reads it
 WITHOUT_OPTIONS = ("routing", *RIVALS)  # and with a twin
 TWINS = {name: f"{name}:{FROZEN}" for name in WITHOUT_OPTIONS}  # of the others by options
 TWINS |= dict.fromkeys(("gates", "concrete"), f"indexer:{FROZEN}")
-
-
-class Scheduled(LearnedSource):
-    """Any source behind a target density: dense attention at 1, else the graph that the source chooses, and self-loops.
-
-    So fixed rules, and sources of users, begin dense for as many steps as those that learn. The source reads its density from its attribute
-    ``density``, a share of the pairs beyond self-loops, or ``target_density`` if it is a :class:`~sbm_pyg.LearnedSource`.
-    """
-
-    window = 0  # self-loops are forced
-
-    def __init__(self, source: GraphSource) -> None:
-        super().__init__()
-        self.source = source
-
-    def predict(self, tokens: Tokens) -> Any:
-        """The probabilities of the source."""
-        if isinstance(self.source, LearnedSource):
-            return self.source.predict(tokens)
-        return self.source(tokens).probability
-
-    def choose(self, tokens: Tokens) -> Choice:
-        """The choice of the source at the density of now, with self-loops."""
-        name = "target_density" if isinstance(self.source, LearnedSource) else "density"
-        setattr(self.source, name, self.target_density)
-        return self.source(tokens).force(patterns.window(None, 0, is_causal=True, ptr=tokens.query_ptr))
 
 
 class SparseOnly(Local):
@@ -138,13 +111,13 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
     frozen = name != method
     if is_own(method) or name in RIVALS:
         source, estimator = _own(name, width, heads, density)
-        conv = AttentionConv(channels, width, heads, Scheduled(source), estimator=estimator, is_causal=True)
+        conv = AttentionConv(channels, width, heads, hybrid.Scheduled(source), estimator=estimator, is_causal=True)
         return hybrid.freeze(conv) if frozen else conv
     if name in hybrid.FIXED:
         rule = hybrid.FixedDensity(name, density, width, heads, block=BLOCK)
         if frozen:
             rule.clusters.decay = 1.0  # centroids stay where they began
-        return AttentionConv(channels, width, heads, Scheduled(rule), estimator="none", is_causal=True)
+        return AttentionConv(channels, width, heads, hybrid.Scheduled(rule), estimator="none", is_causal=True)
     kind, options = hybrid.options_of(METHODS.get(name, name))
     made = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
     return hybrid.freeze(made) if frozen and isinstance(made, AttentionConv) else made

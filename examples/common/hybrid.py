@@ -21,6 +21,7 @@ from sbm_pyg import (
     Choice,
     DCMMBias,
     GraphSource,
+    LearnedSource,
     SBMAttentionConv,
     Tokens,
     sample_edges,
@@ -54,8 +55,14 @@ INDEX_OPTIONS: dict[str, Any] = {
     "index_heads": 4, "index_channels": 16,
     "detach": 0, "control": "sparsifier", "frozen": 0,
 }  # fmt: skip
+FIXED_OPTIONS: dict[str, Any] = {"control": "fixed"}
 KEY_OPTIONS = {name: value for name, value in INDEX_OPTIONS.items() if not name.startswith("index_")}
-OPTIONS = {"sbm": SBM_OPTIONS, "dcmm": DCMM_OPTIONS, "indexer": INDEX_OPTIONS, "key-selection": KEY_OPTIONS}
+OPTIONS = dict.fromkeys(FIXED, FIXED_OPTIONS) | {
+    "sbm": SBM_OPTIONS,
+    "dcmm": DCMM_OPTIONS,
+    "indexer": INDEX_OPTIONS,
+    "key-selection": KEY_OPTIONS,
+}
 
 
 def options_of(method: str) -> tuple[str, dict[str, Any]]:
@@ -133,6 +140,32 @@ class FixedDensity(GraphSource):
         return Choice(graph).force(loops)
 
 
+class Scheduled(LearnedSource):
+    """Any source behind a target density: dense attention at 1, else the graph that the source chooses, and self-loops.
+
+    So rules without parameters, and sources of users, begin dense for as many steps as those that learn. The source reads its density from its attribute
+    ``density``, a share of the pairs beyond self-loops, or ``target_density`` if it is a :class:`~sbm_pyg.LearnedSource`.
+    """
+
+    window = 0  # self-loops are forced
+
+    def __init__(self, source: GraphSource) -> None:
+        super().__init__()
+        self.source = source
+
+    def predict(self, tokens: Tokens) -> Any:
+        """The probabilities of the source."""
+        if isinstance(self.source, LearnedSource):
+            return self.source.predict(tokens)
+        return self.source(tokens).probability
+
+    def choose(self, tokens: Tokens) -> Choice:
+        """The choice of the source at the density of now, with self-loops."""
+        name = "target_density" if isinstance(self.source, LearnedSource) else "density"
+        setattr(self.source, name, self.target_density)
+        return self.source(tokens).force(patterns.window(None, 0, is_causal=True, ptr=tokens.query_ptr))
+
+
 def beyond_window(density: float, window: int, length: int) -> float:
     """What a window leaves of a density, of which each of its tokens takes two parts in the length."""
     rest = density - 2 * window / (length - 1)
@@ -177,9 +210,10 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         bias = make_bias(width, heads, options)
         every = patterns.PatternSource(patterns.full)
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
-    if method not in OPTIONS:
-        source = FixedDensity(method, density, width, heads, options.get("window", 0))
-        return AttentionConv(channels, width, heads, source, is_causal=True)
+    if method in FIXED:
+        rule = FixedDensity(method, density, width, heads, options.get("window", 0))
+        source: GraphSource = Scheduled(rule) if options["control"] == "sparsifier" else rule
+        return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
     if method != "sbm":
         sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}
         scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads, **sizes)
