@@ -18,7 +18,7 @@ from . import ops
 from .graph import AttentionGraph
 from .ops import checks
 from .ops.reference.blocks import Cut, cut_blocks
-from .ops.reference.segments import runs
+from .ops.reference.segments import runs, segment_log_softmax, segments
 from .ops.values import require_values
 from .ragged import check_tensor, count_positions, offsets, resolve_ptr
 from .rows import check_edges, check_graph
@@ -217,6 +217,13 @@ class BlockGraph(AttentionGraph):
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         rows = self.blocks.rows._replace(bias=self._block_bias(bias))
         return ops.block_weight(query, key, rows, *self._layout, scale)
+
+    def _cross_entropy(self, query: Tensor, key: Tensor, log_p: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        rowptr, impossible = self.blocks.rowptr, log_p == -torch.inf
+        with torch.no_grad():
+            weight = self._attention_weight(query, key, bias, scale).masked_fill(impossible, 0)
+        log_q = segment_log_softmax(log_p, rowptr).masked_fill(impossible, 0)
+        return -segments(weight * log_q, rowptr).view(self.heads, -1)
 
     def _local_expectation(
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], probes: AttentionGraph, biases: tuple[Tensor | None, ...],

@@ -37,7 +37,7 @@ from torch import Tensor
 from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
-from .ops.reference.segments import allowed_keys, segment_log_softmax, segments, upcast
+from .ops.reference.segments import allowed_keys, segments, upcast
 from .ops.values import can_read, require_values
 from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
 from .sources.interface import Choice, EdgeProbability, GraphSource, check_probability, log_probability, min_probability
@@ -574,26 +574,19 @@ def distillation(
     check_graph(graph)
     blocks = graph.blocks
     probability.check(blocks)
-    with torch.no_grad():
-        weight = graph._attention_weight(query, key, bias, scale)
-    with torch.no_grad():
-        mean = mean_weights(graph.query_ptr, blocks.num_queries, weight.dtype, blocks.query_ptr)
-        weight = weight * mean.repeat(blocks.heads)[blocks.edge_row]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    mean = mean_weights(graph.query_ptr, blocks.num_queries, dtype, blocks.query_ptr)
     if over == "selected":
-        return _cross_entropy(weight, probability.log_on(blocks), blocks.rowptr) / graph.heads
+        loss = graph._cross_entropy(query, key, probability.log_on(blocks), bias, scale)
+        return (loss * mean).sum() / graph.heads
     p, degree = probability.on(blocks), probability.expected_degree()
     with torch.no_grad():
+        weight = graph._attention_weight(query, key, bias, scale)
+        weight = weight * mean.repeat(blocks.heads)[blocks.edge_row]
         weight = weight.masked_fill(p == 0, 0)
         whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
     log_degree = log_probability(degree, min_probability(p))  # whose type may be wider than that of the factors
     return ((whole * log_degree).sum() - (weight * log_probability(p)).sum()) / graph.heads
-
-
-def _cross_entropy(weight: Tensor, log_p: Tensor, rowptr: Tensor) -> Tensor:
-    """Cross-entropy between weights and the softmax of each row; edges of probability 0 add nothing."""
-    impossible = log_p == -torch.inf
-    log_q = segment_log_softmax(log_p, rowptr).masked_fill(impossible, 0)
-    return -(weight.masked_fill(impossible, 0) * log_q).sum()
 
 
 def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> Tensor | None:
@@ -651,15 +644,15 @@ def row_distillation(
     tokens = sample_sequences(tokens.detached(), part)
     scored = tokens if scored is None else scored
     graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
-    probability, blocks = source.predict(tokens), graph.blocks
+    blocks = graph.blocks
     with torch.no_grad():
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
-        weight = graph._attention_weight(scored.query, scored.key, bias, scale)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
+    log_p = source.predict(tokens).log_on(blocks)
     if source.forced_distance is not None:
-        far = blocks.lag.abs() > -(-source.forced_distance // source.block_size)
-        blocks, weight = blocks.select(far), weight[far]
-    return _cross_entropy(weight, probability.log_on(blocks), blocks.rowptr) / sampled
+        near = blocks.lag.abs() <= -(-source.forced_distance // source.block_size)
+        log_p = log_p.masked_fill(near, -torch.inf)
+    return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:

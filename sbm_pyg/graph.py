@@ -110,6 +110,11 @@ class AttentionGraph(CompressedRows):
         total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # 0 if all scores are -inf
         return (self._logits(query, key, bias, scale) - total).exp()
 
+    def _cross_entropy(self, query: Tensor, key: Tensor, log_p: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        """Cross-entropy of each row of ``blocks``, ``[H, n]``, between attention weights and probabilities of edges."""
+        rows = self.rows._replace(bias=bias)
+        return ops.edge_cross_entropy(query.detach(), key.detach(), log_p, rows, scale)
+
     def _logits(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Score of each edge of tokens, its bias included, ``[E]``."""
         logit = ops.edge_dot(query, key, self.rows) * scale

@@ -273,6 +273,22 @@ def _index_top_k(d: Draw) -> Case:
     return Case(ops.index_top_k, arguments, unchecked=PTRS)
 
 
+@case("ops.index_score", 6)
+def _index_score(d: Draw) -> Case:
+    g = attention_inputs(d)[0]
+    arguments: dict[str, Any] = {"query": d.real(g.heads, g.num_queries, 2, 3), "rows": g.rows}
+    arguments |= {"weight": d.real(g.heads, g.num_queries, 2), "key": d.real(g.heads, g.num_keys, 3)}
+    return Case(ops.index_score, arguments, unchecked=("rows",), names=ROWS)
+
+
+@case("ops.edge_cross_entropy", 6)
+def _edge_cross_entropy(d: Draw) -> Case:
+    g, x = attention_inputs(d)
+    arguments: dict[str, Any] = {"query": x["query"], "key": x["key"], "log_p": d.real(g.num_edges)}
+    arguments |= {"rows": g.rows._replace(bias=d.maybe(d.real(g.num_edges))), "scale": d.uniform(0.1, 1.5)}
+    return Case(ops.edge_cross_entropy, arguments, unchecked=("rows",), names=ROWS)
+
+
 @case("ops.reach_dot")
 def _reach_dot(d: Draw) -> Case:
     sbm, is_causal = d.sbm(), d.random() < 0.5

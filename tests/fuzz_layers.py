@@ -31,6 +31,7 @@ from fuzz_cases import (
     pointer,
     segments,
 )  # fmt: skip
+from problems import NAMED
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -454,7 +455,7 @@ TABLE["AttentionConv"] = 4, partial(_dense_layer, pattern=True)
 
 
 def encoder_options(d: Draw) -> dict[str, Any]:
-    attention = d.choice(models.attention_names())
+    attention = d.choice((*NAMED,))
     extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "top_k": {"k": 2}}
     options: dict[str, Any] = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2)}
     options |= {

@@ -49,6 +49,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "sample_systematic",
         "invalid_row",
         "weigh_effect",
+        "edge_cross_entropy_backward",
     }  # no products over channels or blocks
     assert {*flops.__all__} == known - without
     for name in flops.__all__:
@@ -70,6 +71,16 @@ def test_index_top_k() -> None:
     ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((N,), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
     given = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4), ptr, ptr, count, True)
     assert counted(lambda: ops.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
+
+
+def test_imitation() -> None:
+    leaves, log_p = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4)), random(E)
+    out: list[Tensor] = []
+    assert counted(lambda: out.append(ops.index_score(*leaves, GRAPH.rows))) == {"index_score": 2 * E * 12}
+    assert counted(lambda: out[0].sum().backward()) == {"index_score_backward": 6 * E * 12}
+    given = (random(HEADS, N, K), random(HEADS, N, K), log_p, GRAPH.rows)
+    assert counted(lambda: out.append(ops.edge_cross_entropy(*given))) == {"edge_cross_entropy": 2 * E * K}
+    assert counted(lambda: out[1].sum().backward()) == {}
 
 
 def test_attention() -> None:

@@ -29,6 +29,7 @@ from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import entmax as reference_entmax
+from sbm_pyg.ops.reference import imitation as reference_imitation
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import reach as reference_reach
@@ -729,6 +730,14 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     def best(weight: Any = x[..., :1], key: Any = x, count: Any = one_each, query_ptr: Tensor = ptr) -> Any:
         return ops.index_top_k(x[:, :, None], weight, key, query_ptr, ptr, count)
 
+    unbiased, of_edges = ops.Rows(rowptr, col, None), torch.zeros(col.numel())
+
+    def score(query: Any = x[:, :, None], weight: Any = x[..., :1], key: Any = x, rows: Any = unbiased) -> Any:
+        return ops.index_score(query, weight, key, rows)
+
+    def crossed(key: Any = x, log_p: Any = of_edges, scale: Any = 1.0) -> Any:
+        return ops.edge_cross_entropy(x, key, log_p, unbiased, scale)
+
     def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
         return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
 
@@ -766,6 +775,19 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: best(count=ptr), r"Expected 'count' to be \[N\] = \[5\]"),
         (lambda: best(count=chance), "Expected 'count' to be int64"),
         (lambda: best(count=torch.zeros(5, dtype=torch.int64)), r"Expected 'count' to be at least 1 \(got 0\)"),
+        (lambda: score(query=x), r"Expected 'query' to be \[H, N, S, D\]"),
+        (
+            lambda: score(query=x[:, :, None][:, :, :0], weight=x[..., :0]),
+            "Expected 'query' of at least one small head",
+        ),
+        (lambda: score(weight=x), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
+        (lambda: score(key=x[:1]), r"Expected 'key' to be \[H, M, D\]"),
+        (lambda: score(rows=ops.Rows(rowptr, col, x[0, 0])), "Expected 'rows' without a bias"),
+        (lambda: score(rows=ops.Rows(rowptr[1:], col, None)), "Expected 'rowptr' to be "),
+        (lambda: crossed(log_p=x), r"Expected 'log_p' to be \[E\]"),
+        (lambda: crossed(log_p=None), "Expected 'log_p' to be a tensor"),
+        (lambda: crossed(scale=math.nan), "Expected 'scale' in"),
+        (lambda: crossed(key=x[..., :2]), "Expected 'key' to be "),
         (lambda: best(query_ptr=ptr[:1]), r"Expected 'query_ptr' to be \[B\+1\]"),
         (lambda: ops.sample_queries(ptr, sequence_ids, 5, 1.5, 0), r"Expected 'part' in \[0, 1\]"),
         (lambda: ops.sample_queries(ptr, sequence_ids, 4, 0.5, 0), "Expected 'query_ptr' to "),
@@ -1028,6 +1050,7 @@ def _samples() -> dict[str, tuple]:
     cuts = (torch.tensor([0, 3]), torch.tensor([0, 4]), 2)  # two blocks of queries, two of keys
     blocks = (torch.tensor([0, 2, 3, 3, 4]), torch.tensor([0, 1, 0, 1]))
     tile = torch.randn(4, 2, 2)
+    small, weight = torch.randn(2, 3, 2, 3, requires_grad=True), torch.randn(2, 3, 2, requires_grad=True)
     seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
     return {
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
@@ -1086,6 +1109,10 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
+        "index_score": (small, weight, key, *rows),
+        "index_score_backward": (plain[3], small.detach(), weight.detach(), plain[1], *rows),
+        "edge_cross_entropy": (*plain[:2], plain[3].clone().requires_grad_(), *rows, plain[4], 0.5),
+        "edge_cross_entropy_backward": (torch.ones(2, 3), plain[3], graph.rowptr),
         "sample_queries": (ptr, torch.tensor([0]), 3, 0.5, 5),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }
@@ -1337,6 +1364,118 @@ def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
         with on_threads(threads):
             found.append(ops.index_top_k(*given))
     assert same(*found)
+
+
+SCORED = ("bipartite", "rows of 0, 1, 63, 1000", "one row has all edges", "no edges")
+
+
+def leaf(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("small", "channels"), [(1, 1), (2, 8), (3, 40)])
+@pytest.mark.parametrize("name", SCORED)
+def test_the_scores_of_edges_are_those_of_all_pairs(name: str, small: int, channels: int, dtype: torch.dtype) -> None:
+    graph = GRAPHS[name]
+    heads, queries, keys = graph.heads, graph.num_queries, graph.num_keys
+    sizes = (heads, queries, small, channels), (heads, queries, small), (heads, keys, channels)
+    leaves = [leaf(seed, *size, dtype=dtype) for seed, size in enumerate(sizes)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    every = (torch.einsum("hnsd,hmd->hnsm", wide[0], wide[2]).relu() * wide[1][..., None]).sum(2).flatten(0, 1)
+    row, col = graph.edge_row, graph.col.long()
+    wanted, grad = every[row, col], leaf(9, graph.num_edges, dtype=dtype).detach()
+    exact = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    out = ops.index_score(*leaves, graph.rows)
+    assert out.dtype == dtype
+    plain = [x.detach() for x in leaves], (graph.rowptr, graph.col)
+    for found in (out, reference_imitation.index_score(*plain[0], *plain[1])):
+        torch.testing.assert_close(found.double(), wanted, rtol=exact, atol=exact * channels)
+    expected = torch.autograd.grad(wanted, wide, grad.double())
+    for grads in (
+        torch.autograd.grad(out, leaves, grad),
+        reference_imitation.index_score_backward(grad, *plain[0], *plain[1]),
+    ):
+        for one, other, like in zip(grads, expected, leaves, strict=True):
+            assert one.dtype == dtype
+            assert one.shape == like.shape
+            torch.testing.assert_close(one.double(), other, rtol=exact, atol=exact * (1 + float(other.abs().max())))
+
+
+def _cross_entropy_of_all_pairs(
+    query: Tensor, key: Tensor, log_p: Tensor, graph: AttentionGraph, bias: Tensor | None, scale: float
+) -> Tensor:
+    """By its definition, with an array of all pairs."""
+    at, shape = (graph.edge_row, graph.col.long()), (graph.heads * graph.num_queries, graph.num_keys)
+    logit, known = (torch.full(shape, -torch.inf, dtype=torch.float64) for _ in range(2))
+    scores = (query @ key.mT).flatten(0, 1)[at] * scale
+    logit[at] = scores if bias is None else scores + bias
+    known = known.index_put(at, log_p)
+    weight = logit.softmax(1).nan_to_num(0.0)
+    log_q = torch.where(known == -torch.inf, 0, known - known.logsumexp(1, keepdim=True))
+    return -(weight * log_q).sum(1).view(query.shape[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("biased", "channels"), [(False, 1), (True, 8), (True, 40)])
+@pytest.mark.parametrize("name", SCORED)
+def test_the_cross_entropy_of_edges_is_that_of_its_definition(
+    name: str, biased: bool, channels: int, dtype: torch.dtype
+) -> None:
+    """A fifth of the edges have probability 0, and some a score of minus infinity."""
+    graph = GRAPHS[name]
+    query = leaf(0, graph.heads, graph.num_queries, channels, dtype=dtype)
+    key = leaf(1, graph.heads, graph.num_keys, channels, dtype=dtype)
+    chance = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(2))
+    bias = leaf(3, graph.num_edges, dtype=dtype).detach().masked_fill(chance > 0.9, -torch.inf) if biased else None
+    log_p = (5 * leaf(4, graph.num_edges, dtype=dtype).detach()).masked_fill(chance < 0.2, -torch.inf)
+    wide, log_p = log_p.double().requires_grad_(), log_p.requires_grad_()
+    plain = query.detach().double(), key.detach().double()
+    wanted = _cross_entropy_of_all_pairs(*plain, wide, graph, None if bias is None else bias.double(), 0.3)
+    out = ops.edge_cross_entropy(query, key, log_p, graph.rows._replace(bias=bias), 0.3)
+    assert out.dtype == torch.promote_types(dtype, torch.float32)
+    exact = 1e-10 if dtype == torch.float64 else 1e-4
+    with torch.no_grad():
+        reference, slope = reference_imitation.edge_cross_entropy(query, key, log_p, graph.rowptr, graph.col, bias, 0.3)
+    for found in (out, reference):
+        torch.testing.assert_close(found.double(), wanted, rtol=exact, atol=exact)
+    grad = leaf(5, *out.shape, dtype=out.dtype).detach()
+    (expected,) = torch.autograd.grad(wanted, wide, grad.double())
+    (of_op,) = torch.autograd.grad(out, log_p, grad)
+    assert of_op.dtype == dtype
+    for found in (of_op, reference_imitation.edge_cross_entropy_backward(grad, slope, graph.rowptr)):
+        rough = 1e-2 if found.dtype == torch.bfloat16 else exact
+        torch.testing.assert_close(found.double(), expected, rtol=rough, atol=rough)
+
+
+def test_the_cross_entropy_stays_finite_for_extreme_numbers() -> None:
+    graph = AttentionGraph.from_dense(torch.ones(1, 3))
+    query, key = torch.full((1, 1, 2), 1e3), torch.tensor([[[1e3, 0.0], [0.0, 0.0], [0.0, -1e3]]])
+    log_p = torch.tensor([-1e4, 1e4, 0.0], requires_grad=True)
+    loss = ops.edge_cross_entropy(query, key, log_p, graph.rows)
+    assert loss.tolist() == [[2e4]]
+    loss.sum().backward()
+    assert log_p.grad is not None
+    assert log_p.grad.tolist() == [-1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["score", "cross-entropy"])
+def test_imitation_on_several_threads(kind: str) -> None:
+    graph = random_graph(2, 300, 300, 0.4)
+    given = [
+        leaf(seed, *size, dtype=torch.float32) for seed, size in enumerate([(2, 300, 2, 8), (2, 300, 2), (2, 300, 8)])
+    ]
+    log_p, results = leaf(7, graph.num_edges, dtype=torch.float32), []
+    for threads in (1, 3):
+        with on_threads(threads):
+            if kind == "score":
+                out, leaves = ops.index_score(*given, graph.rows), given
+            else:
+                out, leaves = ops.edge_cross_entropy(given[2], given[2], log_p, graph.rows), [log_p]
+            results.append([out, *gradients(out, leaves)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[0][0], results[1][0])
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot flush subnormal numbers")

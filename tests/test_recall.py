@@ -343,7 +343,8 @@ def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("method", "first"), [("sbm:control=sparsifier", 1.0), ("sbm:control=fixed", 0.25), ("top-k:control=sparsifier", 1.0)]
+    ("method", "first"),
+    [("sbm:control=sparsifier", 1.0), ("sbm:control=fixed", 0.25), ("top-k:control=sparsifier", 1.0)],
 )
 def test_the_density_of_a_language_model_begins_as_its_control_says(method: str, first: float) -> None:
     run = language_model.Run(

@@ -44,6 +44,13 @@ test_half_precision = contract(
 test_strides = contract(test_ops.test_attention_takes_any_strides_and_index_type, ())
 test_nan = contract(test_ops.test_nan_stays_where_it_is_touched, (0.0,), (0.3,))
 test_extremes = contract(test_ops.test_extreme_scores_do_not_overflow, ("score",), ("weight",))
+test_index_scores = contract(
+    test_ops.test_the_scores_of_edges_are_those_of_all_pairs, ("bipartite", 2, 8, torch.float32), ("one row has all edges", 1, 1, torch.float64),
+)  # fmt: skip
+test_cross_entropy = contract(
+    test_ops.test_the_cross_entropy_of_edges_is_that_of_its_definition, ("bipartite", True, 8, torch.float32),
+    ("one row has all edges", True, 40, torch.float64),
+)  # fmt: skip
 test_every_element = contract(test_ops.test_every_output_element_is_written, ("edge_dot",), ("edge_attention",))
 
 

@@ -21,9 +21,10 @@ from .reference import edges as reference_edges
 from .reference.segments import Rows, allowed_keys
 
 __all__ = [
-    "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention", "edge_dot",
-    "edge_effect", "edge_entmax", "edge_gate", "index_top_k", "invalid_row", "local_expectation", "reach_dot",
-    "sample_queries", "sample_sbm", "sample_systematic", "segment_entmax",
+    "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention",
+    "edge_cross_entropy", "edge_dot", "edge_effect", "edge_entmax", "edge_gate", "index_score", "index_top_k",
+    "invalid_row", "local_expectation", "reach_dot", "sample_queries", "sample_sbm", "sample_systematic",
+    "segment_entmax",
 ]  # fmt: skip
 
 METHODS = ("bernoulli", "fastrg")
@@ -123,6 +124,76 @@ def reach_dot(
     return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
 
 
+def index_score(query: Tensor, weight: Tensor, key: Tensor, rows: Rows) -> Tensor:
+    """Score of each edge, ``[E]``, by a lightning indexer, as in :func:`index_top_k`.
+
+    Cost O(E S D) in time, O(E) in memory. Differentiable in ``query``, ``weight`` and ``key``.
+
+    Args:
+        query: Small queries of S heads, ``[H, N, S, D]``.
+        weight: Weights of the small heads, ``[H, N, S]``.
+        key: Small keys, ``[H, M, D]``.
+        rows: The edges, without a bias.
+
+    Returns:
+        ``[E]`` in the dtype of ``query``.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit.
+    """
+    rowptr, col = _without_bias(rows)
+    _check_small(query, weight, key)
+    checks.edge_rows(rowptr, col, query[:, :, 0], key=key)
+    checks.no_tangent(query, weight, key)
+    return schemas.index_score(query, weight, key, rowptr, col)
+
+
+def edge_cross_entropy(query: Tensor, key: Tensor, log_p: Tensor, rows: Rows, scale: float = 1.0) -> Tensor:
+    r"""Cross-entropy of each query between its attention weights and probabilities of its edges.
+
+    With the attention weights :math:`P_{ij}` over the edges as constants, it is
+
+    .. math:: - \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} .
+
+    Edges of probability 0 add nothing, and neither do queries without edges. Cost O(E C) in time and O(E) in memory;
+    the gradient costs O(E).
+
+    Args:
+        query: ``[H, N, C]``; it gets no gradient.
+        key: ``[H, M, C]``; it gets no gradient.
+        log_p: Logarithms of the probabilities, up to a number that is the same in a row, ``[E]``. Differentiable.
+        rows: The edges, and a bias of their scores or None.
+        scale: Factor of the scores.
+
+    Returns:
+        ``[H, N]``, in float32 or better.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit.
+    """
+    _check_rows_tuple(rows)
+    rowptr, col, bias = rows
+    checks.tensors(log_p=log_p)
+    checks.edge_rows(rowptr, col, query, key=key, log_p=log_p, bias=bias)
+    _check_scores(scale)
+    checks.no_tangent(query, key, log_p)
+    return schemas.edge_cross_entropy(query, key, log_p, rowptr, col, bias, scale)[0]
+
+
+def _check_small(query: Tensor, weight: Tensor, key: Tensor) -> None:
+    """Check what small heads score with."""
+    checks.tensors(query=query, weight=weight, key=key)
+    checks.floating(query=query, weight=weight, key=key)
+    checks.shape("query", query, (None, None, None, None), "[H, N, S, D]", "Heads come first.")
+    heads, queries, small, channels = query.shape
+    checks.shape("weight", weight, (heads, queries, small), "[H, N, S]", "It weighs the small heads.")
+    checks.shape("key", key, (heads, None, channels), "[H, M, D]", "It has the channels of a small head.")
+    if small < 1:
+        raise ValueError(f"Expected 'query' of at least one small head (got {list(query.shape)}). They score.")
+    checks.same_device("query", query, weight=weight, key=key)
+    values.require_unbatched(query=query, weight=weight, key=key)
+
+
 def index_top_k(
     query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
     is_causal: bool = False,
@@ -152,19 +223,15 @@ def index_top_k(
 
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 1 and 2.
     """
-    checks.tensors(query=query, weight=weight, key=key, count=count)
-    checks.floating(query=query, weight=weight, key=key)
-    checks.shape("query", query, (None, None, None, None), "[H, N, S, D]", "Heads come first.")
-    heads, queries, small, channels = query.shape
-    checks.shape("weight", weight, (heads, queries, small), "[H, N, S]", "It weighs the small heads.")
-    checks.shape("key", key, (heads, None, channels), "[H, M, D]", "It has the channels of a small head.")
+    _check_small(query, weight, key)
+    checks.tensors(count=count)
+    heads, queries = query.shape[:2]
     _check_ptr(query_ptr, key_ptr, queries, key.size(1))
     checks.shape("count", count, (queries,), "[N]", "It is the number of keys of each query.")
     if count.dtype != torch.int64:
         raise TypeError(f"Expected 'count' to be int64 (got {count.dtype}). It counts keys.")
-    checks.same_device("query", query, weight=weight, key=key, query_ptr=query_ptr, key_ptr=key_ptr, count=count)
+    checks.same_device("query", query, query_ptr=query_ptr, key_ptr=key_ptr, count=count)
     checks.flag("is_causal", is_causal, _CAUSAL)
-    values.require_unbatched(query=query, weight=weight, key=key)
     if values.can_read(count):
         if int(count.min()) < 1:
             raise ValueError(f"Expected 'count' to be at least 1 (got {int(count.min())}). Each query has a key.")

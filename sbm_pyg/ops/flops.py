@@ -24,8 +24,8 @@ from .reference import segments as reference_segments
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
-    "edge_attention_backward", "edge_dot", "edge_dot_backward", "edge_effect", "index_top_k", "reach_dot",
-    "reach_dot_backward", "sample_sbm",
+    "edge_attention_backward", "edge_cross_entropy", "edge_dot", "edge_dot_backward", "edge_effect", "index_score",
+    "index_score_backward", "index_top_k", "reach_dot", "reach_dot_backward", "sample_sbm",
 ]  # fmt: skip
 
 
@@ -48,6 +48,21 @@ def edge_dot(of: Any) -> int:
 def edge_dot_backward(of: Any) -> int:
     """2 E K for each side that needs its gradient."""
     return edge_dot(of) * (of.need_query + of.need_key)
+
+
+def edge_cross_entropy(of: Any) -> int:
+    """2 E C: the scores of attention."""
+    return edge_dot(of)
+
+
+def index_score(of: Any) -> int:
+    """2 E S D."""
+    return 2 * of.col.numel() * of.query.size(-2) * of.query.size(-1)
+
+
+def index_score_backward(of: Any) -> int:
+    """6 E S D: products again, gradients to queries and keys."""
+    return 3 * index_score(of)
 
 
 def index_top_k(of: Any) -> int:

@@ -156,6 +156,15 @@ def _fake_entmax_backward(
     return torch.empty_like(out), torch.empty_like(alpha) if need_alpha else alpha.new_empty(0)
 
 
+def _fake_score_backward(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
+
+def _fake_cross_entropy(query: Tensor, key: Tensor, log_p: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(log_p.dtype, torch.float32)
+    return log_p.new_empty(query.shape[:2], dtype=dtype), log_p.new_empty(log_p.shape, dtype=dtype)
+
+
 def _fake_reach(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
 
@@ -177,6 +186,12 @@ sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
 index_top_k = _declare("index_top_k", _fake_top_k, "pairs", ("cpu",))
+index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
+index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
+edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")
+edge_cross_entropy_backward = _declare(
+    "edge_cross_entropy_backward", lambda grad, slope, rowptr: slope.new_empty(slope.shape), "imitation"
+)
 reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
 reach_dot_backward = _declare("reach_dot_backward", _fake_reach_backward, "reach", ("cpu",))
 invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "validate", ("cpu",))
@@ -200,6 +215,30 @@ def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
+
+
+def _score_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = index_score_backward(grad.contiguous(), *ctx.saved_tensors)
+    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
+    return *wanted, None, None
+
+
+index_score.register_autograd(_score_backward, setup_context=_save_dot)
+
+
+def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
+    ctx.save_for_backward(output[1], inputs[3])
+    ctx.dtype = inputs[2].dtype
+
+
+def _cross_entropy_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    known = None if grad is None else edge_cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors).to(ctx.dtype)
+    return None, None, known, None, None, None, None
+
+
+edge_cross_entropy.register_autograd(_cross_entropy_backward, setup_context=_save_cross_entropy)
 
 
 def _save_reach(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

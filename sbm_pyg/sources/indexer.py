@@ -234,11 +234,7 @@ class IndexProbability(EdgeProbability):
             TypeError, ValueError: It is not.
         """
         self.check(graph)
-        total = self.query.new_zeros(graph.num_edges)
-        for query, weight in zip(self.query.unbind(2), self.weight.unbind(2), strict=True):
-            dot = ops.edge_dot(query.contiguous(), self.key, graph.rows)
-            total = total + torch.relu(dot) * weight.flatten()[graph.edge_row]
-        return total
+        return ops.index_score(self.query, self.weight, self.key, graph.rows)
 
     def on(self, graph: AttentionGraph) -> Tensor:
         """Probability of each edge of a graph, ``[E]``, differentiable.
