@@ -19,6 +19,7 @@ SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 SOURCES = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
+TARGETED = ("indexer", "key_selection", "sbm")  # sources with a target density
 METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
 ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
@@ -110,6 +111,8 @@ class Settings:
         need("accumulate", equal, f"a divisor of 'batch-size' = {self.batch_size}", "Parts of a batch are equal.")
         free = self.density_weight == 0 or self.attention == "sbm"
         need("density-weight", free, f"0 for {self.attention!r} attention", "Only 'sbm' learns its density.")
+        free = self.target_density == 0 or self.attention in TARGETED
+        need("target-density", free, f"0 for {self.attention!r} attention", f"Only {', '.join(TARGETED)} have one.")
         free = self.target_density == 0 or self.density_weight == 0
         need("target-density", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
         need("target-density", self.target_density < 1, "below 1", "Dense attention is '--attention full'.")

@@ -89,6 +89,7 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --task nothing", "argument --task: invalid choice"),
     ("train --steps -3", "Expected 'steps' to be at least 1 (got -3)"),
     ("train --weight-decay inf", "Expected 'weight-decay' to be at least 0.0 (got inf)"),
+    ("train --attention window --target-density 0.1", "Expected 'target-density' to be 0 for 'window' attention"),
     ("train --data missing", "Expected 'missing' to hold ListOps (got no such folder)"),
     ("train --data file", "Expected 'file' to hold ListOps (got a file)"),
     ("train --data loop", "argument --data: Expected a path that the file system can have"),
