@@ -45,7 +45,7 @@ class Command(argparse.ArgumentParser):
         for name, word, bound in self.bounds:
             value = getattr(given, name.replace("-", "_"))
             for each in value if isinstance(value, list) else [value]:
-                if each is not None and (each <= bound if word == "above" else each < bound):
+                if each is not None and not (each > bound if word == "above" else each >= bound):  # NaN is neither
                     self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
         return given
 

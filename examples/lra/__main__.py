@@ -115,7 +115,7 @@ def parse_graphs(arguments: Words) -> argparse.Namespace:
     command.option("split", "val", choices=("train", "val", "test"))
     command.option("examples", 500, "for densities; at random", metavar="N", least=1)
     command.option("structure", 20, "of them, for structure and universality", metavar="N", least=1)
-    command.option("time-limit", 5.0, "seconds for each condition of each set", metavar="S", least=0)
+    command.option("time-limit", 5.0, "seconds for each condition of each set", metavar="S", above=0)
     return _finish(command, arguments)
 
 

@@ -260,8 +260,8 @@ def parse(arguments: Words | None = None) -> argparse.Namespace:
     words = "as many steps as fit into that time, with their validations"
     command.add_argument("--minutes", type=float, metavar="M", help=words)
     command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
-    words = "CPU threads (default: 1 for laptop, as torch chooses for paper)"
-    command.add_argument("--threads", type=int, metavar="N", help=words)
+    words = "CPU threads (default: 1 for listops of laptop, else as torch chooses)"
+    command.option("threads", int, words, metavar="N", least=1)
     first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
     first.add_argument("--task", nargs="?")
     task = first.parse_known_args(arguments)[0].task

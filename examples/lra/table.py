@@ -56,7 +56,7 @@ def asked(given: argparse.Namespace) -> dict[str, list[str]]:
     rest = vars(parse(given.rest))
     for name in (*OWN, *once):
         text = f"no '{name}' in the arguments after '--'"
-        require(name not in rest, text, rest.get(name), "`table` has it: see --help.")
+        require(rest.get(name) is None, text, rest.get(name), "`table` has it: see --help.")
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [*flags({name: getattr(given, name) for name in once}), *given.rest]
     runs: dict[str, list[str]] = {}

@@ -240,7 +240,7 @@ def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: P
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
     """Opens the data of a run, with as many threads as this process has from now on."""
-    number = vars(given).get("threads", PRESETS[plan.task][plan.preset].threads)
+    number = given.threads or PRESETS[plan.task][plan.preset].threads
     if number is not None:
         torch.set_num_threads(number)
     return open_data(plan)

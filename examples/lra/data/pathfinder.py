@@ -24,7 +24,9 @@ class Parameters:
 
     def __post_init__(self) -> None:
         require(self.level in LEVELS, f"'level' to be one of {', '.join(LEVELS)}", repr(self.level), "Choose one.")
-        require(self.images >= 10, "'images' to be at least 10", self.images, "Give a larger number.")
+        for name, least in (("images", 10), ("per_folder", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"'{name}' to be at least {least}", value, "Give a larger number.")
 
 
 def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: bool = True) -> bool:
