@@ -102,6 +102,19 @@ def test_dense_attention_loses_nothing() -> None:
         torch.testing.assert_close([*head[2:]], [1.0, 1.0, 1.0, 0.0], atol=1e-9, rtol=0)
 
 
+def test_dense_and_sparse_calls_count_alike() -> None:
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, 2, num_blocks=3).double()
+    sparsifier = Sparsifier(conv, 0.3, 10)
+    with compare_heads(conv, rows=math.inf) as both:
+        conv(X, ptr=PTR, seed=0)
+        with sparsifier.sparse(), compare_heads(conv, rows=math.inf) as sparse:
+            conv(X, ptr=PTR, seed=0)
+    for mean, one in zip(both.heads, sparse.heads, strict=True):
+        wanted = [(1 + part) / 2 for part in one[2:5]] + [one.error / 2**0.5]
+        torch.testing.assert_close([*mean[2:]], wanted)
+
+
 def test_padding_and_masks_are_not_pairs() -> None:
     torch.manual_seed(0)
     attention = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=3, window=1, dtype=torch.float64)

@@ -22,7 +22,7 @@ from ..layers.propagation import OUTPUT_ONLY, Returns
 from ..ops import checks, edge_attention
 from ..ragged import Tokens, draw_seed
 from ..sources.interface import Choice
-from ..sources.learned import sample_rows
+from ..sources.learned import DenseChoice, sample_rows
 
 __all__ = ["Attention", "Head", "HeadTable", "compare_heads", "record_attention"]
 
@@ -42,14 +42,14 @@ class Attention(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What one head loses, as means over the sampled queries."""
+    """What one head loses, as means over the sampled queries of all calls, dense ones included."""
 
     layer: str
     """Name of the layer, as in ``model.named_modules()``."""
     head: int
     """Number of the head."""
     density: float
-    """Part of the allowed pairs that are edges."""
+    """Part of the allowed pairs that are edges, a mean over sequences and calls."""
     kept: float
     """Part of the dense attention weights that lie on edges."""
     possible: float
@@ -137,10 +137,7 @@ def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]
     table = HeadTable()
 
     def measure(name: str, layer: AttentionConv, choice: Choice, inputs: _Inputs, edge_filter: _Filter) -> None:
-        if choice.is_stored:
-            table._add(name, _measure(layer, choice.graph, *inputs, rows, edge_filter))
-        else:  # dense attention loses nothing
-            table._add(name, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]).expand(layer.heads, -1))
+        table._add(name, _measure(layer, choice, *inputs, rows, edge_filter))
 
     with _watch(model, measure):
         yield table
@@ -229,32 +226,40 @@ def _attend(
 
 @torch.no_grad()
 def _measure(
-    layer: AttentionConv, graph: AttentionGraph, query: Tensor, key: Tensor, value: Tensor, rows: float,
-    edge_filter: Callable[[AttentionGraph], Tensor] | None,
+    layer: AttentionConv, choice: Choice, query: Tensor, key: Tensor, value: Tensor, rows: float, edge_filter: _Filter
 ) -> Tensor:  # fmt: skip
     """Sums of one call, ``[H, 7]``: 1, density, rows, kept, possible, squared difference and squared norm."""
-    tokens = Tokens(query, key, graph.query_ptr, graph.key_ptr, True, graph.is_causal, draw_seed(None))
+    over = choice.tokens if isinstance(choice, DenseChoice) else choice.graph
+    tokens = Tokens(query, key, over.query_ptr, over.key_ptr, True, over.is_causal, draw_seed(None))
     every = sample_rows(tokens, rows)
     if edge_filter is not None:
         every = every.select(edge_filter(every))
     weight = _weights(layer, query, key, every)
+    taken = (every.rowptr.diff() > 0).view(layer.heads, -1)
+    count, ones = taken.double().sum(1), torch.ones(layer.heads, dtype=torch.float64, device=query.device)
+
+    def squares(out: Tensor) -> Tensor:
+        return out.double().square().sum(2).mul(taken).sum(1)
+
+    def attend(graph: AttentionGraph, weight: Tensor) -> Tensor:
+        return edge_attention(query, key, value, graph.rows._replace(bias=_log(weight)), scale=0.0)[0]
+
+    dense = attend(every, weight)
+    if not choice.is_stored:  # dense attention loses nothing
+        return torch.stack((ones, ones, count, count, count, torch.zeros_like(ones), squares(dense)), 1)
+    graph = choice.graph
     edge = graph.expand(layer.heads).contains(every.edge_index, every.edge_head)
     few = every.select(edge)
-    count, of = few.rowptr.diff(), every.edge_row
+    degree, of = few.rowptr.diff(), every.edge_row
     order = weight.argsort(descending=True)
     order = order[of[order].argsort(stable=True)]  # by row, the largest weights first
     rank = torch.arange(order.numel(), device=order.device) - every.rowptr[of[order]]
-    best = weight[order] * (rank < count[of[order]])
-    outputs = [
-        edge_attention(query, key, value, each.rows._replace(bias=_log(part)), scale=0.0)[0]
-        for each, part in ((every, weight), (few, _weights(layer, query, key, few)))
-    ]
-    taken = (every.rowptr.diff() > 0).view(layer.heads, -1)
+    best = weight[order] * (rank < degree[of[order]])
+    sparse = attend(few, _weights(layer, query, key, few))
     per_head = partial(_sum_by, every.edge_head, layer.heads)
-    squares = [x.double().square().sum(2).mul(taken).sum(1) for x in (outputs[1] - outputs[0], outputs[0])]
-    ones = torch.ones(layer.heads, dtype=torch.float64, device=query.device)
     density = graph.expand(layer.heads).density.double().mean(0)
-    sums = (ones, density, taken.double().sum(1), per_head(weight * edge), per_head(best, order), *squares)
+    parts = per_head(weight * edge), per_head(best, order)
+    sums = (ones, density, count, *parts, squares(sparse - dense), squares(dense))
     return torch.stack(sums, 1)
 
 
