@@ -297,6 +297,13 @@ def test_losses_show_when_training_became_sparse() -> None:
         plots.plot_losses([1.0])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("content", [b'{\n"step": 1,\n}\n', b"PK\x80\x03", b"\x00\n\x00,\x01\n"])
+def test_a_file_that_is_not_of_the_trainer_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(ValueError, match=r"Expected 'log' (with columns|to be a CSV file) .*train.csv"):
+        plots.plot_training_density(tmp_path / "log")
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
     with pytest.raises(
         ValueError, match=r"Expected 'density' to be \[L, B, H\] \(got \[2, 3\]\). `EncoderTrace.density` is."

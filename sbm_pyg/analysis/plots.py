@@ -370,16 +370,17 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
         ax: Axes to draw on.
 
     Raises:
-        ValueError: A column is missing.
+        ValueError: The file cannot be read, a column is missing, or a cell is not a number.
     """
     if isinstance(log, str | Path):
-        if not Path(log).is_file():
+        try:
+            with open(log, newline="", encoding="utf-8") as file:
+                read: list[dict[str, Any]] = list(csv.DictReader(file, restkey=""))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(
-                f"Expected 'log' to be a CSV file (got {str(log)!r}, which is not a file). "
+                f"Expected 'log' to be a CSV file (got {str(log)!r}: {error}). "
                 "`examples/lra.py` writes train.csv and val.csv."
-            )
-        with open(log, newline="") as file:
-            read: list[dict[str, Any]] = list(csv.DictReader(file))
+            ) from None
         # a killed run may leave half a row
         rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]
     elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
