@@ -270,6 +270,18 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(
         train.train(dataclasses.replace(run, channels=16), broken)
 
 
+@pytest.mark.parametrize("method", ["full", "window"])
+def test_a_run_that_diverges_is_no_result(
+    method: str, small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--steps", "4", "--channels", "8", "--learning-rate", "1e30", "--densities", "0.2"]
+    with pytest.raises(SystemExit):
+        program.main(["--methods", method, *words, "--output", str(tmp_path)])
+    said = "Expected the loss to stay finite (got nan at step "
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "rows.csv").exists()
+
+
 def test_the_program_trains_what_is_missing_and_reports(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

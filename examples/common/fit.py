@@ -1,6 +1,7 @@
 """The training loop that programs share: from a model and its losses to rows of evaluations, with checkpoints to go on from."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from examples.common.pictures import save_figure
-from examples.common.runs import claim, read_state, write_checkpoint
+from examples.common.runs import RunError, claim, read_state, write_checkpoint
 from examples.common.tables import Row, add, read
 from sbm_pyg import LearnedSource, Sparsifier, auxiliary_loss
 from sbm_pyg.analysis import plots
@@ -48,6 +49,9 @@ def fit(
         measure: Rows of an evaluation, at the target density.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
         source_rate: Factor of the learning rate of graph sources.
+
+    Raises:
+        RunError: The loss is no longer finite at an evaluation; no row of it is kept.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     groups[1]["lr"] = source_rate * run.learning_rate
@@ -79,13 +83,17 @@ def fit(
             step += 1
             bar.update()
             if step % every == 0 or step == run.steps:
+                value = loss.item()
+                if not math.isfinite(value):
+                    words = f"Expected the loss to stay finite (got {value} at step {step:,} of {path.stem}): training has diverged."
+                    raise RunError(f"{words} Take a lower --learning-rate, and another --output.")
                 model.eval()
                 with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
                     found = measure()
                 model.train()
                 seconds = time.perf_counter() - began
-                rows += [{**row, "step": step, "loss": loss.item(), "seconds": seconds} for row in found]
-                bar.set_postfix_str(str(sparsifier or f"loss {loss.item():.3f}"))
+                rows += [{**row, "step": step, "loss": value, "seconds": seconds} for row in found]
+                bar.set_postfix_str(str(sparsifier or f"loss {value:.3f}"))
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
                 write_checkpoint(path, state | {"random": torch.get_rng_state()})
