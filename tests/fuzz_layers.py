@@ -957,7 +957,8 @@ function("analysis.communities_of", 2, analysis.communities_of, lambda d: {"sbm"
 function("analysis.lemma2", 4, analysis.lemma2, lambda d: {"n": (n := d.randint(1, 8)), "num_blocks": d.randint(1, n)})
 function(
     "analysis.lemma1", 4, analysis.lemma1,
-    lambda d: {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0},
+    lambda d: {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0,
+               "progress": False},
     check=lambda result, **_: expect(str(result), "no words"),
 )  # fmt: skip
 function("analysis.log10_cycles", 3, analysis.log10_cycles, a_chance, check=_in_range)

@@ -646,7 +646,7 @@ def test_expected_cycles_and_paths_equal_enumeration() -> None:
 
 def test_lemma1_shows_that_the_expectation_says_little() -> None:
     defaults = {name: each.default for name, each in inspect.signature(lemma1).parameters.items()}
-    assert defaults == {"n": 64, "probabilities": None, "samples": 200, "seed": 0, "time_limit": 1.0}
+    assert defaults == {"n": 64, "probabilities": None, "samples": 200, "seed": 0, "time_limit": 1.0, "progress": True}
     result = lemma1(48, samples=25, seed=0)
     assert len(result.probabilities) == 12
     assert (result.found + result.absent == 25).all()
@@ -658,6 +658,13 @@ def test_lemma1_shows_that_the_expectation_says_little() -> None:
     low, high = result.interval
     assert ((low <= result.limit + 0.15) & (result.limit - 0.15 <= high)).all()
     assert "10^" in str(result)
+
+
+def test_lemma1_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lemma1(5, [0.5], samples=3)
+    assert "lemma1: 100%" in capsys.readouterr().err
+    lemma1(5, [0.5], samples=3, progress=False)
+    assert not capsys.readouterr().err
 
 
 def test_lemma1_errors() -> None:

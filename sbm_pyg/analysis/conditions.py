@@ -568,6 +568,7 @@ def lemma1(
     samples: int = 200,
     seed: int = 0,
     time_limit: float = 1.0,
+    progress: bool = True,
 ) -> Lemma1:
     """Lemma 1 of Cho et al. as an experiment: expected Hamiltonian cycles, and sampled graphs with a Hamiltonian path.
 
@@ -581,6 +582,7 @@ def lemma1(
         samples: Graphs for each probability, at least 1.
         seed: Seed of the graphs and of the searches.
         time_limit: Seconds for each graph.
+        progress: Show a progress bar.
 
     Raises:
         ImportError: scipy is not installed.
@@ -588,13 +590,16 @@ def lemma1(
             would take more than an hour.
 
     Example:
-        >>> result = lemma1(12, [0.05, 0.9], samples=5)
+        >>> result = lemma1(12, [0.05, 0.9], samples=5, progress=False)
         >>> result.found.tolist(), result.absent.tolist()
         ([0, 5], [5, 0])
     """
+    from ..info import tqdm
+
     n = checks.integer("n", n, 3, "The default is 64.")
     samples = checks.integer("samples", samples, 1, "The default is 200.")
     time_limit, seed = check_time_limit(time_limit), draw_seed(seed)
+    checks.flag("progress", progress, "With False, there is no bar.")
     checks.memory("n", n, 100, torch.device("cpu"), "Take fewer tokens.", "tokens")
     low, high = 0.5 * math.e * n ** (1 / n) / n, min((math.log(n) + 4) / n, 1.0)
     try:
@@ -617,10 +622,12 @@ def lemma1(
         )
     random = np.random.default_rng(seed % 2**64)
     answers = {status: np.zeros(len(chosen), np.int64) for status in ("FOUND", "ABSENT", "UNKNOWN")}
-    for number, p in enumerate(chosen):
-        for _ in range(samples):
-            graph = _random_graph(n, p, random)
-            answers[hamiltonian_path(graph, time_limit=time_limit, seed=seed).status][number] += 1
+    with tqdm(total=samples * len(chosen), desc="lemma1", unit="graph", disable=not progress) as bar:
+        for number, p in enumerate(chosen):
+            for _ in range(samples):
+                graph = _random_graph(n, p, random)
+                answers[hamiltonian_path(graph, time_limit=time_limit, seed=seed).status][number] += 1
+                bar.update()
     return Lemma1(n, samples, chosen, answers["FOUND"], answers["ABSENT"])
 
 
