@@ -455,6 +455,12 @@ class AttentionGraph(CompressedRows):
         Raises:
             ImportError: SciPy is not installed.
             ValueError: The head or sequence does not exist, or the head is None and there are several.
+
+        Example:
+            >>> array = AttentionGraph.from_dense(torch.tensor([[1, 0], [1, 1]])).to_scipy()
+            >>> query, key = map(torch.from_numpy, array.nonzero())  # and back
+            >>> AttentionGraph.from_edge_index(torch.stack([key, query]), *array.shape)
+            AttentionGraph(1 sequence, 1 head, 2 queries, 2 keys, 3 edges, density 75.0%)
         """
         sparse = checks.imported("scipy.sparse", "analysis")
         head = resolve_index(head, self.heads, "head")
