@@ -289,7 +289,8 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
     settings = PRESETS[name][preset].settings
     if "steps" in chosen and "warmup" not in chosen:
         chosen["warmup"] = settings.warmup * chosen["steps"] // settings.steps
-    if chosen.get("attention", "sbm") != "sbm":  # only 'sbm' has what the preset prices
+    # only 'sbm' has what the preset prices, and a target density takes the place of a price
+    if chosen.get("attention", "sbm") != "sbm" or chosen.get("target_density"):
         chosen.setdefault("density_weight", 0.0)
     settings = dataclasses.replace(settings, **chosen)
     folder = options.get("output") or next_folder(name, preset)
