@@ -189,12 +189,18 @@ def universality(module: Classifier, split: Split, examples: np.ndarray, limit: 
 def run(given: argparse.Namespace) -> Path:
     """Writes the report that the command line asks for, and returns where it is."""
     try:
-        plan, module, splits = open_run(given.run, data=given.data)
-        settings, task, split = plan.settings, TASKS[plan.task], splits[given.split]
-        has_graphs, got = settings.attention not in ("full", *BASELINES), f"attention {settings.attention!r}"
-        require(has_graphs, "a run whose attention has graphs", got, "There is nothing to see.")
+        out = _report(given)
     except ValueError as error:
         given.fail(str(error))
+    print(f"Wrote {out}")
+    return out
+
+
+def _report(given: argparse.Namespace) -> Path:
+    plan, module, splits = open_run(given.run, data=given.data)
+    settings, task, split = plan.settings, TASKS[plan.task], splits[given.split]
+    has_graphs, got = settings.attention not in ("full", *BASELINES), f"attention {settings.attention!r}"
+    require(has_graphs, "a run whose attention has graphs", got, "There is nothing to see.")
     random = np.random.default_rng(0)
     examples = np.sort(random.permutation(len(split))[: given.examples])
     some = random.permutation(examples)[: given.structure]
@@ -218,5 +224,4 @@ def run(given: argparse.Namespace) -> Path:
     ]
     out = given.run / "graphs.html"
     write_text(out, page(name, parts))
-    print(f"Wrote {out}")
     return out

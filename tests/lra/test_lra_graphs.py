@@ -224,3 +224,12 @@ def test_damaged_weights_and_other_data_are_refused(
         with pytest.raises(SystemExit):
             main(words)
         assert "best.ckpt' to be as it was written (got other bytes than" in capsys.readouterr().err
+
+
+def test_a_damaged_log_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "train.csv").write_text("garbage\n")
+    with pytest.raises(SystemExit):
+        main(["graphs", "--run", str(folder), "--examples", "4", "--structure", "1"])
+    assert "Expected 'log' with columns 'step'" in capsys.readouterr().err
+    assert not (folder / "graphs.html").exists()
