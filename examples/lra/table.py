@@ -53,10 +53,11 @@ PUBLISHED_DENSITY = (20.09, 26.10, 29.46, 20.49, 18.56)  # per cent, of the same
 def asked(given: argparse.Namespace) -> dict[str, list[str]]:
     """The trainer's arguments for each run, by the name of its folder; ``--resume`` for those that were begun."""
     once = [name for name in ("steps", "minutes", "threads") if getattr(given, name) is not None]
-    rest = vars(parse(given.rest))
-    for name in (*OWN, *once):
-        text = f"no '{name}' in the arguments after '--'"
-        require(rest.get(name) is None, text, rest.get(name), "`table` has it: see --help.")
+    own = [(f"the settings of {method!r}", method_words(method)[2:], OWN) for method in given.methods]
+    for place, words, names in (("the arguments after '--'", given.rest, (*OWN, *once)), *own):
+        found = vars(parse(words))
+        for name in names:
+            require(found.get(name) is None, f"no '{name}' in {place}", found.get(name), "`table` has it: see --help.")
     common = ["--accelerator", given.accelerator, "--preset", given.preset]
     common += [*flags({name: getattr(given, name) for name in once}), *given.rest]
     runs: dict[str, list[str]] = {}

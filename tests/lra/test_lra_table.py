@@ -230,6 +230,8 @@ def test_the_budget_and_threads_are_given_to_the_trainer(make: Callable[..., Pat
         ("--report", "Expected 'output' to hold finished runs"),
         ("-- --seed 5", "Expected no 'seed' in the arguments after '--'"),
         ("-- --see 5", "Expected no 'seed' in the arguments after '--'"),
+        ("--seeds 0 1 --methods sbm:seed=4", "Expected no 'seed' in the settings of 'sbm:seed=4' (got 4)"),
+        ("--methods full sbm:output=elsewhere", "Expected no 'output' in the settings of 'sbm:output=elsewhere'"),
         ("-- --attention full", "Expected no 'attention' in the arguments after '--'"),
         ("-- --resume", "Expected no 'resume' in the arguments after '--'"),
         ("--steps 2 -- --step 6", "Expected no 'steps' in the arguments after '--'"),
