@@ -142,11 +142,8 @@ def _make_attention(
         known.discard("score_bias")
     else:
         known = named.options_of(name)
-    if known is not None and (unknown := [option for option in options if option not in known]):
-        hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
-        raise ValueError(
-            f"Expected 'attention_options' of {name!r} to be known (got {unknown}).{hint} They are {sorted(known)}."
-        )
+    if known is not None:
+        named.check_known(f"'attention_options' of {name!r}", options, known, ValueError)
     if name == "full":
         return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "dcmm":

@@ -541,7 +541,7 @@ def test_options_are_checked() -> None:
         ValueError, match=r"Expected 'source' to be one of \['sbm', 'routing', 'indexer', .*\(got 'nothing'\)"
     ):
         replace_attention(model, source="nothing")
-    with pytest.raises(TypeError, match=r"unknown arguments \['num_block'\]"):
+    with pytest.raises(TypeError, match=r"Expected options of source='sbm' to be known \(got \['num_block'\]\)"):
         replace_attention(model, num_block=4)
     with pytest.raises(TypeError, match=r"Expected 'options' to be what a config can save .*function"):
         replace_attention(model, score_bias=lambda *_: 0)

@@ -185,8 +185,8 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         The names of the replaced layers, as in ``model.named_modules()``.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: It contains no such layer, or is one itself, or ``source`` or an option is unknown.
+        TypeError: ``model`` is not a module, or an option is unknown or one that the replaced layer sets.
+        ValueError: It contains no such layer, or is one itself, or ``source`` is unknown.
 
     Example:
         >>> from sbm_pyg import Sparsifier

@@ -60,9 +60,8 @@ class SBMMultiheadAttention(nn.Module):
             call passes a graph.
 
     Raises:
-        TypeError: A size is not an integer, a flag not a bool, or ``dtype`` not floating.
-        ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is unknown, out of range or not
-            supported.
+        TypeError: A size is not an integer, a flag not a bool, ``dtype`` not floating, or an option unknown.
+        ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is out of range or not supported.
 
     Shapes:
         - query ``[B, L, embed_dim]``, key ``[B, S, kdim]``, value ``[B, S, vdim]`` with ``batch_first``, ``[L, B,
@@ -143,16 +142,24 @@ class SBMMultiheadAttention(nn.Module):
             **options: ``source`` and its options, as in the constructor.
 
         Raises:
-            TypeError: ``attention`` is not a layer of torch.
-            ValueError: It appends a bias or zeros to its keys.
+            TypeError: ``attention`` is not a layer of torch, or an option is unknown or one that it sets.
+            ValueError: It appends a bias or zeros to its keys, or ``source`` is unknown.
         """
         what = "a torch.nn.MultiheadAttention"
         checks.kind("attention", attention, nn.MultiheadAttention, what, "Pass the layer itself.")
         weight = attention.out_proj.weight
-        sizes = (attention.embed_dim, attention.num_heads, attention.dropout, attention.out_proj.bias is not None)
-        more = (attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim)
-        place = (attention.batch_first, weight.device, weight.dtype)
-        made = cls(*sizes, *more, *place, **options)
+        given: dict[str, Any] = {
+            **{name: getattr(attention, name) for name in ("embed_dim", "num_heads", "dropout", "kdim", "vdim")},
+            **{name: getattr(attention, name) for name in ("add_zero_attn", "batch_first")},
+            "bias": attention.out_proj.bias is not None,
+            "add_bias_kv": attention.bias_k is not None,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
+        fixed = sorted({*given} & {*options})
+        if fixed:
+            raise TypeError(f"Expected 'options' without {fixed} (got them). The layer of torch sets them.")
+        made = cls(**given, **options)
         lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
         apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
         copies = [

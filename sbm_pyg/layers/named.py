@@ -7,7 +7,7 @@ take names (``multihead``, ``models``, ``integrations.hugging_face``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -116,8 +116,16 @@ def options_of(source: str) -> set[str] | None:
     return known.difference(SET, GIVEN)
 
 
+def check_known(what: str, options: Iterable[str], known: Collection[str], error: type[Exception] = TypeError) -> None:
+    """Refuse options that a source or its layer does not have; ``what`` names them."""
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
+        raise error(f"Expected {what} to be known (got {unknown}).{hint} They are {sorted(known)}.")
+
+
 def make_attention(
-    source: str, in_channels: int | tuple[int, int], out_channels: int, heads: int, **options: Any
+    source: str, in_channels: int | tuple[int, int], out_channels: int, heads: int, /, **options: Any
 ) -> AttentionConv:
     """An :class:`AttentionConv` with the source of a name.
 
@@ -130,13 +138,16 @@ def make_attention(
         TypeError: An option is unknown, or a registered function did not return a source.
         ValueError: The name is unknown, or an option is out of range.
     """
-    if source == "sbm":
-        return SBMAttentionConv(in_channels, out_channels, heads, **options)
     if source not in source_names():
         raise ValueError(
             f"Expected 'source' to be one of {source_names()} (got {source!r}). Call `sbm_pyg.register_source` for one "
             "of your own, before the model is made or loaded."
         )
+    known = options_of(source)
+    if known is not None:
+        check_known(f"options of source={source!r}", options, known | {"is_causal"})
+    if source == "sbm":
+        return SBMAttentionConv(in_channels, out_channels, heads, **options)
     own = {*_arguments(AttentionConv), *_arguments(MessagePassing)}
     of_layer = {name: options.pop(name) for name in [*options] if name in own}
     sizes = {
