@@ -360,7 +360,8 @@ def test_new_tokens_attend_to_sampled_keys_and_to_their_window() -> None:
 
 def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
     model = llama()
-    for options in ({"source": "window", "size": 2}, {**OPTIONS, "block_size": 2, "target_density": 0.5}):
+    rules: list[dict[str, Any]] = [{"source": name} for name in ("lsh", "routing", "block_top_k")]
+    for options in ({"source": "window", "size": 2}, {**OPTIONS, "block_size": 2, "target_density": 0.5}, *rules):
         replace_attention(model, **options)
         assert generate(model, use_cache=False).shape == (3, 22)
         with pytest.raises(ValueError, match=r"rows do not depend on each other, .* Pass use_cache=False"):

@@ -21,7 +21,7 @@ from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops.reference.segments import runs
 from ..ragged import Tokens, draw_seed, offsets
-from ..sources import patterns
+from ..sources import patterns, selectors
 from ..sources.learned import LearnedSource
 
 __all__ = ["NAME", "GraphAttention", "PairMask", "attend", "make_mask"]
@@ -231,7 +231,9 @@ class GraphAttention(nn.Module):
         source: Any = self.conv.source
         if length > 1:
             raise ValueError(f"Expected one new token per step with a cache (got {length} of {total}). {NO_CACHE}")
-        if isinstance(source, patterns.PatternSource) or getattr(source, "block_size", 1) > 1:
+        rule = source.rule.rule if isinstance(source, patterns.PatternSource | selectors.SelectorSource) else None
+        depends = isinstance(source, selectors.RoutingSource) or rule not in (None, selectors.top_k)
+        if depends or getattr(source, "block_size", 1) > 1:
             raise ValueError(
                 "Expected a source whose rows do not depend on each other, with 'block_size' 1, for a cache (got "
                 f"{type(source).__name__}). {NO_CACHE}"
