@@ -444,8 +444,8 @@ class IndexerSource(LearnedSource):
         scorer: An :class:`Indexer`, a :class:`KeyScorer`, or a module like them.
         select: ``"top_k"``: each query attends to the keys of its largest scores. These get no gradients of the task
             loss; the estimator ``"imitate"``, the default of the layer, trains them. ``"bernoulli"``: each pair is an
-            edge with its probability, see :class:`IndexProbability`, which the task loss trains. It is some 15 times
-            slower.
+            edge with its probability, see :class:`IndexProbability`, which the task loss trains. Training takes some 15
+            times as long.
         k: Keys of each query with ``"top_k"``, at least 1. None: the target density determines them.
         target_density: Density that the keys of each query compete for, in (0, 1], with at least one key each; 1 is
             dense attention. A :class:`~sbm_pyg.Sparsifier` sets it. None: 1 with ``"top_k"`` and no ``k``; with
