@@ -143,6 +143,16 @@ def test_patterns_and_rules_in_a_model_of_torch() -> None:
         assert layer(x, x, x, need_weights=False, return_graph=True)[2].num_edges == edges
 
 
+def test_a_pattern_in_cross_attention_names_the_encoder() -> None:
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    replace_attention(model, source="window")
+    with pytest.raises(ValueError, match=r"\(got a pair, as in cross attention\).*replace_attention\(model\.encoder"):
+        model(torch.randn(1, 5, 16), torch.randn(1, 4, 16))
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    assert replace_attention(model.encoder, source="window") == ["layers.0.self_attn"]
+    assert model(torch.randn(1, 5, 16), torch.randn(1, 4, 16)).shape == (1, 4, 16)
+
+
 def test_an_indexer_of_an_encoder_begins_dense() -> None:
     encoder = SequenceEncoder(9, 8, attention="indexer", dropout=0.0)
     full = SequenceEncoder(9, 8, attention="full", dropout=0.0)

@@ -176,8 +176,8 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
         source: The graph source, by name: ``"sbm"``, a block model, whose cost is linear in the edges; ``"indexer"``,
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
-            rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of
-            :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
+            rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
+            of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
         **options: Of the source and of :class:`AttentionConv`, such as ``num_blocks``, the communities of a block
             model.
 

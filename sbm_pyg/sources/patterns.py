@@ -518,7 +518,10 @@ class PatternSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
         if tokens.bipartite:
-            raise ValueError("Expected 'rule' over tokens that are queries and keys (got a pair). Pass a graph.")
+            raise ValueError(
+                "Expected 'rule' over tokens that are queries and keys (got a pair, as in cross attention). Pass a "
+                "graph, or replace the attention of the encoder alone, `replace_attention(model.encoder, ...)`."
+            )
         given = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
         if self.for_all_heads and given.get("sequence_ids") is not None:
             given["sequence_ids"] = split_ids(given["sequence_ids"])[0]
