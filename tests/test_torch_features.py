@@ -154,7 +154,7 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
         ("window", {"size": 3}),
         ("top_k", {"k": 4}),
         ("lsh", {}),
-        ("indexer", {}),
+        ("indexer", {"select": "bernoulli"}),
         ("dcmm", {"num_blocks": 4}),
     ],
 )
