@@ -226,7 +226,8 @@ def train_on_eight(options: dict[str, Any], estimator: Any, full: int) -> tuple[
         full: Steps of dense attention, before graphs are sparse.
     """
     torch.manual_seed(0)
-    source = IndexerSource(Indexer(16, index_channels=16), exploration=0.05, **options)
+    scorer = Indexer(16, index_heads=4, index_channels=16)
+    source = IndexerSource(scorer, exploration=0.05, **{"select": "bernoulli", **options})
     layer = AttentionConv(24, 16, 1, source, estimator=estimator)
     read = nn.Linear(16, 8)
     optimizer = torch.optim.Adam([*layer.parameters(), *read.parameters()], 5e-3)
