@@ -143,8 +143,8 @@ class FixedDensity(GraphSource):
 class Scheduled(LearnedSource):
     """Any source behind a target density: dense attention at 1, else the graph that the source chooses, and self-loops.
 
-    So rules without parameters, and sources of users, begin dense for as many steps as those that learn. The source reads its density from its attribute
-    ``density``, a share of the pairs beyond self-loops, or ``target_density`` if it is a :class:`~sbm_pyg.LearnedSource`.
+    So rules without parameters, and sources of users, begin dense for as many steps as those that learn. The source reads its density from
+    its attribute ``density``, a share of the pairs beyond self-loops, or ``target_density`` if it is a :class:`~sbm_pyg.LearnedSource`.
     """
 
     window = 0  # self-loops are forced

@@ -343,7 +343,7 @@ def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries:
     return sums[:heads]
 
 
-def _count_key_tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
+def count_key_tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
     """Number of tiles of keys, so that each fits the cache; one if rows have too few edges for so many."""
     tiles = -(-keys * bytes_per_key // CACHE_BYTES)
     return tiles if 0 < tiles * MIN_EDGES_PER_TILE * (len(rowptr) - 1) <= rowptr[-1] else 1
@@ -373,7 +373,7 @@ def edge_dot(query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor) -> Tensor:
     q, k = (to_padded_array(x, query) for x in (query, key))
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     out = np.empty(len(tokens), q.dtype)
-    tiles = _count_key_tiles(offsets, key.shape[1], k.itemsize * k.shape[1])
+    tiles = count_key_tiles(offsets, key.shape[1], k.itemsize * k.shape[1])
     arguments = (tiles, query.shape[1], key.shape[1], q, k, offsets, tokens, out)
     pieces = split(offsets, task_count(tokens.size * q.shape[1], 3))
     run(_compile_edge_dot(q.shape[1]), [(*piece, *arguments) for piece in pieces])
@@ -390,7 +390,7 @@ def edge_dot_backward(
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments = (
-        _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1],
+        count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), query.shape[1], key.shape[1],
         to_array(grad, query), q, k, offsets, tokens, need_query, need_key, dquery.view(-1).numpy(),
         dkey.view(-1).numpy(),
     )  # fmt: skip
@@ -426,7 +426,7 @@ def edge_attention_backward(
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
     threads = task_count(3 * tokens.size * (q.shape[1] + v.shape[1]))
     units = units_of(offsets, query.shape[0], key.shape[1], threads)
-    tiles = _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
+    tiles = count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * (k.shape[1] + v.shape[1]))
     dquery = torch.from_numpy(q).new_empty((*query.shape[:2], q.shape[1]))
     dkey, dvalue = (dquery.new_empty((len(units), key.shape[1], x.shape[1])) for x in (k, v))
     sizes = (len(tokens) if need and x is not None else 0 for x, need in ((gate, need_gate), (bias, need_bias)))

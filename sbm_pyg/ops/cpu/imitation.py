@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .channels import add_dots, clear, count_below, lanes_of, sixteen, to_array, to_padded_array, unpad_channels
-from .edges import _count_key_tiles, summed, units_of
+from .edges import count_key_tiles, summed, units_of
 from .simd import (
     at,
     exp,
@@ -180,7 +180,7 @@ def index_score_backward(
     dweight = dquery.new_empty(weight.shape)
     dkey = dquery.new_empty((len(units), key.shape[1], k.shape[1]))
     arguments: tuple[Any, ...] = (
-        _count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), queries, key.shape[1], small,
+        count_key_tiles(offsets, key.shape[1], 2 * k.itemsize * k.shape[1]), queries, key.shape[1], small,
         to_array(grad, query), q, to_array(weight, query).ravel(), k, offsets, tokens, dquery.view(-1).numpy(),
         dweight.view(-1).numpy(), dkey.view(-1).numpy(),
     )  # fmt: skip
