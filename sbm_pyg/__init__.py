@@ -33,7 +33,7 @@ from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
 from .sources.interface import Choice, EdgeProbability, GraphSource, SourceGraph
-from .sources.learned import LearnedSource
+from .sources.learned import DensitySource, LearnedSource
 from .sources.sampling import SBMGraph, SBMSource, sample_edges
 from .sources.sbm import SBM, SBMHead
 from .sparsifier import Sparsifier
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DCMM", "SBM", "ALiBi", "AttentionConv", "AttentionGraph", "BlockGraph", "BlockPool", "Choice", "DCMMBias",
-    "EdgeProbability", "EncoderTrace", "Entmax", "FullAttention", "GraphSource", "HeadParallel", "LearnedGraph",
-    "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv", "SBMGraph", "SBMHead",
-    "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder", "SourceGraph", "SparseGPSConv",
-    "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss", "estimators", "indexer", "mask_tokens",
-    "ops", "pad", "patterns", "register_source", "replace_attention", "sample_edges", "selectors", "sparsefinder",
-    "sync_statistics", "unpad",
+    "DensitySource", "EdgeProbability", "EncoderTrace", "Entmax", "FullAttention", "GraphSource", "HeadParallel",
+    "LearnedGraph", "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv",
+    "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
+    "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
+    "estimators", "indexer", "mask_tokens", "ops", "pad", "patterns", "register_source", "replace_attention",
+    "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

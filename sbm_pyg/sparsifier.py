@@ -21,7 +21,7 @@ from .auxiliary import AuxiliaryLosses
 from .estimators import Distill, Local
 from .layers.attention import AttentionConv
 from .ops import checks
-from .sources.learned import LearnedSource
+from .sources.learned import DensitySource, LearnedSource
 
 __all__ = ["Loss", "Sparsifier"]
 
@@ -56,7 +56,7 @@ class Sparsifier:
     forward passes between two steps, so do not add :func:`~sbm_pyg.auxiliary_loss`.
 
     Args:
-        model: Module with sources that are a :class:`~sbm_pyg.LearnedSource`. Their target densities become 1.
+        model: Module with sources that are a :class:`~sbm_pyg.DensitySource`. Their target densities become 1.
         density: Target density in (0, 1): the part of all allowed pairs that each head attends to.
         total_steps: Number of training steps.
         dense_part: Part of the steps that are dense, in [0, 1].
@@ -142,7 +142,7 @@ class Sparsifier:
     @staticmethod
     def _find_sources(
         model: torch.nn.Module, keep_dense: Iterable[str]
-    ) -> tuple[list[LearnedSource], list[LearnedSource]]:
+    ) -> tuple[list[DensitySource], list[DensitySource]]:
         """The sources whose target density changes, and those that stay dense."""
         modules = dict(model.named_modules())
         several = isinstance(keep_dense, Iterable) and not isinstance(keep_dense, str)
@@ -153,7 +153,7 @@ class Sparsifier:
                 f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown or keep_dense!r}). Pass a list "
                 "of names as in `model.named_modules()`."
             )
-        inside = {name: [each for each in modules[name].modules() if isinstance(each, LearnedSource)] for name in names}
+        inside = {name: [each for each in modules[name].modules() if isinstance(each, DensitySource)] for name in names}
         fixed = [name for name, sources in inside.items() if not all(each.can_change_density for each in sources)]
         if fixed:
             raise ValueError(
@@ -161,7 +161,7 @@ class Sparsifier:
                 "number of keys 'k'). Leave them out: a Sparsifier does not change such sources."
             )
         kept = [source for sources in inside.values() for source in sources]
-        found = (each for each in modules.values() if isinstance(each, LearnedSource) and each.can_change_density)
+        found = (each for each in modules.values() if isinstance(each, DensitySource) and each.can_change_density)
         return [source for source in found if source not in kept], kept
 
     # ------------------------------------------------------------------ the schedule
@@ -231,7 +231,8 @@ class Sparsifier:
             source.target_density = usual if density is None else density
             if density is None and self._is_trial:
                 source.trial_density = self.density
-            source._teach(not self.is_sparse)
+            if isinstance(source, LearnedSource):
+                source._teach(not self.is_sparse)
 
     @contextmanager
     def sparse(self) -> Iterator[None]:

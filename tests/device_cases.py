@@ -153,7 +153,7 @@ def layer(device: Device, variant: dict[str, Any]) -> Any:
 @cases(
     "chooser",
     {
-        "top_k": ("none", lambda: selectors.SelectorSource(selectors.top_k, k=3, window=1)),
+        "top_k": ("none", lambda: selectors.TopKSource(3, window=1)),
         "block_top_k": ("none", lambda: selectors.SelectorSource(selectors.block_top_k, k=2, block_size=3)),
         "lsh": ("none", lambda: selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=3, rounds=2)),
         "routing": ("none", lambda: selectors.RoutingSource(8, 2, 3)),

@@ -269,6 +269,7 @@ def _index_top_k(d: Draw) -> Case:
     sbm = d.sbm()
     arguments: dict[str, Any] = {"query": d.real(sbm.heads, sbm.num_queries, 2, 3), **fields(sbm, *PTRS)}
     arguments |= {"weight": d.real(sbm.heads, sbm.num_queries, 2), "key": d.real(sbm.heads, sbm.num_keys, 3)}
+    arguments |= {"weight": None} if d.random() < 0.3 else {}
     arguments |= {"count": 1 + d.whole(5, sbm.num_queries), "is_causal": d.random() < 0.5}
     return Case(ops.index_top_k, arguments, unchecked=PTRS)
 

@@ -702,6 +702,7 @@ SOURCES: dict[str, Callable[[Draw], Any]] = {
     "sparsefinder.SparsefinderSource.forward": lambda d: sparsefinder.SparsefinderSource(
         sparsefinder.Projection(4, 2, 2), predictors.distance, threshold=1.0),
     "selectors.SelectorSource.forward": lambda d: selectors.SelectorSource(selectors.block_top_k, k=2, block_size=2),
+    "DensitySource.forward": lambda d: selectors.TopKSource(**d.choice(({"k": 2}, {"target_density": 0.3}, {})), window=d.maybe(1)),
     "selectors.RoutingSource.forward": lambda d: selectors.RoutingSource(4, 2, 3).train(d.random() < 0.5),
     "indexer.IndexerSource.choose": lambda d: indexer.IndexerSource(
         _indexer(d), **d.choice(({"k": 2}, {"target_density": 0.3}, {"select": "bernoulli", "target_density": d.maybe(0.3)}))).train(d.random() < 0.5),
@@ -817,6 +818,12 @@ function(
 )  # fmt: skip
 function(
     "selectors.SelectorSource", 4, selectors.SelectorSource, lambda d: {"rule": selectors.top_k, "k": 2}, free=("k",)
+)
+function(
+    "selectors.TopKSource",
+    4,
+    selectors.TopKSource,
+    lambda d: {"k": d.maybe(2), "target_density": None, "window": d.maybe(1)},
 )
 function(
     "selectors.RoutingSource", 4, selectors.RoutingSource,
@@ -1090,13 +1097,14 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], str]] = {  # class -> an instanc
     "Entmax": (lambda d: Entmax(2), "alpha extra_repr reset_parameters"),
     "AttentionConv": (lambda d: AttentionConv(4, 2), "reset_parameters"),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), "extra_repr reset_parameters"),
-    "LearnedSource": (lambda d: SBMSource(SBMHead(4, 2), target_density=0.5, window=1), "target_density can_change_density forced_distance"),
+    "DensitySource": (lambda d: SBMSource(SBMHead(4, 2), target_density=0.5, window=1), "target_density can_change_density forced_distance"),
     "Choice": (choice_of, "shape density"),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), "extra_repr"),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), "extra_repr reset_parameters"),
     "sparsefinder.SparsefinderSource": (
         lambda d: sparsefinder.SparsefinderSource(sparsefinder.Projection(4), predictors.bucketing, num_buckets=2), "extra_repr"),
     "selectors.SelectorSource": (lambda d: selectors.SelectorSource(selectors.top_k, k=2), "extra_repr"),
+    "selectors.TopKSource": (lambda d: selectors.TopKSource(2), "can_change_density extra_repr"),
     "selectors.RoutingSource": (lambda d: selectors.RoutingSource(4), "extra_repr reset_parameters"),
     "indexer.Indexer": (lambda d: indexer.Indexer(4), "extra_repr reset_parameters"),
     "indexer.KeyScorer": (lambda d: indexer.KeyScorer(4), "extra_repr reset_parameters"),
@@ -1145,7 +1153,8 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("Sparsifier", *(f"Sparsifier.{name}" for name in ("step", "sparse", "state_dict", "load_state_dict", "losses", "next_density"))),
                     "a schedule of a model, see test_sparsifier.py"),
-    **dict.fromkeys(("LearnedSource.choose", "LearnedSource.predict", "SBMSource.choose", "SBMSource.predict", "indexer.IndexerSource.predict"),
+    **dict.fromkeys(("LearnedSource.predict", "SBMSource.choose", "SBMSource.predict", "indexer.IndexerSource.predict",
+                     "DensitySource.choose", "selectors.TopKSource.choose"),
                     "called by LearnedSource.forward and by losses"),
     **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     **dict.fromkeys(("LearnedGraph", *(f"LearnedGraph.{name}" for name in ("extra_repr", "forward", "reset_parameters"))), "a source for layers of PyG, see test_learned_graph.py"),
@@ -1173,7 +1182,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "Pretrained.constructor_options": "what subclasses define",
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
-         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "EdgeProbability.log_on", "LearnedSource"), "an abstract class, called through SBM and SBMSource"),
+         "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "EdgeProbability.log_on", "DensitySource", "LearnedSource"), "an abstract class, called through SBM and SBMSource"),
     **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in

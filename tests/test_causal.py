@@ -151,7 +151,7 @@ def sources(channels: int, heads: int) -> dict[str, Any]:
         "window": patterns.PatternSource(patterns.window, size=2),
         "random": patterns.PatternSource(patterns.random, num_keys_per_query=3, heads=heads),
         "bigbird": patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=2, heads=heads),
-        "top_k": selectors.SelectorSource(selectors.top_k, k=3),
+        "top_k": selectors.TopKSource(target_density=0.2),
         "block_top_k": selectors.SelectorSource(selectors.block_top_k, k=2, block_size=2),
         "lsh": selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2, rounds=2),
         "routing": selectors.RoutingSource(channels, heads, 3).eval(),

@@ -341,9 +341,10 @@ def test_generation_equals_that_of_eager_attention(make: Any) -> None:
 def test_a_cache_changes_nothing_where_the_graph_is_not_random() -> None:
     model = llama()
     dense = generate(model)
-    replace_attention(model, source="top_k", k=3, window=1)
-    assert torch.equal(generate(model), generate(model, use_cache=False))
-    assert not torch.equal(generate(model), dense)
+    for size in ({"k": 3, "window": 1}, {"target_density": 0.3}):
+        replace_attention(model, source="top_k", **size)
+        assert torch.equal(generate(model), generate(model, use_cache=False))
+        assert not torch.equal(generate(model), dense)
 
 
 def test_new_tokens_attend_to_sampled_keys_and_to_their_window() -> None:
@@ -471,6 +472,7 @@ def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path
         {"source": "indexer", "select": "top_k", "k": 3, "estimator": "imitate"},
         {"source": "routing", "num_clusters": 3, "window": 1},
         {"source": "top_k", "k": 3},
+        {"source": "top_k", "target_density": 0.3},
         {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
         {"num_blocks": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
         {"num_blocks": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},

@@ -28,7 +28,7 @@ from sbm_pyg.layers import named
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 
 NEEDED = {"random": {"num_keys_per_query": 2}, "global_tokens": {"num_global": 1}, "block_diagonal": {"num_blocks": 2}}
-SPARSE = {"indexer": {"k": 2}, "key_selection": {"k": 2}, "block_top_k": {"k": 2, "block_size": 2}}
+SPARSE = {"top_k": {"k": 2}, "indexer": {"k": 2}, "key_selection": {"k": 2}, "block_top_k": {"k": 2, "block_size": 2}}
 NEEDED |= {"relay_keys": {"num_relays": 1}, "relay_queries": {"num_relays": 1}}
 
 
@@ -82,7 +82,7 @@ def test_the_options_of_a_name_are_those_that_it_takes(name: str) -> None:
         named.make_attention(name, 12, 4, 2, nothing=1, **NEEDED.get(name, {}))
 
 
-@pytest.mark.parametrize("name", ["window", "top_k", "lsh", "routing", "bigbird"])
+@pytest.mark.parametrize("name", ["window", "lsh", "routing", "bigbird"])
 def test_sizes_have_usual_values_which_can_be_given(name: str) -> None:
     size, usual = next(iter(named.SIZES[name].items()))
     for options, expected in (({}, usual), ({size: 3}, 3)):
@@ -105,7 +105,7 @@ def test_options_go_to_the_scorer_the_source_and_the_layer() -> None:
     assert isinstance(keys.estimator, Local)
 
 
-@pytest.mark.parametrize("source", ["sbm", "indexer", "key_selection"])
+@pytest.mark.parametrize("source", ["sbm", "indexer", "key_selection", "top_k"])
 def test_a_model_of_torch_begins_dense_and_becomes_sparse(source: str) -> None:
     theirs = torch_model()
     ours, x = copy.deepcopy(theirs), draw(1, 3, 20, 16).float()
@@ -122,6 +122,7 @@ def test_a_model_of_torch_begins_dense_and_becomes_sparse(source: str) -> None:
         optimizer.step()
         sparsifier.step(loss)
     assert sparsifier.is_sparse
+    assert len(chosen) == {"sbm": 10, "indexer": 8, "key_selection": 6, "top_k": 0}[source]
     assert all(not torch.equal(p, q) for p, q in zip(chosen, before, strict=True))
     _, graph = ours.eval().layers[0].self_attn(x, x, x, need_weights=False, return_graph=True)[1:]
     assert 0.1 < float(graph.density.mean()) < 0.4

@@ -770,6 +770,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
         (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
         (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
+        (lambda: best(weight=1.0), "Expected 'weight' to be a tensor"),
         (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
         (lambda: best(key=x[..., :2]), r"Expected 'key' to be \[H, M, D\]"),
         (lambda: best(count=ptr), r"Expected 'count' to be \[N\] = \[5\]"),
@@ -780,6 +781,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
             lambda: score(query=x[:, :, None][:, :, :0], weight=x[..., :0]),
             "Expected 'query' of at least one small head",
         ),
+        (lambda: score(weight=None), "Expected 'weight' to be a tensor"),
         (lambda: score(weight=x), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
         (lambda: score(key=x[:1]), r"Expected 'key' to be \[H, M, D\]"),
         (lambda: score(rows=ops.Rows(rowptr, col, x[0, 0])), "Expected 'rows' without a bias"),
@@ -1318,10 +1320,13 @@ def test_reach_dots_are_sums_over_allowed_pairs(
 
 
 def best_keys(
-    query: Tensor, weight: Tensor, key: Tensor, ptrs: list[Tensor], count: Tensor, is_causal: bool
+    query: Tensor, weight: Tensor | None, key: Tensor, ptrs: list[Tensor], count: Tensor, is_causal: bool
 ) -> list[list[int]]:
     """The keys of each row by their definition: sorted by score, then by number."""
-    scores = (torch.einsum("hnsd,hmd->hnsm", query, key).relu() * weight[..., None]).sum(2)
+    if weight is None:
+        scores = query.sum(2) @ key.mT
+    else:
+        scores = (torch.einsum("hnsd,hmd->hnsm", query, key).relu() * weight[..., None]).sum(2)
     rows = []
     for head, i in product(*map(range, scores.shape[:2])):
         b = int(torch.searchsorted(ptrs[0], i, right=True)) - 1
@@ -1332,8 +1337,10 @@ def best_keys(
     return rows
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([9, 60, 400]), st.booleans())
-def test_the_best_keys_are_those_of_the_largest_scores(seed: int, batch: int, most: int, is_causal: bool) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([9, 60, 400]), st.booleans(), st.booleans())
+def test_the_best_keys_are_those_of_the_largest_scores(
+    seed: int, batch: int, most: int, is_causal: bool, weighted: bool
+) -> None:
     """Whole numbers have exact scores and many ties. Rows fill up to seven panels of 64 keys."""
     random = torch.Generator().manual_seed(seed)
 
@@ -1349,8 +1356,9 @@ def test_the_best_keys_are_those_of_the_largest_scores(seed: int, batch: int, mo
     query, weight, key = (whole(-2, 2, *size).to(dtype) for size in sizes)
     key[torch.rand(2, keys, generator=random) < 0.1] = torch.nan if seed % 2 else torch.inf
     count = whole(1, 1 + most // (1 + seed % 9), queries)
-    given = (query, weight, key, *ptrs, count, is_causal)
-    wanted = best_keys(query.double(), weight.double(), key.double(), ptrs, count, is_causal)
+    given = (query, weight if weighted else None, key, *ptrs, count, is_causal)
+    weights = weight.double() if weighted else None
+    wanted = best_keys(query.double(), weights, key.double(), ptrs, count, is_causal)
     for rowptr, col in (ops.index_top_k(*given), reference_pairs.index_top_k(*given)):
         assert [part.tolist() for part in col.split(rowptr.diff().tolist())] == wanted
 
@@ -1358,12 +1366,13 @@ def test_the_best_keys_are_those_of_the_largest_scores(seed: int, batch: int, mo
 def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
     ptr = torch.tensor([0, 700, 2000])
     query, weight, key = torch.randn(2, 2000, 4, 8), torch.randn(2, 2000, 4), torch.randn(2, 2000, 8)
-    given = (query, weight, key, ptr, ptr, torch.full((2000,), 20), True)
-    found = []
-    for threads in (1, 4):
-        with on_threads(threads):
-            found.append(ops.index_top_k(*given))
-    assert same(*found)
+    rest = (key, ptr, ptr, torch.full((2000,), 20), True)
+    for arguments in ((query, weight, *rest), (query, None, *rest)):
+        found = []
+        for threads in (1, 4):
+            with on_threads(threads):
+                found.append(ops.index_top_k(*arguments))
+        assert same(*found)
 
 
 SCORED = ("bipartite", "rows of 0, 1, 63, 1000", "one row has all edges", "no edges")

@@ -17,7 +17,7 @@ from sbm_pyg.ops import schemas
 ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
     "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "sources.following", "sources.interface", "sources.patterns",
-    "sources.pairs", "sources.selectors", "sources.sbm", "sources.learned", "sources.sampling", "sources.indexer", "estimators",
+    "sources.pairs", "sources.sbm", "sources.learned", "sources.selectors", "sources.sampling", "sources.indexer", "estimators",
     "layers.learned_graph", "layers.dcmm", "layers.positions", "layers.normalizers", "layers.propagation", "layers.attention",
     "distributed", "sparsifier", "layers.dense", "layers.named", "layers.multihead", "layers.gps", "pretrained", "models", "info",
     "sparsefinder.projection", "sparsefinder.predictors", "sparsefinder.ground_truth", "analysis.walks", "analysis.hamiltonian",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, SequenceEncoder, SourceGraph, Tokens
+from sbm_pyg import AttentionConv, AttentionGraph, FullAttention, SequenceEncoder, SourceGraph, Sparsifier, Tokens
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.random_words import head_generator
 from sbm_pyg.sources import patterns, selectors
-from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, block_top_k, lsh, routing, top_k
+from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, TopKSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
 LENGTHS = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4]), ([40, 3], [2, 6])]
@@ -181,7 +182,12 @@ def test_centroids_take_tokens_without_a_direction_last_and_no_others(worst: flo
 def test_a_window_stands_beside_a_rule() -> None:
     x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
     near = patterns.window(None, 1, is_causal=True, ptr=ptr)
-    for source in (SelectorSource(top_k, k=2, window=1), RoutingSource(4, 2, 3, window=1).eval()):
+    chosen: tuple[Any, ...] = (
+        SelectorSource(top_k, k=2, window=1),
+        RoutingSource(4, 2, 3, window=1).eval(),
+        TopKSource(2, window=1),
+    )
+    for source in chosen:
         alone = copy.deepcopy(source)
         alone.window = None
         with_it, without = (each(Tokens(x, query_ptr=ptr, is_causal=True)).graph for each in (source, alone))
@@ -192,6 +198,61 @@ def test_a_window_stands_beside_a_rule() -> None:
             source(Tokens(x, query_ptr=ptr, bipartite=True))
     with pytest.raises(ValueError, match="Expected 'window' to be at least 0"):
         SelectorSource(top_k, k=2, window=-1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_ranks_keep_a_part_of_the_keys_of_each_query(lengths: tuple[list[int], list[int]], is_causal: bool) -> None:
+    query_ptr, key_ptr = (pointer(each) for each in lengths)
+    q, z = (draw(seed, HEADS, sum(each), CHANNELS) for seed, each in enumerate(lengths))
+    tokens = Tokens(q, z, query_ptr, key_ptr, bipartite=True, is_causal=is_causal)
+    for density in (0.05, 0.3):
+        graph = TopKSource(target_density=density)(tokens).graph.validate()
+        count = [max(1, math.ceil(density * n - 1e-9)) for n in tokens.allowed_keys.tolist()]
+        assert graph == top_k(tokens, torch.tensor(count))
+        assert graph.degree.view(HEADS, -1).tolist() == [count] * HEADS
+    assert TopKSource(2)(tokens).graph == top_k(tokens, 2)
+
+
+def test_attention_to_the_largest_scores_begins_dense_and_a_sparsifier_makes_it_sparse() -> None:
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, HEADS, TopKSource(), is_causal=True)
+    dense = FullAttention(8, 4, HEADS, is_causal=True)
+    dense.load_state_dict({key: value for key, value in conv.state_dict().items() if "source" not in key})
+    x, ptr = draw(2, 40, 8), torch.tensor([0, 15, 40])
+    torch.testing.assert_close(conv(x, ptr=ptr), dense(x, ptr=ptr), rtol=0, atol=1e-5)
+    sparsifier = Sparsifier(conv, density=0.2, total_steps=10, every=2)
+    optimizer, found = torch.optim.SGD(conv.parameters(), 0.1), []
+    for _ in range(10):
+        out, choice = conv(x, ptr=ptr, return_choice=True)
+        found.append(float(choice.density.mean()))
+        loss = (out - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sparsifier.step(loss)
+    trials, ends = found[1:7:2], found[7:]
+    assert found[:7:2] == [1.0] * 4
+    assert all(0.2 < each < 0.3 for each in trials + ends)  # at least one key of a few
+    again = TopKSource()
+    again.load_state_dict(cast(TopKSource, conv.source).state_dict())
+    assert again.target_density == 0.2
+    assert repr(again) == "TopKSource(target_density=0.2)"
+
+
+def test_all_scores_give_the_gradients_of_dense_attention() -> None:
+    """A target density just below 1 keeps all pairs, as a graph."""
+    torch.manual_seed(0)
+    conv = AttentionConv(8, 4, HEADS, TopKSource(target_density=0.999), is_causal=True).double()
+    dense = FullAttention(8, 4, HEADS, is_causal=True).double()
+    dense.load_state_dict({key: value for key, value in conv.state_dict().items() if "source" not in key})
+    x, found = draw(2, 40, 8).double(), []
+    for layer in (conv, dense):
+        out = layer(x, ptr=torch.tensor([0, 15, 40]))
+        out.square().sum().backward()
+        found.append([out, *(p.grad for _, p in sorted(layer.named_parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -280,6 +341,13 @@ X = torch.ones(2, 5, 3)
     [
         (lambda: top_k(Tokens(X), 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
         (lambda: top_k(Tokens(X.to("meta")), 2), ValueError, "Expected 'query' to hold values"),
+        (lambda: top_k(Tokens(X), torch.ones(5)), TypeError, r"Expected 'k' to be int64 \(got torch.float32\)"),
+        (lambda: top_k(Tokens(X), torch.ones(4, dtype=torch.int64)), ValueError, r"Expected 'k' to be \[N\] = \[5\]"),
+        (lambda: TopKSource(0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
+        (lambda: TopKSource(2, target_density=0.5), ValueError, "Expected no 'target_density' together with k=2"),
+        (lambda: TopKSource(target_density=1.5), ValueError, r"Expected 'target_density' in \(0, 1\] \(got 1.5\)"),
+        (lambda: TopKSource(window=-1), ValueError, "Expected 'window' to be at least 0"),
+        (lambda: Sparsifier(AttentionConv(3, 2, source=TopKSource(2)), 0.1, 5), ValueError, "Expected 'model' to have a source with a"),
         (lambda: block_top_k(Tokens(X), 0, 1), ValueError, "Expected 'k' to be at least 1"),
         (lambda: block_top_k(Tokens(X), 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
         (lambda: lsh(Tokens(X), 3, 2), ValueError, r"Expected 'num_buckets' to be even \(got 3\)"),

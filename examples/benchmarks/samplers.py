@@ -25,6 +25,7 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sources.selectors import TopKSource
 
 IN_ALL = 8_192  # tokens of a batch of sequences
 DEVIATIONS = 5  # standard deviations that a mean density may be off
@@ -94,12 +95,12 @@ def _dense_bernoulli(sbm: SBM) -> Callable[[int], int]:
 
 
 def _layers(
-    case: Case, estimator: str | None, block_size: int = 1, index: tuple[int, int] | None = None
+    case: Case, estimator: str | None, block_size: int = 1, index: tuple[int, ...] | None = None
 ) -> tuple[AttentionConv, FullAttention]:
     """The layer with the density of the case, and its dense twin, with the same projections.
 
     With an estimator, all pairs have the same probability; without, the layer has its defaults. With ``index``, small heads and
-    their channels, an indexer chooses by rank.
+    their channels, an indexer chooses by rank; with an empty ``index``, exact scores do.
     """
     torch.manual_seed(case.seed)
     sizes = (case.heads * case.channels, case.channels, case.heads)
@@ -107,10 +108,9 @@ def _layers(
     if estimator is not None:
         head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
         options = {"sbm_options": head, "exploration": 0.0, "estimator": estimator}
-    if index:
-        conv = AttentionConv(
-            *sizes, IndexerSource(Indexer(case.channels, case.heads, *index), select="top_k", **options)
-        )
+    if index is not None:
+        scorer = Indexer(case.channels, case.heads, *index)
+        conv = AttentionConv(*sizes, IndexerSource(scorer, **options) if index else TopKSource(**options))
     else:
         conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, **options)
     full = FullAttention(*sizes)
@@ -134,7 +134,7 @@ def _agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int
 
 def _layer(
     case: Case, sparse: bool = True, scale: float = 1.0, estimator: str | None = "mask", block_size: int = 1,
-    in_all: int | None = None, index: tuple[int, int] | None = None,
+    in_all: int | None = None, index: tuple[int, ...] | None = None,
 ) -> Work:  # fmt: skip
     """A training step: projections, SBM, sampling, attention, gradients to all parameters and to the tokens; or the dense twin's.
 
@@ -175,7 +175,7 @@ def _layer(
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
-        if index:
+        if index is not None:
             wanted, facts["expected"] = conv.heads * count * math.ceil(case.density * case.tokens), edges / pairs
             if edges != wanted:
                 raise Rejected(f"it has {edges} edges instead of {wanted}")
@@ -243,6 +243,7 @@ LENGTHS = {
         )
         for small, channels in ((4, 16), (2, 8))
     },
+    "top-k": Peer("exact top-k", partial(_layer, estimator=None, in_all=IN_ALL, index=())),
     "dense": Peer("dense SDPA layer", partial(_layer, sparse=False, in_all=IN_ALL)),
 }
 GROWTH = {"sampling": Peer("sampling alone", _layer_sampling), "layer": Peer("SBMAttentionConv, training step", _layer)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from examples.common.pictures import save_figure
 from examples.common.runs import RunError, claim, read_state, write_checkpoint
 from examples.common.tables import Row, add, read
-from sbm_pyg import LearnedSource, Sparsifier, auxiliary_loss
+from sbm_pyg import DensitySource, Sparsifier, auxiliary_loss
 from sbm_pyg.analysis import plots
 from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
@@ -107,7 +107,7 @@ def make_sparsifier(model: torch.nn.Module, density: float, control: str, steps:
     if control == "sparsifier":
         return Sparsifier(model, density, total_steps=steps)
     for source in model.modules():
-        if control == "fixed" and isinstance(source, LearnedSource):
+        if control == "fixed" and isinstance(source, DensitySource):
             source.target_density = density
     return None
 

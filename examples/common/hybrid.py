@@ -29,6 +29,7 @@ from sbm_pyg import (
 from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
+from sbm_pyg.sources.selectors import TopKSource
 
 FIXED = ("window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing")
 METHODS = ("full", "dcmm", *FIXED, "indexer", "key-selection", "sbm")
@@ -212,7 +213,10 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method in FIXED:
         rule = FixedDensity(method, density, width, heads, options.get("window", 0))
-        source: GraphSource = Scheduled(rule) if options["control"] == "sparsifier" else rule
+        source: GraphSource = rule
+        if options["control"] == "sparsifier":
+            exact = method == "top-k"
+            source = TopKSource(target_density=density, window=options.get("window", 0)) if exact else Scheduled(rule)
         return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
     if method != "sbm":
         sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}

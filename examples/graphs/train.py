@@ -19,7 +19,7 @@ from examples.common.hybrid import freeze
 from examples.common.runs import settings_of
 from examples.common.tables import Row
 from examples.graphs.data import RANKED
-from sbm_pyg import AttentionConv, LearnedSource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
+from sbm_pyg import AttentionConv, DensitySource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
 from sbm_pyg.sources import indexer, patterns
 
 
@@ -108,7 +108,7 @@ def train(run: Run, data: Data, folder: Path) -> list[Row]:
     torch.manual_seed(run.split)
     train_mask, val_mask, test_mask = (data[f"{part}_mask"][:, run.split] for part in ("train", "val", "test"))
     model = Model(run, data, int(data.y.max()) + 1)
-    sparse = any(isinstance(module, LearnedSource) for module in model.modules())
+    sparse = any(isinstance(module, DensitySource) for module in model.modules())
     sparsifier = Sparsifier(model, run.density, total_steps=run.steps, dense_part=run.dense_part) if sparse else None
 
     def losses(step: int) -> Tensor:

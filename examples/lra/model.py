@@ -73,6 +73,8 @@ class Classifier(LightningModule):
             by_rank = settings.estimator in ("imitate", "none")  # the others are for edges that are drawn
             options |= {"estimator": settings.estimator, "target_density": settings.target_density or None}
             options |= {"select": "top_k" if by_rank else "bernoulli"}
+        elif settings.attention == "top_k" and not settings.target_density:
+            options["k"] = 16
         elif settings.attention == "dcmm":
             options["num_blocks"] = settings.num_blocks
         elif settings.attention == "window":

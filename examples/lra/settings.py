@@ -19,7 +19,7 @@ SPLITS = ("release", "held-out", "lra", "80-10-10")
 # As ``baselines.py`` and the package have them, which would bring torch with them.
 BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 SOURCES = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
-TARGETED = ("indexer", "key_selection", "sbm")  # sources with a target density
+TARGETED = ("indexer", "key_selection", "sbm", "top_k")  # sources with a target density
 METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
 ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
 CLUSTER_INITS = ("kaiming", "orthogonal")
@@ -66,7 +66,7 @@ class Settings:
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
     degree_corrected: int = _option("1: tokens of 'sbm' have degrees", least=0, most=1, default=0)
     target_density: float = _option(
-        "density of 'sbm', 'indexer', 'key_selection'; dense attention first; see docs/lra.md; 0: none",
+        "density of 'sbm', 'indexer', 'key_selection', 'top_k'; dense attention first; see docs/lra.md; 0: none",
         least=0.0, most=1.0, default=0.0,
     )  # fmt: skip
     exploration: float = _option("probability added to every edge of 'sbm' in training", least=0.0, most=1.0)

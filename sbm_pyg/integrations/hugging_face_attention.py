@@ -22,7 +22,7 @@ from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops.reference.segments import runs
 from ..ragged import Tokens, draw_seed, offsets
 from ..sources import patterns, selectors
-from ..sources.learned import LearnedSource
+from ..sources.learned import DensitySource
 
 __all__ = ["NAME", "GraphAttention", "PairMask", "attend", "make_mask"]
 
@@ -177,12 +177,12 @@ class GraphAttention(nn.Module):
     def get_extra_state(self) -> Tensor:
         """The target density, or NaN."""
         source = self.conv.source
-        density = source.state_dict().get("target_density") if isinstance(source, LearnedSource) else None
+        density = source.state_dict().get("target_density") if isinstance(source, DensitySource) else None
         return torch.tensor(math.nan, dtype=torch.float64) if density is None else density
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the target density."""
-        if isinstance(self.conv.source, LearnedSource) and self.conv.source.can_change_density:
+        if isinstance(self.conv.source, DensitySource) and self.conv.source.can_change_density:
             density = float(state)
             self.conv.source.target_density = None if math.isnan(density) else density
 
@@ -238,7 +238,7 @@ class GraphAttention(nn.Module):
                 "Expected a source whose rows do not depend on each other, with 'block_size' 1, for a cache (got "
                 f"{type(source).__name__}). {NO_CACHE}"
             )
-        if isinstance(source, LearnedSource):
+        if isinstance(source, DensitySource):
             distance = None if source.target_density == 1 else source.forced_distance
         else:
             distance = getattr(source, "window", None)

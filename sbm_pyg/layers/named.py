@@ -26,7 +26,6 @@ SourceFactory = Callable[..., GraphSource]
 SIZES = {  # of sources that have usual ones
     "window": {"size": 64},
     "bigbird": {"size": 3, "num_global": 2, "num_random": 3},
-    "top_k": {"k": 16},
     "block_top_k": {"k": 4, "block_size": 16},
     "lsh": {"num_buckets": 16, "chunk_size": 16, "rounds": 2},
     "routing": {"num_clusters": 8},
@@ -51,16 +50,21 @@ def _selected(rule: Callable[..., Any], channels: int, heads: int, **options: An
     return selectors.SelectorSource(rule, **options)
 
 
+def _ranked(channels: int, heads: int, **options: Any) -> GraphSource:
+    return selectors.TopKSource(**options)
+
+
 def _arguments(made: Callable[..., Any]) -> set[str]:
     return {*inspect.signature(made).parameters}
 
 
 _SCORERS = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
 _PATTERNS = {name: getattr(patterns, name) for name in patterns.__all__ if name.islower()}
-_RULES = {name: getattr(selectors, name) for name in selectors.__all__ if name.islower() and name != "routing"}
+_RULES = {name: getattr(selectors, name) for name in ("block_top_k", "lsh")}
 _MAKERS: dict[str, SourceFactory] = {
     "routing": selectors.RoutingSource,
     **{name: partial(_scored, scorer) for name, scorer in _SCORERS.items()},
+    "top_k": _ranked,
     **{name: partial(_drawn, rule) for name, rule in _PATTERNS.items()},
     **{name: partial(_selected, rule) for name, rule in _RULES.items()},
 }
@@ -108,6 +112,7 @@ def options_of(source: str) -> set[str] | None:
     parts: dict[str, tuple[Any, ...]] = {
         "sbm": (SBMAttentionConv,),
         "routing": (selectors.RoutingSource,),
+        "top_k": (selectors.TopKSource,),
         **{name: (scorer, indexer.IndexerSource) for name, scorer in _SCORERS.items()},
         **{name: (rule,) for name, rule in _PATTERNS.items()},
         **{name: (rule, selectors.SelectorSource) for name, rule in _RULES.items()},

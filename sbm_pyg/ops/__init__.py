@@ -142,6 +142,7 @@ def index_score(query: Tensor, weight: Tensor, key: Tensor, rows: Rows) -> Tenso
         TypeError, ValueError: Shapes or types do not fit.
     """
     rowptr, col = _without_bias(rows)
+    checks.tensors(weight=weight)
     _check_small(query, weight, key)
     checks.edge_rows(rowptr, col, query[:, :, 0], key=key)
     checks.no_tangent(query, weight, key)
@@ -180,9 +181,9 @@ def edge_cross_entropy(query: Tensor, key: Tensor, log_p: Tensor, rows: Rows, sc
     return schemas.edge_cross_entropy(query, key, log_p, rowptr, col, bias, scale)[0]
 
 
-def _check_small(query: Tensor, weight: Tensor, key: Tensor) -> None:
+def _check_small(query: Tensor, weight: Tensor | None, key: Tensor) -> None:
     """Check what small heads score with."""
-    checks.tensors(query=query, weight=weight, key=key)
+    checks.tensors(query=query, key=key)
     checks.floating(query=query, weight=weight, key=key)
     checks.shape("query", query, (None, None, None, None), "[H, N, S, D]", "Heads come first.")
     heads, queries, small, channels = query.shape
@@ -195,19 +196,20 @@ def _check_small(query: Tensor, weight: Tensor, key: Tensor) -> None:
 
 
 def index_top_k(
-    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
+    query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     r"""The keys of the largest scores of each query, by the scores of a lightning indexer.
 
     .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
 
-    The lower key wins a tie, and scores that are NaN are never chosen. No array of all pairs is stored. Cost
-    O(H N M S D), and no gradient. Scores that are equal up to rounding may rank differently on another kind of device.
+    Without weights the scores are dot products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. The lower key wins
+    a tie, and scores that are NaN are never chosen. No array of all pairs is stored. Cost O(H N M S D), and no
+    gradient. Scores that are equal up to rounding may rank differently on another kind of device.
 
     Args:
         query: Small queries of S heads, ``[H, N, S, D]``.
-        weight: Weights of the small heads, ``[H, N, S]``.
+        weight: Weights of the small heads, ``[H, N, S]``; None: dot products.
         key: Small keys, ``[H, M, D]``.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64.
@@ -223,6 +225,8 @@ def index_top_k(
 
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 1 and 2.
     """
+    if weight is not None:
+        checks.tensors(weight=weight)
     _check_small(query, weight, key)
     checks.tensors(count=count)
     heads, queries = query.shape[:2]

@@ -66,8 +66,12 @@ def index_score_backward(of: Any) -> int:
 
 
 def index_top_k(of: Any) -> int:
-    """2 S D for each pair that a query may attend to; without values to read, for each pair that is chosen."""
+    """2 S D for each pair that a query may attend to, S being 1 without weights.
+
+    Without values to read it counts the pairs that are chosen.
+    """
     heads, num_queries, small, channels = of.query.shape
+    small = small if of.weight is not None else 1
     if is_fake(of.query) or of.query.is_meta:
         return 2 * small * channels * of.out_val[1].numel()
     allowed = reference_segments.allowed_keys(of.query_ptr, of.key_ptr, num_queries, of.is_causal)

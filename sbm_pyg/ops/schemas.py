@@ -133,7 +133,7 @@ def _fake_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, T
     return torch.empty_like(rowptr), rowptr.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-def _fake_top_k(query: Tensor, weight: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_top_k(query: Tensor, weight: Tensor | None, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
     return rowptr, query.new_empty(num_edges, dtype=torch.int32)

@@ -35,7 +35,7 @@ from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_seque
 from . import patterns
 from .interface import Choice, EdgeProbability, check_over
 from .learned import LearnedSource
-from .pairs import check_vectors, graph_of_rows, part_of, select_pairs
+from .pairs import check_vectors, graph_of_best, graph_of_rows, part_of, select_pairs
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -287,18 +287,7 @@ class IndexProbability(EdgeProbability):
         Raises:
             TypeError, ValueError: ``k`` has the wrong type, shape or range, or memory does not hold the edges.
         """
-        if isinstance(k, Tensor):
-            if k.dtype != torch.int64:
-                raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
-            checks.shape("k", k, (self.tokens.num_queries,), "[N]", "It is the number of keys of each query.")
-            checks.same_device("query", self.query, k=k)
-            if int(k.min()) < 1:
-                raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
-        else:
-            k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), self.tokens.num_keys)
-            k = torch.full_like(self.tokens.query_position, k)
-        tokens, vectors = self.tokens, (self.query, self.weight, self.key)
-        return graph_of_rows(tokens, *ops.index_top_k(*vectors, tokens.query_ptr, tokens.key_ptr, k, tokens.is_causal))
+        return graph_of_best(self.tokens, k, self.query, self.weight, self.key)
 
     @torch.no_grad()
     def sample(

@@ -27,7 +27,10 @@ from ..ragged import Tokens, count_pairs, offsets
 from ..rows import index_type
 from .interface import Choice, EdgeProbability, GraphSource
 
-__all__ = ["DenseChoice", "LearnedSource", "attend_densely", "attend_padded", "sample_rows", "sample_sequences"]
+__all__ = [
+    "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "sample_rows",
+    "sample_sequences",
+]  # fmt: skip
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences
@@ -225,47 +228,29 @@ class DenseChoice(Choice):
         return self
 
 
-class LearnedSource(GraphSource):
-    """A source with learned edge probabilities, and a target density for its graphs.
+class DensitySource(GraphSource):
+    """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
-    At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, samples nothing, and
-    trains the probabilities on a sample of query rows. :class:`~sbm_pyg.Sparsifier` changes the density during
-    training, so ``state_dict`` contains it. Subclasses define :meth:`predict` and :meth:`choose`.
+    At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, and nothing is chosen.
+    ``state_dict`` contains the density. Subclasses define :meth:`choose`.
 
     Example:
-        >>> from sbm_pyg import SBM, SBMAttentionConv, Sparsifier, sample_edges
-        >>> class Linear(LearnedSource):
-        ...     def __init__(self, channels, num_blocks):
-        ...         super().__init__()
-        ...         self.query, self.key = (torch.nn.Linear(channels, num_blocks) for _ in range(2))
-        ...     def predict(self, tokens):
-        ...         members = self.query(tokens.query).softmax(-1), self.key(tokens.key).sigmoid()
-        ...         return SBM(*members, query_ptr=tokens.query_ptr, key_ptr=tokens.key_ptr)
+        >>> from sbm_pyg import Sparsifier, patterns
+        >>> class Middle(DensitySource):
         ...     def choose(self, tokens):
-        ...         sbm = self.predict(tokens).with_density(self.target_density)
-        ...         return Choice(sample_edges(sbm, clamp=True, seed=tokens.seed), sbm)
-        >>> source = Linear(8, 4)
+        ...         size = max(1, round(self.target_density * tokens.num_keys / 2))
+        ...         return Choice(patterns.window(tokens.num_keys, size, ptr=tokens.key_ptr))
+        >>> source = Middle()
         >>> sparsifier = Sparsifier(source, density=0.2, total_steps=1000)
         >>> source(Tokens(torch.randn(2, 10, 8)))  # dense at first
         DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
     """
 
-    exploration: float | None = None
-    """Added to each probability in training. None: the square of the target density, or 0 without one."""
-    detach = False
-    """Stop gradients from the probabilities to queries and keys."""
-    block_size = 1
-    """Tokens of a block of the graph."""
     trial_density: float | None = None
     """Target density of calls in training mode, in place of :attr:`target_density`, or None. A
     :class:`~sbm_pyg.Sparsifier` sets it for trial steps; ``state_dict`` does not contain it."""
     _density: float | None = None
     _sparsifier: int | None = None  # number of the last one that was made for it
-    _own_detach: bool | None = None  # the option, while a Sparsifier has set `detach` in its place
-
-    @abstractmethod
-    def predict(self, tokens: Tokens) -> EdgeProbability:
-        """The probabilities of all pairs. Nothing is sampled, and they need not have the target density."""
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Choice:
@@ -273,9 +258,7 @@ class LearnedSource(GraphSource):
 
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`~sbm_pyg.GraphSource.forward`."""
-        if self.target_density == 1:
-            return DenseChoice(tokens)
-        return self.choose(tokens.detached() if self.detach else tokens)
+        return DenseChoice(tokens) if self.target_density == 1 else self.choose(tokens)
 
     @property
     def forced_distance(self) -> int | None:
@@ -305,20 +288,8 @@ class LearnedSource(GraphSource):
         """Whether a target density may be set; False if another option fixes the number of keys."""
         return True
 
-    @property
-    def _exploration(self) -> float:
-        """What the current call adds to each probability; 0 in evaluation."""
-        if not self.training:
-            return 0.0
-        return (self.target_density or 0.0) ** 2 if self.exploration is None else self.exploration
-
     def _prepare(self) -> None:
         """React to a target density that has just been set."""
-
-    def _teach(self, taught: bool) -> None:
-        """Detach the source while dense attention teaches it; afterwards, restore its own option."""
-        own = self.detach if self._own_detach is None else self._own_detach
-        self.detach, self._own_detach = taught or own, own if taught else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -332,3 +303,57 @@ class LearnedSource(GraphSource):
         elif density is not None:
             rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class LearnedSource(DensitySource):
+    """A source with learned edge probabilities, and a target density for its graphs.
+
+    At a target density of 1 the layer attends by torch's dense kernel, samples nothing, and trains the probabilities on
+    a sample of query rows. Subclasses define :meth:`predict` and :meth:`choose`.
+
+    Example:
+        >>> from sbm_pyg import SBM, SBMAttentionConv, Sparsifier, sample_edges
+        >>> class Linear(LearnedSource):
+        ...     def __init__(self, channels, num_blocks):
+        ...         super().__init__()
+        ...         self.query, self.key = (torch.nn.Linear(channels, num_blocks) for _ in range(2))
+        ...     def predict(self, tokens):
+        ...         members = self.query(tokens.query).softmax(-1), self.key(tokens.key).sigmoid()
+        ...         return SBM(*members, query_ptr=tokens.query_ptr, key_ptr=tokens.key_ptr)
+        ...     def choose(self, tokens):
+        ...         sbm = self.predict(tokens).with_density(self.target_density)
+        ...         return Choice(sample_edges(sbm, clamp=True, seed=tokens.seed), sbm)
+        >>> source = Linear(8, 4)
+        >>> sparsifier = Sparsifier(source, density=0.2, total_steps=1000)
+        >>> source(Tokens(torch.randn(2, 10, 8)))  # dense at first
+        DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
+    """
+
+    exploration: float | None = None
+    """Added to each probability in training. None: the square of the target density, or 0 without one."""
+    detach = False
+    """Stop gradients from the probabilities to queries and keys."""
+    block_size = 1
+    """Tokens of a block of the graph."""
+    _own_detach: bool | None = None  # the option, while a Sparsifier has set `detach` in its place
+
+    @abstractmethod
+    def predict(self, tokens: Tokens) -> EdgeProbability:
+        """The probabilities of all pairs. Nothing is sampled, and they need not have the target density."""
+
+    def forward(self, tokens: Tokens) -> Choice:
+        """As :meth:`~sbm_pyg.GraphSource.forward`."""
+        detach = self.detach and self.target_density != 1
+        return super().forward(tokens.detached() if detach else tokens)
+
+    @property
+    def _exploration(self) -> float:
+        """What the current call adds to each probability; 0 in evaluation."""
+        if not self.training:
+            return 0.0
+        return (self.target_density or 0.0) ** 2 if self.exploration is None else self.exploration
+
+    def _teach(self, taught: bool) -> None:
+        """Detach the source while dense attention teaches it; afterwards, restore its own option."""
+        own = self.detach if self._own_detach is None else self._own_detach
+        self.detach, self._own_detach = taught or own, own if taught else None

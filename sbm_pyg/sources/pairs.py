@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..graph import AttentionGraph
-from ..ops import checks
+from ..ops import checks, values
 from ..ops.reference.pairs import PairRule, PairTile, best_of, pair_tiles
 from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, runs
 from ..ops.values import require_values
@@ -19,8 +20,8 @@ from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges", "graph_of_pairs",
-    "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "part_of", "select_pairs",
+    "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges", "graph_of_best",
+    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "part_of", "select_pairs",
 ]  # fmt: skip
 
 
@@ -67,6 +68,26 @@ def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph
     """The graph of compressed rows with ascending keys."""
     sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
     return AttentionGraph._trusted(rowptr, col.to(index_type(tokens.num_keys)), *sizes, tokens.is_causal)
+
+
+def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor | None, key: Tensor) -> AttentionGraph:
+    """The graph in which each query attends to the keys of its k largest scores, by :func:`sbm_pyg.ops.index_top_k`.
+
+    Args:
+        k: Keys of each query, at least 1; one number or ``[N]`` int64.
+        query, weight, key: Of that op.
+    """
+    if not isinstance(k, Tensor):
+        k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
+        k = torch.full_like(tokens.query_position, k)
+    if k.dtype != torch.int64:
+        raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
+    checks.shape("k", k, (tokens.num_queries,), "[N]", "It is the number of keys of each query.")
+    checks.same_device("query", query, k=k)
+    if values.can_read(k) and int(k.min()) < 1:
+        raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
+    ptrs = (tokens.query_ptr, tokens.key_ptr)
+    return graph_of_rows(tokens, *ops.index_top_k(query, weight, key, *ptrs, k, tokens.is_causal))
 
 
 def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:

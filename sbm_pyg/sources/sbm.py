@@ -415,7 +415,7 @@ def check_sbm(sbm: SBM) -> float:
         if math.isnan(low) or math.isinf(high):
             raise ValueError(
                 f"Expected '{name}' to be finite (got NaN or inf). "
-                "Look for them in the tokens ('x', or 'query' and 'key'), then for a diverged loss or a division by zero."
+                "Look for them in the tokens ('x', or 'query' and 'key'), then for a diverged loss."
             )
         if low < 0:
             raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax.")

@@ -30,21 +30,22 @@ from ..rows import index_type
 from . import pairs, patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource
+from .learned import DensitySource
 
-__all__ = ["RoutingSource", "SelectorSource", "block_top_k", "lsh", "routing", "top_k"]
+__all__ = ["RoutingSource", "SelectorSource", "TopKSource", "block_top_k", "lsh", "routing", "top_k"]
 
 LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
-def top_k(tokens: Tokens, k: int) -> AttentionGraph:
+def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
     r"""Each query attends to the k keys of its largest scores :math:`\langle q_i, k_j \rangle`.
 
     If it may attend to fewer than k keys, it attends to all of them. The lower key wins a tie, and NaN is never chosen.
-    Cost O(H N M C), tile by tile.
+    Cost O(H N M C), without an array of all pairs; on a CPU one kernel computes the scores and selects.
 
     Args:
         tokens: Queries and keys.
-        k: Keys of each query, at least 1.
+        k: Keys of each query, at least 1; one number or ``[N]`` int64.
 
     Returns:
         A graph with at most ``H * N * k`` edges.
@@ -58,8 +59,7 @@ def top_k(tokens: Tokens, k: int) -> AttentionGraph:
         [[0, 1, 1], [0, 1, 1], [0, 1, 1]]
     """
     tokens = pairs.detached(tokens)
-    k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
-    return pairs.graph_of_rows(tokens, *pairs.select_pairs(tokens, pairs.keep_top_k(k), most=k))
+    return pairs.graph_of_best(tokens, k, tokens.query[:, :, None], None, tokens.key)
 
 
 def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
@@ -235,6 +235,53 @@ class SelectorSource(GraphSource):
         """The rule and its options."""
         window = [] if self.window is None else [f"window={self.window}"]
         return ", ".join([repr(self.rule), *window])
+
+
+class TopKSource(DensitySource):
+    r"""Each query attends to the keys of its largest scores :math:`\langle q_i, k_j \rangle` among all pairs.
+
+    The graph is that of :func:`top_k`. Attention over it differs from dense attention by what the other keys add, so it
+    needs no training of its own, and a dense model can take it as it is. All pairs are scored: the cost is
+    O(H N M C), of which there is no gradient, and on a CPU that is a fifth of dense attention's forward and backward
+    pass at 4,096 tokens.
+
+    Args:
+        k: Keys of each query, at least 1. None: the target density determines them.
+        target_density: Part of its keys that each query attends to, in (0, 1], at least one; 1 is dense attention. A
+            :class:`~sbm_pyg.Sparsifier` sets it. None: 1, unless there is a ``k``.
+        window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range, or there are a ``k`` and a target density.
+
+    Example:
+        >>> source = TopKSource(target_density=0.3)
+        >>> source(Tokens(torch.randn(2, 10, 8))).graph
+        AttentionGraph(1 sequence, 2 heads, 10 queries, 10 keys, 60 edges, density 30.0%)
+    """
+
+    def __init__(self, k: int | None = None, *, target_density: float | None = None, window: int | None = None) -> None:
+        super().__init__()
+        self.k = None if k is None else checks.integer("k", k, 1, "It is the number of keys of each query.")
+        self.target_density = 1.0 if k is None and target_density is None else target_density
+        self.window = patterns.check_window(window)
+
+    @property
+    def can_change_density(self) -> bool:
+        """As :attr:`~sbm_pyg.DensitySource.can_change_density`: not with a number of keys ``k``."""
+        return self.k is None
+
+    def choose(self, tokens: Tokens) -> Choice:
+        """Choose by rank."""
+        density = self.target_density
+        count = self.k if density is None else pairs.part_of(density, tokens.allowed_keys)
+        assert count is not None
+        return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens.bipartite)
+
+    def extra_repr(self) -> str:
+        """Its options."""
+        given = {name: getattr(self, name) for name in ("k", "target_density", "window")}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
 
 class RoutingSource(GraphSource, FollowingSource):

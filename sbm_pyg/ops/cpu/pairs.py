@@ -6,6 +6,8 @@ In and out: the tensors of ``index_top_k`` in :mod:`sbm_pyg.ops`. Not here: the 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,19 +17,21 @@ from ..reference.segments import allowed_keys
 from .channels import to_array
 from .random_simd import above16, append64, count_bits, lowest_bit
 from .sampling import even_ranges, pack_lanes
-from .simd import WIDE, at, highest, load, maximum, peek, splat, store
+from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store
 from .threads import numba_kernel, run, task_count
 
 LANES = 64 if WIDE else 32
 """Keys whose products with two small heads are summed at once; the sums stay in registers."""
-BISECTIONS = 12
-"""Bounds that are tried for a row; thousands of scores need that many. Ties need order, whatever the bound."""
+DOT_LANES = 64 if WIDE else 16
+"""Keys whose products with four rows are summed at once."""
+TRIALS = 12
+"""Bounds that are tried for a row, and then for its best scores. Ties need order, whatever the bound."""
 
 
 @numba_kernel
 def _score(query, weight, small, channels, columns, start, count, scores):
     """Scores of a row with the keys of ``count`` panels, two small heads at a time."""
-    zero = splat(scores.dtype.type(0), LANES)
+    zero = splat(columns.dtype.type(0), LANES)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
         for lane in range(0, KEYS_PER_PANEL, LANES):
@@ -43,6 +47,31 @@ def _score(query, weight, small, channels, columns, start, count, scores):
                 if s + 1 < small:
                     total = total + peek(weight, s + 1) * maximum(zero, y)
             store(scores, KEYS_PER_PANEL * panel + lane, total)
+
+
+@numba_kernel
+def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
+    """Dot products of one to four rows with the keys of ``count`` panels, in rows of ``width`` scores.
+
+    Each key that is loaded serves all four; missing rows repeat the last one.
+    """
+    q1, q2, q3 = at(query, pitch * min(1, rows - 1)), at(query, pitch * min(2, rows - 1)), at(query, pitch * (rows - 1))
+    zero = splat(columns.dtype.type(0), DOT_LANES)
+    for panel in range(count):
+        offset = start + panel * channels * KEYS_PER_PANEL
+        for lane in range(0, KEYS_PER_PANEL, DOT_LANES):
+            s0 = s1 = s2 = s3 = zero
+            for v in range(channels):
+                keys = load(columns, offset + v * KEYS_PER_PANEL + lane, DOT_LANES)
+                s0 = s0 + peek(query, v) * keys
+                s1 = s1 + peek(q1, v) * keys
+                s2 = s2 + peek(q2, v) * keys
+                s3 = s3 + peek(q3, v) * keys
+            first = KEYS_PER_PANEL * panel + lane
+            store(scores, first, s0)
+            store(scores, first + width, s1)
+            store(scores, first + 2 * width, s2)
+            store(scores, first + 3 * width, s3)
 
 
 @numba_kernel
@@ -88,65 +117,145 @@ def _count_above(scores, end, bound):
 
 
 @numba_kernel
-def _bound_of_best(scores, end, k, best):
+def _spread_of(scores, count, kind):
+    """Lowest and highest score that is a number, and mean and deviation, NaN if a score is, of ``count`` scores."""
+    top = bottom = splat(kind.type(-np.inf), 16)
+    zero = splat(kind.type(0), 16)
+    total = square = zero
+    whole = count // 16 * 16
+    for j in range(0, whole, 16):
+        some = load(scores, j, 16)
+        top, bottom = maximum(some, top), maximum(zero - some, bottom)
+        total, square = total + some, square + some * some
+    low, high = -highest(bottom), highest(top)
+    for j in range(whole, count):
+        score = peek(scores, j)
+        if score < low:
+            low = score
+        if score > high:
+            high = score
+    mean = lane_sum(total) / max(1, whole)
+    return low, high, mean, math.sqrt(max(0.0, lane_sum(square) / max(1, whole) - mean * mean))
+
+
+@numba_kernel
+def _gaussian_tail(part):
+    """How many deviations above the mean a part, in (0, 1), of a normal distribution lies, within 0.003.
+
+    Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.2.22.
+    """
+    root = math.sqrt(-2 * math.log(min(part, 1 - part)))
+    distance = root - (2.30753 + 0.27061 * root) / (1 + root * (0.99229 + 0.04481 * root))
+    return distance if part < 0.5 else -distance
+
+
+@numba_kernel
+def _bound_of_best(scores, count, end, k, best):
     """A bound that at most k of the first ``end`` scores exceed, and how many do; k or more are at least as large.
 
-    It is one that exactly k scores exceed, which bisection may find; else the k-th largest score, or minus infinity if
-    there are fewer. ``best`` has room for ``end`` numbers.
+    It is one that exactly k scores exceed, which a few trials may find; else the k-th largest score, or minus infinity
+    if there are fewer. Scores beyond ``count`` are NaN. ``best`` has room for ``end`` numbers.
     """
-    lowest, zero = scores.dtype.type(-np.inf), splat(scores.dtype.type(0), 16)
-    above = _count_above(scores, end, lowest)
-    if above <= k:
-        return lowest, above
-    top = bottom = splat(lowest, 16)
-    for j in range(0, end, 16):
-        some = load(scores, j, 16)
-        top, bottom = maximum(some, top), maximum(zero - some, bottom)  # not NaN
-    low, high, half = -highest(bottom), highest(top), scores.dtype.type(0.5)
-    for _ in range(BISECTIONS):
-        bound = half * low + half * high
-        if not low < bound < high:
+    lowest, half = best.dtype.type(-np.inf), best.dtype.type(0.5)
+    known = _count_above(scores, end, lowest)
+    if known <= k:
+        return lowest, known
+    low, high, mean, deviation = _spread_of(scores, count, best.dtype)
+    # first some more than k scores, then the bound among them
+    wanted, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
+    at_high, start, zero = 0, lowest, best.dtype.type(0)
+    if low < 0 <= high:  # sums of ReLUs are often 0
+        above, equal = 0, 0
+        for first in range(0, end, KEYS_PER_PANEL):
+            more, same = _masks(scores, first, zero)
+            above, equal = above + count_bits(more), equal + count_bits(same)
+        if above <= k <= above + equal:
+            return zero, above
+        if above > k:
+            low, known, start = zero, above, zero
+        else:
+            high, at_high = zero, above
+    guess = mean + deviation * _gaussian_tail(wanted / known) if wanted < known else low
+    for trial in range(TRIALS):
+        if known <= most:
             break
+        bound = best.dtype.type(guess)
+        if not low < bound < high:
+            bound = half * low + half * high
+            if not low < bound < high:
+                break
         above = _count_above(scores, end, bound)
         if above == k:
             return bound, above
         if above > k:
+            low, known, start = bound, above, bound
+        else:
+            high, at_high = bound, above
+        if trial % 3 == 2:
+            guess = half * low + half * high
+        else:  # the logarithm of the number above falls about linearly
+            part = math.log(known / wanted) / math.log(known / (at_high + 0.5))
+            guess = low + part * (high - low)
+    known = 0
+    for first in range(0, end, KEYS_PER_PANEL):
+        mask, _ = _masks(scores, first, start)
+        while mask:
+            best[known] = peek(scores, first + lowest_bit(mask))
+            known += 1
+            mask &= mask - np.uint64(1)
+    if known == k:
+        return start, k
+    last = (known + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    best[known:last] = np.nan
+    for _ in range(TRIALS):
+        bound = half * low + half * high
+        if not low < bound < high:
+            break
+        above = _count_above(best, last, bound)
+        if above == k:
+            return bound, k
+        if above > k:
             low = bound
         else:
             high = bound
-    bound = low if _count_above(scores, end, low) >= k else lowest
-    known = 0
-    for first in range(0, end, KEYS_PER_PANEL):
-        mask, _ = _masks(scores, first, bound)
-        while mask:
-            best[known] = scores[first + lowest_bit(mask)]
-            known += 1
-            mask &= mask - np.uint64(1)
-    if known > k:
-        bound, known = _kth_largest(best, known, k), k
-    above = 0
-    for place in range(known):
+    bound, above = _kth_largest(best, known, k), 0
+    for place in range(k):
         above += best[place] > bound
     return bound, above
 
 
 @numba_kernel
 def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wanted, key_ptr, panel_ptr, degree, out):
-    """Write the keys of rows ``first .. last-1``, ascending, and how many there are."""
-    small, channels, longest, used = weight.shape[1], query.shape[1] // weight.shape[1], 0, 0
+    """Write the keys of rows ``first .. last-1``, ascending, and how many there are.
+
+    Without small heads the scores are dot products.
+    """
+    small, channels, longest, used = weight.shape[1], query.shape[1] // max(1, weight.shape[1]), 0, 0
     for r in range(first, last):
         longest = max(longest, allowed[r % queries])
-    scores = np.empty((longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL, query.dtype)
-    best = np.empty_like(scores)
+    width = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    together, best = np.empty(width if small else 4 * width, query.dtype), np.empty(width, query.dtype)
+    scores, begin, done = at(together, 0), first, first
     for r in range(first, last):
         head, i = r // queries, r % queries
         b, count, before = batch[i], allowed[i], used
         start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
         panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
-        _score(at(query, r * query.shape[1]), at(weight, r * small), small, channels, columns, start, panels, scores)
+        mine = at(query, r * query.shape[1])
+        if small:
+            _score(mine, at(weight, r * small), small, channels, columns, start, panels, scores)
+        else:
+            if r == done:  # rows of one head and sequence
+                begin, most = r, panels
+                while done < min(last, begin + 4, (head + 1) * queries) and batch[done % queries] == b:
+                    most = max(most, (allowed[done % queries] + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)
+                    done += 1
+                _dots(mine, channels, done - begin, channels, columns, start, most, together, width)
+            scores = at(together, (r - begin) * width)
         end = panels * KEYS_PER_PANEL
-        scores[count:end] = np.nan
-        bound, above = _bound_of_best(scores, end, wanted[i], best)
+        for j in range(count, end):
+            poke(scores, j, query.dtype.type(np.nan))
+        bound, above = _bound_of_best(scores, count, end, wanted[i], best)
         ties = wanted[i] - above
         for key in range(0, end, KEYS_PER_PANEL):
             mask, equal = _masks(scores, key, bound)
@@ -159,10 +268,14 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
 
 
 def index_top_k(
-    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_keys(int(key_ptr[-1]))
-    heads, queries, small, channels = query.shape
+    if weight is None:
+        query, weight = query.sum(2, keepdim=True), query[..., :0, 0]
+    heads, queries, _, channels = query.shape
+    small = weight.size(2)
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     queries_of_rows = to_array(query.flatten(2), like).reshape(heads * queries, -1)
     weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
@@ -174,7 +287,9 @@ def index_top_k(
     columns = np.empty((heads, panel_ptr[-1], channels, KEYS_PER_PANEL), keys.dtype)
     spans = [(head, b) for head in range(heads) for b in range(q_ptr.size - 1)]
     run(pack_lanes, [(*span, keys, k_ptr, panel_ptr, columns) for span in spans], task_count(keys.size))
-    pieces = even_ranges(heads * queries, task_count(heads * int(allowed.sum()) * (small * channels // 8 + 4), 8))
+    pieces = even_ranges(
+        heads * queries, task_count(heads * int(allowed.sum()) * (max(1, small) * channels // 8 + 4), 8)
+    )
     rowptr, degree = np.zeros(heads * queries + 1, np.int64), np.empty(heads * queries, np.int64)
     np.cumsum(np.tile(wanted.numpy(), heads), out=rowptr[1:])
     outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]

@@ -108,15 +108,18 @@ def index_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
 
 
 def index_top_k(
-    query: Tensor, weight: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, queries, small, _ = query.shape
     dtype = torch.int32 if key.size(1) < 2**31 else torch.int64
-    packed, key = upcast(torch.cat([query.flatten(2), weight], 2)), upcast(key)
+    packed = query.sum(2) if weight is None else torch.cat([query.flatten(2), weight], 2)
+    packed, key = upcast(packed), upcast(key)
     row = torch.arange(heads * queries, device=key.device).view(heads, queries)
     limit, found = allowed_keys(query_ptr, key_ptr, queries, is_causal), []
     for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
-        scores = index_scores(packed[:, tile.query], key[:, tile.key.clamp(min=0)], small)
+        mine, theirs = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
+        scores = mine @ theirs.mT if weight is None else index_scores(mine, theirs, small)
 
         def best(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
             return best_of(scores, possible, count[tile.query])
