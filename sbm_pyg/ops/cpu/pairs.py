@@ -15,63 +15,76 @@ from torch import Tensor
 from ..reference.sampling import KEYS_PER_PANEL, check_keys
 from ..reference.segments import allowed_keys
 from .channels import to_array
-from .random_simd import above16, append64, count_bits, lowest_bit
+from .random_simd import above16, append64, count_bits, pick16
 from .sampling import even_ranges, pack_lanes
-from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store
+from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
 from .threads import numba_kernel, run, task_count
 
-LANES = 64 if WIDE else 32
-"""Keys whose products with two small heads are summed at once; the sums stay in registers."""
-DOT_LANES = 64 if WIDE else 16
-"""Keys whose products with four rows are summed at once."""
+LANES = 64 if WIDE else 16
+"""Keys whose products with four vectors are summed at once; the sums stay in registers."""
+ROWS = 16
+"""Rows that are scored together, a multiple of four."""
 TRIALS = 12
-"""Bounds that are tried for a row, and then for its best scores. Ties need order, whatever the bound."""
+"""Bounds that are tried for a row, so that few scores are left."""
+BISECTIONS = 24
+"""Bounds that are tried for these; with as many bits there is one that only ties do not obey."""
 
 
 @numba_kernel
-def _score(query, weight, small, channels, columns, start, count, scores):
-    """Scores of a row with the keys of ``count`` panels, two small heads at a time."""
+def _scores(query, pitch, weight, small, rows, channels, columns, start, count, scores, width):
+    """As :func:`_dots`, weighted sums of ReLUs: two small heads of two rows at a time."""
     zero = splat(columns.dtype.type(0), LANES)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
-        for lane in range(0, KEYS_PER_PANEL, LANES):
-            total = zero
-            for s in range(0, small, 2):
-                one, other = channels * s, channels * min(s + 1, small - 1)
-                x = y = zero
-                for v in range(channels):
-                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
-                    x = x + peek(query, one + v) * keys
-                    y = y + peek(query, other + v) * keys
-                total = total + peek(weight, s) * maximum(zero, x)  # of NaN, NaN
-                if s + 1 < small:
-                    total = total + peek(weight, s + 1) * maximum(zero, y)
-            store(scores, KEYS_PER_PANEL * panel + lane, total)
+        for row in range(0, rows, 2):
+            other = min(row + 1, rows - 1)
+            q0, q1, w0, w1 = pitch * row, pitch * other, small * row, small * other
+            for lane in range(0, KEYS_PER_PANEL, LANES):
+                s0 = s1 = zero
+                for s in range(0, small, 2):
+                    one, two = channels * s, channels * min(s + 1, small - 1)
+                    x0 = y0 = x1 = y1 = zero
+                    for v in range(channels):
+                        keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
+                        x0 = x0 + peek(query, q0 + one + v) * keys
+                        y0 = y0 + peek(query, q0 + two + v) * keys
+                        x1 = x1 + peek(query, q1 + one + v) * keys
+                        y1 = y1 + peek(query, q1 + two + v) * keys
+                    s0 = s0 + peek(weight, w0 + s) * maximum(zero, x0)  # of NaN, NaN
+                    s1 = s1 + peek(weight, w1 + s) * maximum(zero, x1)
+                    if s + 1 < small:
+                        s0 = s0 + peek(weight, w0 + s + 1) * maximum(zero, y0)
+                        s1 = s1 + peek(weight, w1 + s + 1) * maximum(zero, y1)
+                first = width * row + KEYS_PER_PANEL * panel + lane
+                store(scores, first, s0)
+                store(scores, first + width, s1)
 
 
 @numba_kernel
 def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
-    """Dot products of one to four rows with the keys of ``count`` panels, in rows of ``width`` scores.
+    """Dot products of one to ``ROWS`` rows with the keys of ``count`` panels, in rows of ``width`` scores.
 
-    Each key that is loaded serves all four; missing rows repeat the last one.
+    A panel stays in cache for all rows, and each key that is loaded serves four; missing rows repeat the last one.
     """
-    q1, q2, q3 = at(query, pitch * min(1, rows - 1)), at(query, pitch * min(2, rows - 1)), at(query, pitch * (rows - 1))
-    zero = splat(columns.dtype.type(0), DOT_LANES)
+    zero = splat(columns.dtype.type(0), LANES)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
-        for lane in range(0, KEYS_PER_PANEL, DOT_LANES):
-            s0 = s1 = s2 = s3 = zero
-            for v in range(channels):
-                keys = load(columns, offset + v * KEYS_PER_PANEL + lane, DOT_LANES)
-                s0 = s0 + peek(query, v) * keys
-                s1 = s1 + peek(q1, v) * keys
-                s2 = s2 + peek(q2, v) * keys
-                s3 = s3 + peek(q3, v) * keys
-            first = KEYS_PER_PANEL * panel + lane
-            store(scores, first, s0)
-            store(scores, first + width, s1)
-            store(scores, first + 2 * width, s2)
-            store(scores, first + 3 * width, s3)
+        for row in range(0, rows, 4):
+            q0, q1 = at(query, pitch * row), at(query, pitch * min(row + 1, rows - 1))
+            q2, q3 = at(query, pitch * min(row + 2, rows - 1)), at(query, pitch * min(row + 3, rows - 1))
+            for lane in range(0, KEYS_PER_PANEL, LANES):
+                s0 = s1 = s2 = s3 = zero
+                for v in range(channels):
+                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
+                    s0 = s0 + peek(q0, v) * keys
+                    s1 = s1 + peek(q1, v) * keys
+                    s2 = s2 + peek(q2, v) * keys
+                    s3 = s3 + peek(q3, v) * keys
+                first = width * row + KEYS_PER_PANEL * panel + lane
+                store(scores, first, s0)
+                store(scores, first + width, s1)
+                store(scores, first + 2 * width, s2)
+                store(scores, first + 3 * width, s3)
 
 
 @numba_kernel
@@ -118,24 +131,29 @@ def _count_above(scores, end, bound):
 
 @numba_kernel
 def _spread_of(scores, count, kind):
-    """Lowest and highest score that is a number, and mean and deviation, NaN if a score is, of ``count`` scores."""
-    top = bottom = splat(kind.type(-np.inf), 16)
-    zero = splat(kind.type(0), 16)
-    total = square = zero
+    """Of ``count`` scores: how many are finite or infinity, the lowest, the highest, their mean and their deviation.
+
+    NaN counts as minus infinity, but makes mean and deviation NaN.
+    """
+    lowest, zero, one = kind.type(-np.inf), splat(kind.type(0), 16), kind.type(1)
+    top = bottom = splat(lowest, 16)
+    total = square = known = zero
     whole = count // 16 * 16
     for j in range(0, whole, 16):
         some = load(scores, j, 16)
         top, bottom = maximum(some, top), maximum(zero - some, bottom)
+        known = known + where_above(some, lowest, one, zero)
         total, square = total + some, square + some * some
-    low, high = -highest(bottom), highest(top)
+    number, low, high = int(lane_sum(known)), -highest(bottom), highest(top)
     for j in range(whole, count):
         score = peek(scores, j)
+        number += score > lowest
         if score < low:
             low = score
         if score > high:
             high = score
     mean = lane_sum(total) / max(1, whole)
-    return low, high, mean, math.sqrt(max(0.0, lane_sum(square) / max(1, whole) - mean * mean))
+    return number, low, high, mean, math.sqrt(max(0.0, lane_sum(square) / max(1, whole) - mean * mean))
 
 
 @numba_kernel
@@ -150,31 +168,44 @@ def _gaussian_tail(part):
 
 
 @numba_kernel
-def _bound_of_best(scores, count, end, k, best):
-    """A bound that at most k of the first ``end`` scores exceed, and how many do; k or more are at least as large.
+def _write_above(scores, end, bound, ties, base, out, used):
+    """Append ``base`` and the position of each score above a bound, and of the first ``ties`` that equal it."""
+    for first in range(0, end, KEYS_PER_PANEL):
+        mask, equal = _masks(scores, first, bound)
+        while equal and ties > 0:
+            mask |= equal & (~equal + np.uint64(1))
+            equal &= equal - np.uint64(1)
+            ties -= 1
+        if mask:
+            used = append64(mask, base + first, out, used)
+    return used
 
-    It is one that exactly k scores exceed, which a few trials may find; else the k-th largest score, or minus infinity
-    if there are fewer. Scores beyond ``count`` are NaN. ``best`` has room for ``end`` numbers.
+
+@numba_kernel
+def _write_best(scores, count, end, k, relu, best, where, base, out, used):
+    """Append ``base`` and the positions of the k largest scores, ascending; fewer if others are NaN.
+
+    A few trials find a bound that some more than k scores exceed, or exactly k; then the bound among these is found,
+    and of scores that equal it the first are taken. Scores from ``count`` to ``end`` are NaN. ``best`` and ``where``
+    have room for ``end`` numbers and 64 more.
     """
-    lowest, half = best.dtype.type(-np.inf), best.dtype.type(0.5)
-    known = _count_above(scores, end, lowest)
+    lowest, half, zero = best.dtype.type(-np.inf), best.dtype.type(0.5), best.dtype.type(0)
+    known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
     if known <= k:
-        return lowest, known
-    low, high, mean, deviation = _spread_of(scores, count, best.dtype)
-    # first some more than k scores, then the bound among them
-    wanted, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
-    at_high, start, zero = 0, lowest, best.dtype.type(0)
-    if low < 0 <= high:  # sums of ReLUs are often 0
+        return _write_above(scores, end, lowest, k - known, base, out, used)
+    at_high, start = 0, lowest
+    if relu and low < 0 <= high:  # sums of ReLUs are often 0
         above, equal = 0, 0
         for first in range(0, end, KEYS_PER_PANEL):
             more, same = _masks(scores, first, zero)
             above, equal = above + count_bits(more), equal + count_bits(same)
         if above <= k <= above + equal:
-            return zero, above
+            return _write_above(scores, end, zero, k - above, base, out, used)
         if above > k:
             low, known, start = zero, above, zero
         else:
             high, at_high = zero, above
+    wanted, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
     guess = mean + deviation * _gaussian_tail(wanted / known) if wanted < known else low
     for trial in range(TRIALS):
         if known <= most:
@@ -185,43 +216,51 @@ def _bound_of_best(scores, count, end, k, best):
             if not low < bound < high:
                 break
         above = _count_above(scores, end, bound)
-        if above == k:
-            return bound, above
-        if above > k:
+        if above >= k:
             low, known, start = bound, above, bound
         else:
             high, at_high = bound, above
+        if above == k:
+            break
         if trial % 3 == 2:
             guess = half * low + half * high
         else:  # the logarithm of the number above falls about linearly
             part = math.log(known / wanted) / math.log(known / (at_high + 0.5))
             guess = low + part * (high - low)
-    known = 0
-    for first in range(0, end, KEYS_PER_PANEL):
-        mask, _ = _masks(scores, first, start)
-        while mask:
-            best[known] = peek(scores, first + lowest_bit(mask))
-            known += 1
-            mask &= mask - np.uint64(1)
     if known == k:
-        return start, k
+        return _write_above(scores, end, start, 0, base, out, used)
+    _write_above(scores, end, start, 0, 0, where, 0)
     last = (known + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    for j in range(known):
+        best[j] = peek(scores, where[j])
     best[known:last] = np.nan
-    for _ in range(TRIALS):
+    above = known
+    for _ in range(BISECTIONS):
         bound = half * low + half * high
-        if not low < bound < high:
+        if above == k or not low < bound < high:
             break
         above = _count_above(best, last, bound)
-        if above == k:
-            return bound, k
-        if above > k:
+        if above >= k:
             low = bound
         else:
             high = bound
-    bound, above = _kth_largest(best, known, k), 0
-    for place in range(k):
-        above += best[place] > bound
-    return bound, above
+    ties = 0
+    if above != k:
+        low, above = _kth_largest(best, known, k), 0
+        for j in range(known):
+            best[j] = peek(scores, where[j])
+            above += best[j] > low
+        ties = k - above
+    for first in range(0, last, KEYS_PER_PANEL):
+        mask, equal = _masks(best, first, low)
+        while equal and ties > 0:
+            mask |= equal & (~equal + np.uint64(1))
+            equal &= equal - np.uint64(1)
+            ties -= 1
+        for j in range(0, KEYS_PER_PANEL, 16):
+            some = mask >> np.uint64(j) & np.uint64(0xFFFF)
+            used = pick16(some, at(where, first + j), base, out, used)
+    return used
 
 
 @numba_kernel
@@ -230,40 +269,33 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
 
     Without small heads the scores are dot products.
     """
-    small, channels, longest, used = weight.shape[1], query.shape[1] // max(1, weight.shape[1]), 0, 0
+    small, pitch, longest, used = weight.shape[1], query.shape[1], 0, 0
+    channels = pitch // max(1, small)
     for r in range(first, last):
         longest = max(longest, allowed[r % queries])
     width = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
-    together, best = np.empty(width if small else 4 * width, query.dtype), np.empty(width, query.dtype)
-    scores, begin, done = at(together, 0), first, first
+    scores, best = np.empty(ROWS * width, query.dtype), np.empty(width, query.dtype)
+    where, done = np.empty(width + KEYS_PER_PANEL, np.int32), first
     for r in range(first, last):
         head, i = r // queries, r % queries
         b, count, before = batch[i], allowed[i], used
         start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
         panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
-        mine = at(query, r * query.shape[1])
-        if small:
-            _score(mine, at(weight, r * small), small, channels, columns, start, panels, scores)
-        else:
-            if r == done:  # rows of one head and sequence
-                begin, most = r, panels
-                while done < min(last, begin + 4, (head + 1) * queries) and batch[done % queries] == b:
-                    most = max(most, (allowed[done % queries] + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)
-                    done += 1
-                _dots(mine, channels, done - begin, channels, columns, start, most, together, width)
-            scores = at(together, (r - begin) * width)
+        if r == done:  # rows of one head and sequence
+            begin, most = r, panels
+            while done < min(last, begin + ROWS, (head + 1) * queries) and batch[done % queries] == b:
+                most = max(most, (allowed[done % queries] + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)
+                done += 1
+            mine, sizes = at(query, r * pitch), (done - begin, channels)
+            if small:
+                _scores(mine, pitch, at(weight, r * small), small, *sizes, columns, start, most, scores, width)
+            else:
+                _dots(mine, pitch, *sizes, columns, start, most, scores, width)
+        row = at(scores, (r - begin) * width)
         end = panels * KEYS_PER_PANEL
         for j in range(count, end):
-            poke(scores, j, query.dtype.type(np.nan))
-        bound, above = _bound_of_best(scores, count, end, wanted[i], best)
-        ties = wanted[i] - above
-        for key in range(0, end, KEYS_PER_PANEL):
-            mask, equal = _masks(scores, key, bound)
-            while equal and ties > 0:  # the lower key wins
-                mask |= equal & (~equal + np.uint64(1))
-                equal &= equal - np.uint64(1)
-                ties -= 1
-            used = append64(mask, key_ptr[b] + key, out, used)
+            poke(row, j, query.dtype.type(np.nan))
+        used = _write_best(row, count, end, wanted[i], small > 0, best, where, key_ptr[b], out, used)
         degree[r] = used - before
 
 
