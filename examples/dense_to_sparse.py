@@ -3,11 +3,12 @@
     python examples/dense_to_sparse.py                                     a masked language model of Python's standard library
     python examples/dense_to_sparse.py --model recall --density 0.05
 
-A model with torch's attention is trained. Then it is trained for a fifth of the steps again: as it is ("dense"), with block models that
-learn from dense attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which
-score all pairs and choose by rank ("indexer"), with block models that do not learn ("random"), or with a window of the same density
-("window"). The table has the loss of each on test data; a file next to each checkpoint has what its layers and heads lose. An hour and a
-half on a core of a busy machine. The same command goes on after a kill, and skips what is in rows.csv.
+A model with torch's attention is trained. Then attention keeps its largest scores alone, and nothing is trained ("at-once"); or the model
+is trained for a fifth of the steps again: as it is ("dense"), with its largest scores ("top-k"), with block models that learn from dense
+attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which score all pairs and
+choose by rank ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table
+has the loss of each on test data; a file next to each checkpoint has what its layers and heads lose. Two hours on a core of a busy
+machine. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -25,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
 from examples.common.command import Command, fields_of, program
 from examples.common.corpus import stdlib_files
 
-ARMS = ("trained", "dense", "sparse", "indexer", "random", "window")
+ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "indexer", "random", "window")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -160,6 +161,8 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
         replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
+    elif run.method in ("at-once", "top-k"):
+        replace_attention(model, source="top_k", target_density=run.density, window=0)
     elif run.method == "window":  # pairs beyond self-loops, as of the others
         replace_attention(model, source="window", size=max(1, round(run.density * run.length / 2)))
     return model
@@ -174,8 +177,9 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -
     """Trains one model, or goes on from its checkpoint; returns its row."""
     num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
     model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)
-    has_source = run.method in ("sparse", "indexer", "random")
-    sparsifier = Sparsifier(model, run.density, run.steps, dense_part=0.5) if has_source else None
+    has_source = run.method in ("top-k", "sparse", "indexer", "random")
+    dense_part = 0.0 if run.method == "top-k" else 0.5  # sources have to learn first
+    sparsifier = Sparsifier(model, run.density, run.steps, dense_part=dense_part) if has_source else None
 
     def answer(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of a batch."""
@@ -199,6 +203,10 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -
     def losses(step: int) -> Tensor:
         return answer(batch(step))[0]
 
+    if run.method == "at-once":
+        model.eval()
+        with torch.no_grad():
+            return [{**row, "step": 0, "loss": row["test_loss"], "seconds": 0.0} for row in measure()]
     return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=SOURCE_RATE)
 
 
