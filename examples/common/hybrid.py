@@ -215,8 +215,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         rule = FixedDensity(method, density, width, heads, options.get("window", 0))
         source: GraphSource = rule
         if options["control"] == "sparsifier":
-            exact = method == "top-k"
-            source = TopKSource(target_density=density, window=options.get("window", 0)) if exact else Scheduled(rule)
+            source = TopKSource(target_density=density, window=0) if method == "top-k" else Scheduled(rule)
         return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
     if method != "sbm":
         sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}
