@@ -31,8 +31,8 @@ from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sources.selectors import TopKSource
 
-FIXED = ("window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing")
-METHODS = ("full", "dcmm", *FIXED, "indexer", "key-selection", "sbm")
+FIXED = ("window", "random", "random-fixed", "bigbird", "blocks", "lsh", "routing")
+METHODS = ("full", "dcmm", *FIXED, "top-k", "indexer", "key-selection", "sbm")
 DENSE = ("full", "dcmm")  # attend to all pairs
 CONTROLS = ("sparsifier", "fixed", "none")
 BLOCK = 4  # keys of a block
@@ -58,7 +58,7 @@ INDEX_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 FIXED_OPTIONS: dict[str, Any] = {"control": "fixed"}
 KEY_OPTIONS = {name: value for name, value in INDEX_OPTIONS.items() if not name.startswith("index_")}
-OPTIONS = dict.fromkeys(FIXED, FIXED_OPTIONS) | {
+OPTIONS = dict.fromkeys((*FIXED, "top-k"), FIXED_OPTIONS) | {
     "sbm": SBM_OPTIONS,
     "dcmm": DCMM_OPTIONS,
     "indexer": INDEX_OPTIONS,
@@ -90,9 +90,8 @@ class FixedDensity(GraphSource):
     Args:
         rule: "window", the last tokens; "random", each pair by itself, drawn anew at each step; "random-fixed", the same, drawn
             once for all sequences; "bigbird", half of them a window and a quarter each random and global, which may coincide;
-            "top-k", the keys of the largest scores, found among all pairs; "blocks" of keys with the best mean (MoBA),
-            "lsh" in two rounds (Reformer) and "routing" by centroids (Routing Transformer), whose densities follow the tokens
-            and are near to what is asked.
+            "blocks" of keys with the best mean (MoBA), "lsh" in two rounds (Reformer) and "routing" by centroids (Routing
+            Transformer), whose densities follow the tokens and are near to what is asked.
         density: Share of the pairs.
         channels, heads: Of the attention.
         window: Of "random", tokens before each that it attends to in any case; they count in the density.
@@ -121,8 +120,6 @@ class FixedDensity(GraphSource):
         elif self.rule == "bigbird":
             size, few = _window(degree / 2, length), round(degree / 4)
             graph = patterns.bigbird(None, size, few, few, seed=seed, is_causal=True, heads=len(query), ptr=ptr)
-        elif self.rule == "top-k":
-            graph = _largest(query, tokens.key, ptr, length, _window(degree, length))
         elif self.rule == "blocks":
             few = max(1, round((degree + 1) / self.block + 0.5))  # its own block is half a block in the mean
             graph = selectors.block_top_k(tokens, few, self.block)
@@ -182,19 +179,6 @@ def _window(degree: float, length: int) -> int:
     return size
 
 
-@torch.no_grad()
-def _largest(query: Tensor, key: Tensor, ptr: Tensor, length: int, size: int) -> AttentionGraph:
-    """Each query's keys of the largest scores among those before it; the rule of the library counts the query itself."""
-    heads, count = len(query), query.size(1)
-    scores = query.unflatten(1, (-1, length)) @ key.unflatten(1, (-1, length)).mT  # [H, B, L, L]
-    before = torch.ones(length, length, dtype=torch.bool).tril(-1)
-    places = scores.masked_fill(~before, -torch.inf).topk(min(size, length), dim=-1).indices
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, True) & before
-    col = (kept.nonzero()[:, 3] + kept.nonzero()[:, 1] * length).int()
-    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(-1).flatten().cumsum(0)])
-    return AttentionGraph(rowptr, col, count, count, heads, ptr, ptr, is_causal=True)
-
-
 def make_bias(channels: int, heads: int, options: dict[str, Any]) -> DCMMBias:
     """A bias by options, in which flags are 0 or 1."""
     own = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
@@ -213,9 +197,10 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method in FIXED:
         rule = FixedDensity(method, density, width, heads, options.get("window", 0))
-        source: GraphSource = rule
-        if options["control"] == "sparsifier":
-            source = TopKSource(target_density=density, window=0) if method == "top-k" else Scheduled(rule)
+        source: GraphSource = Scheduled(rule) if options["control"] == "sparsifier" else rule
+        return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
+    if method == "top-k":
+        source = TopKSource(target_density=density, window=0)
         return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
     if method != "sbm":
         sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}
