@@ -1,4 +1,4 @@
-"""The best keys of each query by the scores of an indexer, on the CPU: a row of scores at a time stays in cache.
+"""The best keys of each query by dot products or the scores of an indexer, on the CPU: some rows stay in cache.
 
 In and out: the tensors of ``index_top_k`` in :mod:`sbm_pyg.ops`. Not here: the reference
 (:mod:`sbm_pyg.ops.reference.pairs`).
@@ -168,14 +168,21 @@ def _gaussian_tail(part):
 
 
 @numba_kernel
+def _with_ties(mask, equal, ties):
+    """The mask with the first ``ties`` bits of ``equal``, and how many are left."""
+    while equal and ties > 0:
+        mask |= equal & (~equal + np.uint64(1))
+        equal &= equal - np.uint64(1)
+        ties -= 1
+    return mask, ties
+
+
+@numba_kernel
 def _write_above(scores, end, bound, ties, base, out, used):
     """Append ``base`` and the position of each score above a bound, and of the first ``ties`` that equal it."""
     for first in range(0, end, KEYS_PER_PANEL):
         mask, equal = _masks(scores, first, bound)
-        while equal and ties > 0:
-            mask |= equal & (~equal + np.uint64(1))
-            equal &= equal - np.uint64(1)
-            ties -= 1
+        mask, ties = _with_ties(mask, equal, ties)
         if mask:
             used = append64(mask, base + first, out, used)
     return used
@@ -186,8 +193,8 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     """Append ``base`` and the positions of the k largest scores, ascending; fewer if others are NaN.
 
     A few trials find a bound that some more than k scores exceed, or exactly k; then the bound among these is found,
-    and of scores that equal it the first are taken. Scores from ``count`` to ``end`` are NaN. ``best`` and ``where``
-    have room for ``end`` numbers and 64 more.
+    and of scores that equal it the first are taken. Scores from ``count`` to ``end`` are NaN. ``best`` has room for
+    ``end`` numbers, and ``where`` for 64 more.
     """
     lowest, half, zero = best.dtype.type(-np.inf), best.dtype.type(0.5), best.dtype.type(0)
     known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
@@ -253,10 +260,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
         ties = k - above
     for first in range(0, last, KEYS_PER_PANEL):
         mask, equal = _masks(best, first, low)
-        while equal and ties > 0:
-            mask |= equal & (~equal + np.uint64(1))
-            equal &= equal - np.uint64(1)
-            ties -= 1
+        mask, ties = _with_ties(mask, equal, ties)
         for j in range(0, KEYS_PER_PANEL, 16):
             some = mask >> np.uint64(j) & np.uint64(0xFFFF)
             used = pick16(some, at(where, first + j), base, out, used)
