@@ -127,7 +127,7 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
     model, options = make_recaller(run, num_tokens, run.window)
     if options is None:
         return model, None
-    rule = run.method.partition(":")[0] in (*FIXED, "top-k")  # has no window beside the density
+    rule = run.method.partition(":")[0] in (*FIXED, "top-k")  # their density has no window in it
     final = run.density if rule else beyond_window(run.density, run.window, run.length)
     return model, make_sparsifier(model, final, options["control"], run.steps)
 
