@@ -38,6 +38,7 @@ from sbm_pyg.ragged import offsets
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.learned import DenseChoice, attend_densely, sample_rows, sample_sequences
+from sbm_pyg.sources.selectors import TopKSource
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -396,6 +397,14 @@ def test_ranks_with_a_number_of_keys_have_no_target_density() -> None:
         source.target_density = 0.5
     assert source.target_density is None
     assert source(Tokens(torch.randn(1, 9, 4))).graph.num_edges == 27
+
+
+def test_ranks_without_a_number_of_keys_have_a_target_density() -> None:
+    for source in (IndexerSource(Indexer(4)), TopKSource(target_density=0.5)):
+        usual = source.target_density
+        with pytest.raises(ValueError, match=r"Expected 'target_density' to be a number .* \(got None\)"):
+            source.target_density = None
+        assert source.target_density == usual
 
 
 @pytest.mark.parametrize("block_size", [1, 4])

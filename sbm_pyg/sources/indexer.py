@@ -490,8 +490,7 @@ class IndexerSource(LearnedSource):
         checks.flag("detach", detach, "It says whether scores send no gradient to queries and keys.")
         self.scorer, self.select, self.k, self.exploration = scorer, select, k, exploration
         self.method = select
-        by_rank = select == "top_k" and k is None
-        self.target_density = 1.0 if by_rank and target_density is None else target_density
+        self.target_density = 1.0 if self._needs_density and target_density is None else target_density
         self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
         independent = select == "bernoulli" and target_density is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if independent else None
@@ -501,6 +500,10 @@ class IndexerSource(LearnedSource):
     def can_change_density(self) -> bool:
         """As :attr:`~sbm_pyg.LearnedSource.can_change_density`: not with a number of keys ``k``."""
         return self.k is None
+
+    @property
+    def _needs_density(self) -> bool:
+        return self.select == "top_k" and self.k is None
 
     def _reset_bias(self) -> None:
         if self.bias is not None:

@@ -280,6 +280,11 @@ class DensitySource(GraphSource):
                     f"Expected no 'target_density' together with k={getattr(self, 'k', None)} (got {density}). Both "
                     "fix the number of keys of a query."
                 )
+        elif self._needs_density:
+            raise ValueError(
+                "Expected 'target_density' to be a number in (0, 1] without a 'k' (got None). One of them fixes the "
+                "number of keys of a query; 1 is dense attention."
+            )
         self._density, self.trial_density = density, None
         self._prepare()
 
@@ -287,6 +292,11 @@ class DensitySource(GraphSource):
     def can_change_density(self) -> bool:
         """Whether a target density may be set; False if another option fixes the number of keys."""
         return True
+
+    @property
+    def _needs_density(self) -> bool:
+        """Whether nothing but a target density says how many edges there are."""
+        return False
 
     def _prepare(self) -> None:
         """React to a target density that has just been set."""

@@ -263,12 +263,16 @@ class TopKSource(DensitySource):
     def __init__(self, k: int | None = None, *, target_density: float | None = None, window: int | None = None) -> None:
         super().__init__()
         self.k = None if k is None else checks.integer("k", k, 1, "It is the number of keys of each query.")
-        self.target_density = 1.0 if k is None and target_density is None else target_density
+        self.target_density = 1.0 if self._needs_density and target_density is None else target_density
         self.window = patterns.check_window(window)
 
     @property
     def can_change_density(self) -> bool:
         """As :attr:`~sbm_pyg.DensitySource.can_change_density`: not with a number of keys ``k``."""
+        return self.k is None
+
+    @property
+    def _needs_density(self) -> bool:
         return self.k is None
 
     def choose(self, tokens: Tokens) -> Choice:
