@@ -495,6 +495,19 @@ def test_every_kind_of_source_is_saved_and_loaded(options: dict[str, Any], tmp_p
         assert getattr(one, "target_density", 0) == getattr(two, "target_density", 0)
 
 
+@pytest.mark.parametrize("name", ["top_k", "indexer"])
+def test_a_model_with_a_number_of_keys_is_loaded_with_a_density(name: str, tmp_path: Path) -> None:
+    model = bert()
+    replace_attention(model, source=name, k=3)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, sbm={"source": name, "target_density": 0.4})
+    assert [source.target_density for source in sources(again)] == [0.4, 0.4]
+    again.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, sbm={"source": name, "k": 3})
+    given = inputs(model)
+    assert torch.equal(run(again, given).logits, run(model, given).logits)
+
+
 def test_state_dict_restores_the_target_density() -> None:
     model, other = make_sparse(bert()), bert()
     replace_attention(other, **OPTIONS)

@@ -182,9 +182,9 @@ class GraphAttention(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the target density."""
-        if isinstance(self.conv.source, DensitySource) and self.conv.source.can_change_density:
-            density = float(state)
-            self.conv.source.target_density = None if math.isnan(density) else density
+        source, is_none = self.conv.source, math.isnan(float(state))  # as with a number of keys
+        if isinstance(source, DensitySource) and source.can_change_density and not (is_none and source._needs_density):
+            source.target_density = None if is_none else float(state)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: PairMask, return_weights: bool
