@@ -144,6 +144,7 @@ def test_wrong_arguments_are_refused() -> None:
     layer = SparseGPSConv(16, None, full()).double()
     calls: list[tuple[str, Callable[[], Any]]] = [
         (r"'attn' to be an AttentionConv", lambda: SparseGPSConv(16, None, cast(Any, nn.MultiheadAttention(16, 4)))),
+        (r"'conv' to be a layer of PyG, or None \(got type\)", lambda: SparseGPSConv(16, cast(Any, nn.Linear), full())),
         (r"'attn' to take 8 channels", lambda: SparseGPSConv(8, None, full())),
         (r"'dropout'", lambda: SparseGPSConv(16, None, full(), dropout=2)),
         (r"'gps' to be a GPSConv", lambda: SparseGPSConv.from_gps(cast(Any, nn.Linear(2, 2)))),

@@ -82,6 +82,7 @@ class SparseGPSConv(GPSConv):
     ) -> None:
         channels = checks.integer("channels", channels, 1, "It is the width of the nodes.")
         checks.number("dropout", dropout, "[0, 1]", "It is the probability that a channel is dropped.")
+        checks.kind("conv", conv, nn.Module | None, "a layer of PyG, or None", "Make an instance of it.")
         way_out = "Build an SBMAttentionConv, or an AttentionConv with a source."
         checks.kind("attn", attn, AttentionConv, "an AttentionConv", way_out)
         if not {*channel_pair(attn.in_channels)} <= {channels, -1}:
