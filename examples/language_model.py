@@ -67,7 +67,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import DENSE, FIXED, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
+from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
 from examples.common.runs import checksums, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import Sparsifier
@@ -127,7 +127,7 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
     model, options = make_recaller(run, num_tokens, run.window)
     if options is None:
         return model, None
-    rule = run.method.partition(":")[0] in (*FIXED, "top-k")  # their density has no window in it
+    rule = run.method.partition(":")[0] in RULES  # their density has no window in it
     final = run.density if rule else beyond_window(run.density, run.window, run.length)
     return model, make_sparsifier(model, final, options["control"], run.steps)
 

@@ -23,7 +23,7 @@ from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
 FROZEN = "frozen=1"
 BLOCK = 2  # keys of a block of MoBA, so that a query takes another block than its own at 5 % of 64 tokens
 METHODS = {  # name: as hybrid.py reads it
-    **{name: name for name in ("full", *hybrid.FIXED, "top-k")},
+    **{name: name for name in ("full", *hybrid.RULES)},
     "indexer": "indexer",  # trained by the effect of its edges
     "dsa": "indexer:select=top_k,estimator=imitate,detach=1",  # dense warm-up over all keys, then over the selected keys
     "gates": "indexer:estimator=mask",  # straight through

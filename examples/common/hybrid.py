@@ -29,10 +29,10 @@ from sbm_pyg import (
 from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
-from sbm_pyg.sources.selectors import TopKSource
 
 FIXED = ("window", "random", "random-fixed", "bigbird", "blocks", "lsh", "routing")
-METHODS = ("full", "dcmm", *FIXED, "top-k", "indexer", "key-selection", "sbm")
+RULES = (*FIXED, "top-k")  # do not learn
+METHODS = ("full", "dcmm", *RULES, "indexer", "key-selection", "sbm")
 DENSE = ("full", "dcmm")  # attend to all pairs
 CONTROLS = ("sparsifier", "fixed", "none")
 BLOCK = 4  # keys of a block
@@ -58,7 +58,7 @@ INDEX_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 FIXED_OPTIONS: dict[str, Any] = {"control": "fixed"}
 KEY_OPTIONS = {name: value for name, value in INDEX_OPTIONS.items() if not name.startswith("index_")}
-OPTIONS = dict.fromkeys((*FIXED, "top-k"), FIXED_OPTIONS) | {
+OPTIONS = dict.fromkeys(RULES, FIXED_OPTIONS) | {
     "sbm": SBM_OPTIONS,
     "dcmm": DCMM_OPTIONS,
     "indexer": INDEX_OPTIONS,
@@ -195,12 +195,12 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         bias = make_bias(width, heads, options)
         every = patterns.PatternSource(patterns.full)
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
-    if method in FIXED:
-        rule = FixedDensity(method, density, width, heads, options.get("window", 0))
-        source: GraphSource = Scheduled(rule) if options["control"] == "sparsifier" else rule
-        return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
-    if method == "top-k":
-        source = TopKSource(target_density=density, window=0)
+    if method in RULES:
+        if method == "top-k":
+            source: GraphSource = selectors.TopKSource(target_density=density, window=0)
+        else:
+            rule = FixedDensity(method, density, width, heads, options.get("window", 0))
+            source = Scheduled(rule) if options["control"] == "sparsifier" else rule
         return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
     if method != "sbm":
         sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}

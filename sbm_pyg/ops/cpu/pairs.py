@@ -189,6 +189,40 @@ def _write_above(scores, end, bound, ties, base, out, used):
 
 
 @numba_kernel
+def _write_best_of_few(scores, k, known, low, high, best, where, base, out, used):
+    """Append ``base`` and the k largest of the ``known`` scores at ``where``, which lie from ``low`` to ``high``."""
+    half = best.dtype.type(0.5)
+    last = (known + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    for j in range(known):
+        best[j] = peek(scores, where[j])
+    best[known:last] = np.nan
+    above = known
+    for _ in range(BISECTIONS):
+        bound = half * low + half * high
+        if above == k or not low < bound < high:
+            break
+        above = _count_above(best, last, bound)
+        if above >= k:
+            low = bound
+        else:
+            high = bound
+    ties = 0
+    if above != k:
+        low, above = _kth_largest(best, known, k), 0
+        for j in range(known):
+            best[j] = peek(scores, where[j])
+            above += best[j] > low
+        ties = k - above
+    for first in range(0, last, KEYS_PER_PANEL):
+        mask, equal = _masks(best, first, low)
+        mask, ties = _with_ties(mask, equal, ties)
+        for j in range(0, KEYS_PER_PANEL, 16):
+            some = mask >> np.uint64(j) & np.uint64(0xFFFF)
+            used = pick16(some, at(where, first + j), base, out, used)
+    return used
+
+
+@numba_kernel
 def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     """Append ``base`` and the positions of the k largest scores, ascending; fewer if others are NaN.
 
@@ -237,34 +271,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     if known == k:
         return _write_above(scores, end, start, 0, base, out, used)
     _write_above(scores, end, start, 0, 0, where, 0)
-    last = (known + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
-    for j in range(known):
-        best[j] = peek(scores, where[j])
-    best[known:last] = np.nan
-    above = known
-    for _ in range(BISECTIONS):
-        bound = half * low + half * high
-        if above == k or not low < bound < high:
-            break
-        above = _count_above(best, last, bound)
-        if above >= k:
-            low = bound
-        else:
-            high = bound
-    ties = 0
-    if above != k:
-        low, above = _kth_largest(best, known, k), 0
-        for j in range(known):
-            best[j] = peek(scores, where[j])
-            above += best[j] > low
-        ties = k - above
-    for first in range(0, last, KEYS_PER_PANEL):
-        mask, equal = _masks(best, first, low)
-        mask, ties = _with_ties(mask, equal, ties)
-        for j in range(0, KEYS_PER_PANEL, 16):
-            some = mask >> np.uint64(j) & np.uint64(0xFFFF)
-            used = pick16(some, at(where, first + j), base, out, used)
-    return used
+    return _write_best_of_few(scores, k, known, low, high, best, where, base, out, used)
 
 
 @numba_kernel
