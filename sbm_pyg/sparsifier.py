@@ -106,8 +106,7 @@ class Sparsifier:
             raise ValueError(
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
                 "SBMAttentionConv; `sbm_pyg.replace_attention` does it for models of torch, and that of "
-                "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none, nor do "
-                "ranks with a number of keys 'k'."
+                "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none."
             )
         self._number = next(NUMBERS)
         for source in self.sources:
@@ -154,14 +153,8 @@ class Sparsifier:
                 "of names as in `model.named_modules()`."
             )
         inside = {name: [each for each in modules[name].modules() if isinstance(each, DensitySource)] for name in names}
-        fixed = [name for name, sources in inside.items() if not all(each.can_change_density for each in sources)]
-        if fixed:
-            raise ValueError(
-                f"Expected 'keep_dense' to be names of modules whose attention can be dense (got {fixed}, with a "
-                "number of keys 'k'). Leave them out: a Sparsifier does not change such sources."
-            )
         kept = [source for sources in inside.values() for source in sources]
-        found = (each for each in modules.values() if isinstance(each, DensitySource) and each.can_change_density)
+        found = (each for each in modules.values() if isinstance(each, DensitySource))
         return [source for source in found if source not in kept], kept
 
     # ------------------------------------------------------------------ the schedule

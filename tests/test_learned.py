@@ -391,12 +391,19 @@ def test_a_target_density_that_is_none(density: Any) -> None:
         assert source.target_density is None
 
 
-def test_ranks_with_a_number_of_keys_have_no_target_density() -> None:
-    source = IndexerSource(Indexer(4), select="top_k", k=3)
-    with pytest.raises(ValueError, match="Expected no 'target_density' together with k=3"):
-        source.target_density = 0.5
-    assert source.target_density is None
-    assert source(Tokens(torch.randn(1, 9, 4))).graph.num_edges == 27
+def test_ranks_with_a_number_of_keys_take_the_larger_number_under_a_target_density() -> None:
+    tokens = Tokens(torch.randn(1, 9, 4))
+    for source in (IndexerSource(Indexer(4), select="top_k", k=3), TopKSource(3)):
+        assert source.target_density is None
+        for density, keys in ((None, 3), (0.5, 5), (0.1, 3), (1.0, 9)):
+            source.target_density = density
+            assert source(tokens).graph.num_edges == 9 * keys
+            if isinstance(source, IndexerSource):
+                assert (
+                    source.predict(tokens)
+                    .expected_degree()
+                    .allclose(torch.tensor({None: 3.0, 0.5: 4.5, 0.1: 3.0, 1.0: 9.0}[density]))
+                )
 
 
 def test_ranks_without_a_number_of_keys_have_a_target_density() -> None:

@@ -21,12 +21,15 @@ from sbm_pyg import (
     SBMAttentionConv,
     SequenceEncoder,
     Sparsifier,
+    Tokens,
     auxiliary_loss,
     patterns,
     replace_attention,
 )
 from sbm_pyg.estimators import Distill, Local, Mask
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sources.learned import DenseChoice
+from sbm_pyg.sources.selectors import TopKSource
 
 
 def layer(**options: Any) -> SBMAttentionConv:
@@ -123,12 +126,17 @@ def test_named_modules_stay_dense() -> None:
         Sparsifier(model, 0.2, 2, keep_dense=[""])
 
 
-def test_a_number_of_keys_cannot_stay_dense() -> None:
-    ranks = IndexerSource(Indexer(4, 2), select="top_k", k=2)
-    model = nn.ModuleList([layer(), AttentionConv(8, 4, 2, ranks)])
-    with pytest.raises(ValueError, match=r"Expected 'keep_dense' .* can be dense \(got \['1'\], with a number of keys"):
-        Sparsifier(model, 0.2, total_steps=10, keep_dense=["1"])
-    assert ranks.target_density is None
+@pytest.mark.parametrize("make", [lambda k: TopKSource(k), lambda k: IndexerSource(Indexer(4, 2), k=k)])
+def test_ranks_with_a_number_of_keys_begin_dense_and_keep_at_least_so_many(make: Callable[[int], Any]) -> None:
+    torch.manual_seed(0)
+    source, tokens = make(3), Tokens(torch.randn(2, 40, 4), is_causal=True)
+    assert source(tokens).graph.degree[0].tolist() == [min(3, 1 + i) for i in range(40)]
+    sparsifier = Sparsifier(source, 0.2, total_steps=2, dense_part=0.5)
+    assert isinstance(source(tokens), DenseChoice)
+    sparsifier.step(1.0)
+    assert source(tokens).graph.degree[0].tolist() == [min(1 + i, max(3, math.ceil((1 + i) / 5))) for i in range(40)]
+    Sparsifier(nn.ModuleList([source, make(2)]), 0.2, total_steps=2, dense_part=0.0, keep_dense=["0"])
+    assert isinstance(source(tokens), DenseChoice)
 
 
 def test_ranks_take_their_density_from_a_sparsifier() -> None:

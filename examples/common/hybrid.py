@@ -53,12 +53,14 @@ DCMM_OPTIONS: dict[str, Any] = {
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "bernoulli",  # or "top_k"
     "estimator": "distill",  # top_k: "imitate", which takes its place, or "none"
+    "k": 0,  # of top_k, the least number of keys of a query
     "index_heads": 4, "index_channels": 16,
     "detach": 0, "control": "sparsifier", "frozen": 0,
 }  # fmt: skip
 FIXED_OPTIONS: dict[str, Any] = {"control": "fixed"}
 KEY_OPTIONS = {name: value for name, value in INDEX_OPTIONS.items() if not name.startswith("index_")}
 OPTIONS = dict.fromkeys(RULES, FIXED_OPTIONS) | {
+    "top-k": FIXED_OPTIONS | {"k": 0},
     "sbm": SBM_OPTIONS,
     "dcmm": DCMM_OPTIONS,
     "indexer": INDEX_OPTIONS,
@@ -197,7 +199,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
     if method in RULES:
         if method == "top-k":
-            source: GraphSource = selectors.TopKSource(target_density=density, window=0)
+            source: GraphSource = selectors.TopKSource(options["k"] or None, target_density=density, window=0)
         else:
             rule = FixedDensity(method, density, width, heads, options.get("window", 0))
             source = Scheduled(rule) if options["control"] == "sparsifier" else rule
@@ -207,7 +209,8 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads, **sizes)
         target, detach = None if options["control"] == "none" else density, bool(options["detach"])
         by_rank = options["select"] == "top_k" and options["estimator"] == "distill"
-        own = {"select": options["select"], "detach": detach, "window": options.get("window", 0)}
+        own = {"select": options["select"], "k": options["k"] or None}
+        own |= {"detach": detach, "window": options.get("window", 0)}
         selected = indexer.IndexerSource(scorer, target_density=target, **own)
         conv = AttentionConv(
             channels, width, heads, selected, estimator="imitate" if by_rank else options["estimator"], is_causal=True

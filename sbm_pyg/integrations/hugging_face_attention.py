@@ -183,7 +183,7 @@ class GraphAttention(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Set the target density."""
         source, is_none = self.conv.source, math.isnan(float(state))  # as with a number of keys
-        if isinstance(source, DensitySource) and source.can_change_density and not (is_none and source._needs_density):
+        if isinstance(source, DensitySource) and not (is_none and source._needs_density):
             source.target_density = None if is_none else float(state)
 
     def forward(

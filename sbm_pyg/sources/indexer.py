@@ -435,9 +435,9 @@ class IndexerSource(LearnedSource):
             loss; the estimator ``"imitate"``, the default of the layer, trains them. ``"bernoulli"``: each pair is an
             edge with its probability, see :class:`IndexProbability`, which the task loss trains. Training takes some 15
             times as long.
-        k: Keys of each query with ``"top_k"``, at least 1. None: the target density determines them.
-        target_density: Density that the keys of each query compete for, in (0, 1], with at least one key each; 1 is
-            dense attention. A :class:`~sbm_pyg.Sparsifier` sets it. None: 1 with ``"top_k"`` and no ``k``; with
+        k: Keys of each query with ``"top_k"``, at least 1; with a target density, the least number of them. None: 1.
+        target_density: Density that the keys of each query compete for, in (0, 1]; 1 is dense attention. A
+            :class:`~sbm_pyg.Sparsifier` sets it. None: with ``"top_k"`` 1, or ``k`` keys if there is a ``k``; with
             ``"bernoulli"`` pairs do not compete.
         initial_density: Probability of an edge before training if pairs do not compete, in (0, 1). It sets a learned
             bias of each head.
@@ -497,11 +497,6 @@ class IndexerSource(LearnedSource):
         self._reset_bias()
 
     @property
-    def can_change_density(self) -> bool:
-        """As :attr:`~sbm_pyg.LearnedSource.can_change_density`: not with a number of keys ``k``."""
-        return self.k is None
-
-    @property
     def _needs_density(self) -> bool:
         return self.select == "top_k" and self.k is None
 
@@ -522,18 +517,16 @@ class IndexerSource(LearnedSource):
 
     def _count(self, tokens: Tokens) -> Tensor | None:
         """Number of keys of each query, ``[N]``, or None."""
-        if self.k is not None:
-            return tokens.allowed_keys.clamp(max=self.k)
-        if self.target_density is not None:
-            return (self.target_density * tokens.allowed_keys).clamp(min=1)
-        return None
+        density, allowed = self.target_density, tokens.allowed_keys
+        if density is not None:
+            return torch.minimum((density * allowed).clamp(min=self.k or 1), allowed.clamp(min=1))
+        return None if self.k is None else allowed.clamp(max=self.k)
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank, or by Bernoulli draws."""
-        probability, allowed = self.predict(tokens), tokens.allowed_keys
+        probability, allowed, density = self.predict(tokens), tokens.allowed_keys, self.target_density
         if self.select == "top_k":
-            density = self.target_density
-            wanted = self._count(tokens) if density is None else part_of(density, allowed)
+            wanted = self.k if density is None else part_of(density, allowed).clamp(min=self.k or 1)
             assert wanted is not None
             choice = Choice(probability.top_k(wanted), probability, independent=False)
         else:

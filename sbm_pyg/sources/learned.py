@@ -276,11 +276,6 @@ class DensitySource(GraphSource):
     def target_density(self, density: float | None) -> None:
         if density is not None:
             checks.number("target_density", density, "(0, 1]", "It is a fraction of the pairs; 1 is dense attention.")
-            if not self.can_change_density:
-                raise ValueError(
-                    f"Expected no 'target_density' together with k={getattr(self, 'k', None)} (got {density}). Both "
-                    "fix the number of keys of a query."
-                )
         elif self._needs_density:
             raise ValueError(
                 "Expected 'target_density' to be a number in (0, 1] without a 'k' (got None). One of them fixes the "
@@ -288,11 +283,6 @@ class DensitySource(GraphSource):
             )
         self._density, self.trial_density = density, None
         self._prepare()
-
-    @property
-    def can_change_density(self) -> bool:
-        """Whether a target density may be set; False if another option fixes the number of keys."""
-        return True
 
     @property
     def _needs_density(self) -> bool:

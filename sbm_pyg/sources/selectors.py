@@ -245,13 +245,13 @@ class TopKSource(DensitySource):
     gradients; on a CPU that takes a seventh of dense attention's forward and backward pass at 4,096 tokens.
 
     Args:
-        k: Keys of each query, at least 1. None: the target density determines them.
-        target_density: Part of its keys that each query attends to, in (0, 1], at least one; 1 is dense attention. A
-            :class:`~sbm_pyg.Sparsifier` sets it. None: 1, unless there is a ``k``.
+        k: Keys of each query, at least 1; with a target density, the least number of them. None: 1.
+        target_density: Part of its keys that each query attends to, in (0, 1]; 1 is dense attention. A
+            :class:`~sbm_pyg.Sparsifier` sets it. None: 1, or ``k`` keys if there is a ``k``.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range, or there are a ``k`` and a target density.
+        TypeError, ValueError: An argument has the wrong type or range.
 
     Example:
         >>> source = TopKSource(target_density=0.3)
@@ -266,18 +266,13 @@ class TopKSource(DensitySource):
         self.window = patterns.check_window(window)
 
     @property
-    def can_change_density(self) -> bool:
-        """As :attr:`~sbm_pyg.DensitySource.can_change_density`: not with a number of keys ``k``."""
-        return self.k is None
-
-    @property
     def _needs_density(self) -> bool:
         return self.k is None
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
         density = self.target_density
-        count = self.k if density is None else pairs.part_of(density, tokens.allowed_keys)
+        count = self.k if density is None else pairs.part_of(density, tokens.allowed_keys).clamp(min=self.k or 1)
         assert count is not None
         return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens.bipartite)
 
