@@ -19,12 +19,12 @@ from sbm_pyg import __version__  # noqa: E402
 project, author, copyright = "sbm_pyg", "the sbm_pyg authors", "the sbm_pyg authors, MIT licence"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
 default_role = "code"  # docstrings write `code` as Markdown does
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "dollarmath", "html_image"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -121,7 +121,7 @@ def test_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert any(language == "python" for language, _, _ in blocks(text)), name
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/analysis.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/analysis.md"])
 def test_other_pages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
