@@ -58,7 +58,7 @@ from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, deviation, finished, groups, markdown
 from examples.common.tasks import TASKS
-from examples.language_model import read_texts
+from examples.language_model import Texts, read_texts
 from sbm_pyg import Sparsifier, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 
@@ -119,7 +119,7 @@ Batch = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 """From a number to tokens, a mask of questions, and answers, ``[B, L]`` each."""
 
 
-def language(run: Run, texts: tuple[Tensor, Tensor, Tensor]) -> tuple[int, Batch, Batch, int]:
+def language(run: Run, texts: Texts) -> tuple[int, Batch, Batch, int]:
     """Masked tokens of texts. Number of tokens, batches to train on, batches to test on, and how many of these."""
     mask = len(texts[2])
 
@@ -173,7 +173,7 @@ def trained_run(run: Run) -> Run:
     return dataclasses.replace(run, method="trained", density=1.0, steps=PART * run.steps)
 
 
-def train(run: Run, texts: tuple[Tensor, Tensor, Tensor] | None, folder: Path) -> list[Row]:
+def train(run: Run, texts: Texts | None, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns its row."""
     num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
     model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)

@@ -9,7 +9,7 @@ and sbm; all share the tokens, the steps, and layers of a gated short convolutio
 top-k:control=sparsifier is dense first, as sbm is; other rules likewise.
 --corpus has other usual values: 1,500 steps of 8 sequences of 512 tokens, 128 channels, a density of 7.5 %, and a window of 6.
 Out: bits per byte; and bits per token where a token completes a pair of tokens that stood before, but not within the last 16. What has
-ended is in rows.csv and is not run again; what was killed goes on.
+ended is in rows.csv and is not run again; what was killed goes on. --save writes the model of the first run, which LanguageModel loads.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -46,6 +47,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("window", 0, "tokens before it that sbm and random always attend to", least=0)
     command.option("learning-rate", 2e-3)
     command.option("output", Path("runs/language"))
+    command.add_argument(
+        "--save", type=Path, metavar="DIR", help="save the model of the first run, with its tokenizer and a card"
+    )
     if any(word.startswith("--corpus") for word in (sys.argv[1:] if arguments is None else arguments)):
         command.set_defaults(**CODE)
     given = command.read(arguments)
@@ -68,9 +72,9 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
-from examples.common.runs import checksums, settings_of
+from examples.common.runs import checksums, read_state, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
-from sbm_pyg import Sparsifier
+from sbm_pyg import Pretrained, Sparsifier
 
 NEAR = 16  # tokens; what stood before, but not so near, must be looked for
 
@@ -99,17 +103,26 @@ class Run:
         return {"run": run_name(self.method, self.density), "seed": self.seed}
 
 
-def read_texts(given: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of the training and of the test texts, and the bytes of each token of the vocabulary."""
+class Texts(NamedTuple):
+    """Tokens of the training and of the test texts, the bytes of each token of the vocabulary, and the tokenizer; none of bytes."""
+
+    train: Tensor
+    test: Tensor
+    width: Tensor
+    tokenizer: Any = None
+
+
+def read_texts(given: argparse.Namespace) -> Texts:
+    """The texts of a command line."""
     texts = ["\n".join(path.read_text(errors="replace") for path in paths) for paths in (given.train, given.test)]
     if given.vocabulary == 256:
         source, test = (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() for text in texts)
-        return source, test, torch.ones(256)
+        return Texts(source, test, torch.ones(256))
     tokenizer = train_tokenizer(texts[0].splitlines(keepends=True), given.vocabulary)
     # every character of a token stands for a byte
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     source, test = (torch.tensor(tokenizer.encode(text).ids) for text in texts)
-    return source, test, torch.tensor([float(len(word)) for word, _ in words])
+    return Texts(source, test, torch.tensor([float(len(word)) for word, _ in words]), tokenizer)
 
 
 def recalled(tokens: Tensor) -> Tensor:
@@ -132,9 +145,63 @@ def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
     return model, make_sparsifier(model, final, options["control"], run.steps)
 
 
-def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[Row]:
+class LanguageModel(Pretrained):
+    """A trained model, whose attention is as sparse as at its last step.
+
+    Args:
+        num_tokens: Size of the vocabulary.
+        **run: Fields of a :class:`Run`.
+    """
+
+    def __init__(self, num_tokens: int, **run: Any) -> None:
+        super().__init__()
+        self.num_tokens, self.run = num_tokens, Run(**run)
+        self.model, _ = make_model(self.run, num_tokens)
+
+    def constructor_options(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {"num_tokens": self.num_tokens, **dataclasses.asdict(self.run)}
+
+    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
+        """Logits of the token after each of ``[B, L]``, ``[B, L, num_tokens]``."""
+        return self.model(tokens, seed=seed)[0]
+
+    @torch.no_grad()
+    def complete(self, tokens: list[int], count: int) -> list[int]:
+        """Those of ``count`` more tokens that the model takes for the most probable ones."""
+        for _ in range(count):
+            logits = self(torch.tensor([tokens[-self.run.length :]]))
+            tokens = [*tokens, int(logits[0, -1].argmax())]
+        return tokens[-count:]
+
+
+def save(run: Run, texts: Texts, given: argparse.Namespace) -> None:
+    """Saves the model of a run that has ended with 16 bits a weight, its tokenizer and a card."""
+    path = checkpoint(run, given.output)
+    state = read_state(path, dataclasses.asdict(run))
+    if not state:
+        raise ValueError(f"Expected the checkpoint of a run to save (got no {path}). Remove its rows from rows.csv.")
+    model = LanguageModel(len(texts.width), **dataclasses.asdict(run))
+    model.model.load_state_dict(state["model"])
+    row = state["rows"][-1]
+    words = "source code of Python's standard library" if given.corpus else "texts"
+    options = f"--methods {run.method} --densities {run.density:g} --steps {run.steps} --seeds {run.seed}"
+    task = f"{words}: `python examples/language_model.py {'--corpus stdlib ' * bool(given.corpus)}{options}`"
+    density = [[row[f"density_{layer}"]] * run.heads for layer in range(run.layers)]
+    metric = {"test, bits per byte": row["bits_per_byte"]}
+    model.half().save_pretrained(given.save, task=task, metric=metric, density=density)
+    if texts.tokenizer is not None:
+        texts.tokenizer.save(str(given.save / "tokenizer.json"))
+
+
+def checkpoint(run: Run, folder: Path) -> Path:
+    """The file of a run's checkpoint."""
+    return folder / file_name(run.method, run.density, run.seed)
+
+
+def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns the rows of all evaluations."""
-    source, test, width = texts
+    source, test, width, _ = texts
     model, sparsifier = make_model(run, len(width))
 
     def losses(step: int) -> Tensor:
@@ -160,8 +227,7 @@ def train(run: Run, texts: tuple[Tensor, Tensor, Tensor], folder: Path) -> list[
         row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
         return [row | {f"density_{layer}": fmean(each) for layer, each in enumerate(zip(*shares, strict=True))}]
 
-    path = folder / file_name(run.method, run.density, run.seed)
-    return fit(model, sparsifier, run, path, losses, measure)
+    return fit(model, sparsifier, run, checkpoint(run, folder), losses, measure)
 
 
 def report(rows: list[Row]) -> str:
@@ -184,14 +250,16 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     for method in given.methods:
         options_of(method)  # mistakes before the first run
     texts = read_texts(given)
-    for text, name in zip(texts, ("train", "test"), strict=False):
+    for text, name in zip(texts[:2], ("train", "test"), strict=True):
         words = f"'{name}' of more than {given.length} tokens"
         require(len(text) > given.length, words, len(text), "Give a longer text.")
     runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
     settings = {**settings_of(runs[0]), **checksums(train=given.train, test=given.test)}
     train_missing(given.output, "language_model", settings, runs, lambda run: train(run, texts, given.output))
     print(report(finished(given.output)))
-    yield from ()
+    if given.save:
+        save(runs[0], texts, given)
+        yield given.save
 
 
 main = program(parse, work)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from problems import same
+from tokenizers import Tokenizer
 from torch.testing import assert_close
 
 from examples import language_model
@@ -334,7 +335,7 @@ def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Pa
     given = language_model.parse(
         ["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", str(vocabulary)]
     )
-    source, test, width = language_model.read_texts(given)
+    source, test, width, _ = language_model.read_texts(given)
     assert torch.equal(source, test)
     assert len(width) == 256 if vocabulary == 256 else 256 < len(width) <= 300
     assert float(width[source].sum()) == len(text.encode())
@@ -356,6 +357,43 @@ def test_the_density_of_a_language_model_begins_as_its_control_says(method: str,
     for _ in range(40 if sparsifier else 0):
         cast(Sparsifier, sparsifier).step(9.0)
     assert [source.target_density for source in sources] == [0.25] * 2
+
+
+def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
+    words = [
+        "--train",
+        str(tmp_path / "text"),
+        "--test",
+        str(tmp_path / "text"),
+        "--vocabulary",
+        "300",
+        "--length",
+        "32",
+    ]
+    words += [
+        "--steps",
+        "4",
+        "--batch-size",
+        "2",
+        "--channels",
+        "16",
+        "--methods",
+        "top-k:control=sparsifier,k=3",
+        "sbm",
+    ]
+    words += ["--densities", "0.1", "--output", str(tmp_path / "run"), "--save", str(tmp_path / "model")]
+    language_model.main(words)
+    model = language_model.LanguageModel.from_pretrained(tmp_path / "model").float()
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    ids = tokenizer.encode("a few words, and a few words").ids
+    assert [layer.attention.source.target_density for layer in cast(Any, model.model.layers)] == [0.1, 0.1]
+    _, choices = model.model(torch.tensor([ids]))
+    assert int(choices[0].graph.degree.max()) == 4  # and itself
+    assert model.complete(ids, 3)[0] == int(model(torch.tensor([ids]))[0, -1].argmax())
+    (tmp_path / "run" / "top-k+control_sparsifier,k_3-0.1-0.pt").unlink()
+    with pytest.raises(SystemExit):
+        language_model.main(words)
 
 
 def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
