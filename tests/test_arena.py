@@ -237,11 +237,26 @@ def hsa_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tenso
     return torch.stack(rows)
 
 
+def nsa_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tensor:
+    """Attention of one head and one sequence over the blocks that the compressed attention of NSA selects, by its equations."""
+    scale, rows = q.size(1) ** -0.5, []
+    pooled = torch.stack([k[0], *((k[t - 1] + k[t]) / 2 for t in range(1, len(k)))])
+    for i in range(len(q)):
+        own = i // 2
+        p = (pooled[: i + 1] @ q[i] * scale).softmax(0).tolist()
+        # l' = l = 2d: the pooled keys that begin half a block before a block, with it, and half a block after it
+        importance = [p[2 * b] + 2 * p[2 * b + 1] + p[2 * b + 2] for b in range(own)]
+        best = sorted(range(own), key=lambda b: -importance[b])[:3]
+        kept = [j for j in range(i + 1) if j // 2 in (*best, own)]
+        rows.append((k[kept] @ q[i] * scale).softmax(0) @ v[kept])
+    return torch.stack(rows)
+
+
 @pytest.mark.parametrize("name", rivals.RIVALS)
 def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients are those of plain formulas, over ragged sequences and two heads, and no later token matters."""
     torch.manual_seed(0)
-    oracle = {"dash": dash_oracle, "hsa": hsa_oracle}[name]
+    oracle = {"dash": dash_oracle, "hsa": hsa_oracle, "nsa": nsa_oracle}[name]
     conv: Any = methods.make_attention(name, 12, 2, 0.6).double().eval()
     conv.source.target_density = 0.6
     source = conv.source.source
@@ -249,7 +264,8 @@ def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.Monk
         source.log_factor.fill_(2.5)
     else:
         monkeypatch.setattr(rivals, "room", lambda *_: 3.0)
-        source.own.data.normal_()
+        if name == "hsa":
+            source.own.data.normal_()
     ptr = torch.tensor([0, 11, 18])
     x = torch.randn(18, 12, dtype=torch.float64, requires_grad=True)
     out, graph = conv(x, ptr=ptr, return_graph=True)

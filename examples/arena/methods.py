@@ -29,10 +29,10 @@ METHODS = {  # name: as hybrid.py reads it
     "gates": "indexer:estimator=mask",  # straight through
     "concrete": "indexer:estimator=concrete",  # relaxed edges, at a temperature that falls from 1 to 0.1
     "sbm": "sbm",
-    **{name: name for name in RIVALS},  # learn through attention itself
+    **{name: name for name in RIVALS},  # blocks, of which dash and hsa learn through attention itself
 }
-WITHOUT_OPTIONS = ("routing", *RIVALS)  # and with a twin
-TWINS = {name: f"{name}:{FROZEN}" for name in WITHOUT_OPTIONS}  # of the others by options
+WITHOUT_OPTIONS = ("routing", *RIVALS)
+TWINS = {name: f"{name}:{FROZEN}" for name in ("routing", "dash", "hsa")}  # of others by options
 TWINS |= dict.fromkeys(("gates", "concrete"), f"indexer:{FROZEN}")
 
 
@@ -95,8 +95,8 @@ def twin_of(method: str) -> str | None:
     """
     if method.endswith(FROZEN):
         return None
-    if method in TWINS:
-        return TWINS[method]
+    if method in TWINS or method in WITHOUT_OPTIONS:
+        return TWINS.get(method)
     if is_own(method):
         source, _ = _own(method, 8, 1, 0.5)
         return f"{method}:{FROZEN}" if any(True for _ in source.parameters()) else None

@@ -1,10 +1,10 @@
-"""Two sources of blocks that learn through attention itself, DashAttention and HSA, and their estimator.
+"""Sources of blocks from papers: DashAttention and HSA, which learn through attention itself, and the selection of NSA, which does not learn.
 
-Both score earlier blocks of keys for each query, attend over the keys of few blocks, and let the weight of a block act on the weights of
-its keys. So the loss trains the scores of the blocks that were chosen, exactly, and those of others not at all. The block of the query is
-always chosen.
+All score earlier blocks of keys for each query, and attend over the keys of few blocks. The block of the query is always chosen. In
+DashAttention and HSA the weight of a block acts on the weights of its keys. So the loss trains the scores of the blocks that were chosen,
+exactly, and those of others not at all.
 
-In: the tokens of a causal layer. Out: a choice whose ``log_on`` is added to the scores of its edges, by :class:`Prior`.
+In: the tokens of a causal layer. Out: a choice. If it has probabilities, :class:`Prior` adds their ``log_on`` to the scores of its edges.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sbm_pyg.blocks import block_means
 from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.ragged import offsets
 from sbm_pyg.sources.pairs import graph_of_ranges
+from sbm_pyg.sources.patterns import full
 
 LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound
 LEAST_BLOCKS = 1.25  # earlier blocks of a query of DashAttention, in the mean: a block that is alone learns nothing
@@ -168,6 +169,38 @@ class HSA(GraphSource):
         return Choice(graph, EdgePrior(graph, log_prior), independent=False)
 
 
+class NSA(GraphSource):
+    """The selection of native sparse attention: the blocks that attention over pooled keys looks at most.
+
+    Pooled keys are means of two neighbours. A query attends to those up to its position, and each key gets the attention of both pooled
+    keys that it is in. A query takes the earlier blocks of two keys with the largest sums, as many as its density, a share of the pairs
+    beyond self-loops, has room for.
+
+    Reference: Yuan et al., "Native Sparse Attention", 2502.11089, equations 7 to 12, where pooled keys, made by a perceptron, are also a
+    branch of attention by which they learn, the first block and two recent ones are always chosen, and recent tokens are a window of
+    their own.
+    """
+
+    def __init__(self, density: float) -> None:
+        super().__init__()
+        self.density = density
+
+    @torch.no_grad()
+    def forward(self, tokens: Tokens) -> Choice:
+        blocks, every = Blocks(tokens, 2), full(None, is_causal=True, heads=tokens.heads, ptr=tokens.query_ptr)
+        place = tokens.key_position
+        pooled = torch.where(place[:, None] > 0, (tokens.key + tokens.key.roll(1, 1)) / 2, tokens.key)
+        score = ops.edge_dot(tokens.query, pooled, every.rows) * tokens.query.size(2) ** -0.5
+        row, last = every.edge_row, place[every.col]  # position of the second of the two keys
+        attention = softmax(score, row)
+        found = attention.new_zeros(len(blocks.row))
+        for key in (last, last - 1):
+            early = (key >= 0) & (key // 2 < blocks.own[row])
+            found.index_add_(0, (blocks.pairs.rowptr[row] + key // 2)[early], attention[early])
+        kept = largest(found, blocks.row, max(1, round(room(tokens, self.density, 2))))
+        return Choice(blocks.choose(kept)[0])
+
+
 def room(tokens: Tokens, density: float, size: int) -> float:
     """Earlier blocks of a query that a density has room for, in the mean, in addition to its own."""
     length = int(tokens.query_ptr.diff().max())
@@ -182,5 +215,5 @@ def largest(score: Tensor, row: Tensor, few: int) -> Tensor:
     return torch.zeros(len(row), dtype=torch.bool).index_put((order,), rank < few)
 
 
-RIVALS: dict[str, Callable[[int, int, float], GraphSource]] = {"dash": Dash, "hsa": HSA}
+RIVALS: dict[str, Callable[..., GraphSource]] = {"dash": Dash, "hsa": HSA, "nsa": NSA}
 """Sources by the name of their method."""
