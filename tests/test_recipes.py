@@ -75,6 +75,7 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "examples.benchmarks",
         "examples.benchmarks.learning",
         "examples.benchmarks.sources",
+        "examples.benchmarks.steps",
         "examples.benchmarks.probes",
         "examples.benchmarks.gpu",
     ],
