@@ -57,7 +57,8 @@ class Sparsifier:
 
     Args:
         model: Module with sources that are a :class:`~sbm_pyg.DensitySource`. Their target densities become 1.
-        density: Target density in (0, 1): the part of all allowed pairs that each head attends to.
+        density: Target density in (0, 1): the part of all allowed pairs that each head attends to. Sources with a
+            number of keys ``k`` keep at least so many for each query.
         total_steps: Number of training steps.
         dense_part: Part of the steps that are dense, in [0, 1].
         every: Number of steps from one trial step to the next, at least 2.
