@@ -27,10 +27,11 @@ TALLEST = 8000  # pixels of a picture
 PAUSE = 300  # milliseconds for a page to settle
 FAULTS = """(() => {
   const width = document.documentElement.clientWidth, faults = [];
-  const more = document.documentElement.scrollWidth - width;
+  const boxes = [document.documentElement, ...document.querySelectorAll(".content")];  // which the theme scrolls
+  const more = Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth));
   if (more > 0) faults.push(`the page is ${more} pixels too wide`);
-  const scrolls = element => {
-    for (; element; element = element.parentElement)
+  const scrolls = element => {  // in a box of the article: beyond it the theme scrolls or hides whatever is too wide
+    for (; element.tagName != "ARTICLE"; element = element.parentElement)
       if (getComputedStyle(element).overflowX != "visible") return true;
     return false;
   };

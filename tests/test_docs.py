@@ -7,6 +7,7 @@ import inspect
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -157,6 +158,33 @@ def test_links_between_pages_lead_to_files() -> None:
     assert len(links) > 20
     broken = [f"{page.relative_to(ROOT)}: {target}" for page, target in links if not (page.parent / target).is_file()]
     assert not broken
+
+
+THEME = "<style>html { overflow-x: hidden } .content { overflow-x: auto }</style>"  # as that of the docs
+TOO_WIDE = "<p style='width: 3000px'>a wide box</p>"
+
+
+@pytest.mark.parametrize(
+    ("article", "faults"),
+    [
+        (TOO_WIDE, ["pixels too wide", "past the edge: P a wide box"]),
+        ("<p style='white-space: nowrap'>" + "word " * 500, ["pixels too wide"]),
+        (f"<div style='overflow-x: auto'>{TOO_WIDE}</div>", []),
+    ],
+)
+def test_pages_past_the_edge_are_found_where_the_theme_hides_it(
+    article: str, faults: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="needs PyQt6-WebEngine")
+    page = f"<!doctype html>{THEME}<div class=content><article><h1>A page</h1>{article}</article></div>"
+    (tmp_path / "a.html").write_text(page)
+    command = [sys.executable, str(ROOT / ".ci" / "pages.py"), str(tmp_path), str(tmp_path / "pictures")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == bool(faults), done.stderr
+    for width in ("desktop", "phone"):
+        found = [line for line in done.stdout.splitlines() if line.startswith(f"a, {width}: ")]
+        assert len(found) == len(faults)
+        assert all(fault in line for fault, line in zip(faults, found, strict=True))
 
 
 def test_every_public_name_is_on_an_api_page() -> None:
