@@ -60,6 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     right = 0 < min(given.densities) <= max(given.densities) <= 1
     command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    given.usual = {name: command.get_default(name) for name in vars(given)}
     return given
 
 
@@ -72,7 +73,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
-from examples.common.runs import checksums, read_state, settings_of
+from examples.common.runs import checksums, read_state, save_pretrained, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import Pretrained, Sparsifier
 
@@ -169,10 +170,12 @@ class LanguageModel(Pretrained):
     @torch.no_grad()
     def complete(self, tokens: list[int], count: int) -> list[int]:
         """Those of ``count`` more tokens that the model takes for the most probable ones."""
+        require(len(tokens), "'tokens' to have one at least", 0, "Begin with a word.")
+        found = [*tokens]
         for _ in range(count):
-            logits = self(torch.tensor([tokens[-self.run.length :]]))
-            tokens = [*tokens, int(logits[0, -1].argmax())]
-        return tokens[-count:]
+            logits = self(torch.tensor([found[-self.run.length :]]))
+            found.append(int(logits[0, -1].argmax()))
+        return found[len(tokens) :]
 
 
 def save(run: Run, texts: Texts, given: argparse.Namespace) -> None:
@@ -183,15 +186,23 @@ def save(run: Run, texts: Texts, given: argparse.Namespace) -> None:
         raise ValueError(f"Expected the checkpoint of a run to save (got no {path}). Remove its rows from rows.csv.")
     model = LanguageModel(len(texts.width), **dataclasses.asdict(run))
     model.model.load_state_dict(state["model"])
-    row = state["rows"][-1]
+    row, loops = state["rows"][-1], 2 / (run.length + 1)  # the share of self-loops, beyond which densities are measured
     words = "source code of Python's standard library" if given.corpus else "texts"
-    options = f"--methods {run.method} --densities {run.density:g} --steps {run.steps} --seeds {run.seed}"
-    task = f"{words}: `python examples/language_model.py {'--corpus stdlib ' * bool(given.corpus)}{options}`"
-    density = [[row[f"density_{layer}"]] * run.heads for layer in range(run.layers)]
+    shares = [row[f"density_{layer}"] for layer in range(run.layers)]
+    density = [[share + (1 - share) * loops] * run.heads for share in shares]
     metric = {"test, bits per byte": row["bits_per_byte"]}
-    model.half().save_pretrained(given.save, task=task, metric=metric, density=density)
-    if texts.tokenizer is not None:
-        texts.tokenizer.save(str(given.save / "tokenizer.json"))
+    task = f"{words}: `python examples/language_model.py {options_to_repeat(run, given)}`"
+    tokenizer = None if texts.tokenizer is None else texts.tokenizer.to_str(pretty=True)
+    save_pretrained(given.save, model.half(), tokenizer, task=task, metric=metric, density=density)
+
+
+def options_to_repeat(run: Run, given: argparse.Namespace) -> str:
+    """The options of a command line that trains this run: its texts, its choices, and what is not usual."""
+    files = ((name, " ".join(path.name for path in getattr(given, name))) for name in ("train", "test"))
+    options = {"corpus": given.corpus} if given.corpus else dict(files)
+    options |= {"methods": run.method, "densities": f"{run.density:g}", "steps": run.steps, "seeds": run.seed}
+    options |= {name: value for name, value in fields_of(Run, given).items() if value != given.usual[name]}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
 def checkpoint(run: Run, folder: Path) -> Path:

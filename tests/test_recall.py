@@ -1,6 +1,7 @@
 """The tasks of recall, what their methods see, and the programs that train on them."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -410,6 +411,27 @@ def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
     _, choices = model.model(torch.tensor([ids]))
     assert int(choices[0].graph.degree.max()) == 4  # and itself
     assert model.complete(ids, 3)[0] == int(model(torch.tensor([ids]))[0, -1].argmax())
+    assert model.complete(ids, 0) == []
+    with pytest.raises(ValueError, match=r"Expected 'tokens' to have one at least \(got 0\)"):
+        model.complete([], 3)
+    card = json.loads((tmp_path / "model" / "config.json").read_text())["trained"]
+    text = (tmp_path / "text").read_text()
+    tested = torch.tensor(tokenizer.encode(text).ids)
+    _, choices = model.model(tested[: (len(tested) - 1) // 32 * 32].view(-1, 32))
+    for shares, choice in zip(card["density"], choices, strict=True):  # of weights with 32 bits, where ranks can differ
+        assert shares == [pytest.approx(float(choice.graph.density.mean()), rel=1e-3)] * 2
+    assert card["task"] == (
+        "texts: `python examples/language_model.py --train text --test text --methods top-k:control=sparsifier,k=3 "
+        "--densities 0.1 --steps 4 --seeds 0 --vocabulary 300 --length 32 --batch-size 2 --channels 16`"
+    )
+    language_model.main(words)  # which replaces the model and its tokenizer
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "notes"):
+        (other / name).write_text("mine")
+    with pytest.raises(SystemExit):
+        language_model.main([*words[:-1], str(other)])
+    assert sorted(path.read_text() for path in other.iterdir()) == ["mine", "mine"]
     (tmp_path / "run" / "top-k+control_sparsifier,k_3-0.1-0.pt").unlink()
     with pytest.raises(SystemExit):
         language_model.main(words)

@@ -92,6 +92,22 @@ def _wrong(path: Path, what: str, got: object, way_out: str) -> RunError:
     return RunError(f"Expected '{path}' to be {what} (got {got}). {way_out}")
 
 
+def save_pretrained(folder: Path, model: Any, tokenizer: str | None, **card: Any) -> None:
+    """Saves a model with its card and the text of its tokenizer, if it has one, in place of a model that was saved so; else all stays."""
+    path = folder / "tokenizer.json"
+    old = path.read_bytes() if path.is_file() else None
+    if old is not None:
+        path.unlink()  # the method replaces a folder of its own files alone
+    try:
+        model.save_pretrained(folder, **card)
+    except BaseException:
+        if old is not None:
+            write(path, old)
+        raise
+    if tokenizer is not None:
+        write_text(path, tokenizer)
+
+
 def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     """Writes what ``torch.save`` writes; the comment that ends the zip archive is the checksum of all bytes before it."""
     import torch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from examples.common.command import require
 from examples.common.corpus import read_lines, train_tokenizer
-from examples.common.runs import fingerprint, read_checkpoint, write_checkpoint, write_text
+from examples.common.runs import fingerprint, read_checkpoint, save_pretrained, write_checkpoint, write_text
 from sbm_pyg import Pretrained
 from sbm_pyg.info import tqdm
 from sbm_pyg.ragged import offsets
@@ -202,9 +202,7 @@ def save_model(folder: Path, model: Pretrained, tokenizer: Any, **card: Any) -> 
     own = Tokenizer.from_str(tokenizer.to_str())
     single, pair = f"{START} $A {SEPARATOR}", f"{START} $A {SEPARATOR} $B {SEPARATOR}"
     own.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    (folder / "tokenizer.json").unlink(missing_ok=True)  # `save_pretrained` replaces a folder of its own files alone
-    model.save_pretrained(folder, **card)
-    own.save(str(folder / "tokenizer.json"), pretty=False)
+    save_pretrained(folder, model, own.to_str(), **card)
     return folder
 
 
