@@ -157,7 +157,7 @@ class LanguageModel(Pretrained):
     def __init__(self, num_tokens: int, **run: Any) -> None:
         super().__init__()
         self.num_tokens, self.run = num_tokens, Run(**run)
-        self.model, _ = make_model(self.run, num_tokens)
+        self.model, _ = make_recaller(self.run, num_tokens, self.run.window)
 
     def constructor_options(self) -> dict[str, Any]:
         """The arguments of the constructor."""

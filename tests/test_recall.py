@@ -361,6 +361,13 @@ def test_the_density_of_a_language_model_begins_as_its_control_says(method: str,
     assert [source.target_density for source in sources] == [0.25] * 2
 
 
+def language_options(folder: Path, vocabulary: int, length: int) -> list[str]:
+    """Options of a language model of one small text, which is written to a folder."""
+    (folder / "text").write_text("a few words, and a few words more: " * 60)
+    text = str(folder / "text")
+    return ["--train", text, "--test", text, "--vocabulary", str(vocabulary), "--length", str(length)]
+
+
 def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,17 +387,7 @@ def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
 
 
 def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
-    words = [
-        "--train",
-        str(tmp_path / "text"),
-        "--test",
-        str(tmp_path / "text"),
-        "--vocabulary",
-        "300",
-        "--length",
-        "32",
-    ]
+    words = language_options(tmp_path, vocabulary=300, length=32)
     words += [
         "--steps",
         "4",
@@ -438,17 +435,7 @@ def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text").write_text("a few words, and a few words more: " * 60)
-    words = [
-        "--train",
-        str(tmp_path / "text"),
-        "--test",
-        str(tmp_path / "text"),
-        "--vocabulary",
-        "256",
-        "--length",
-        "48",
-    ]
+    words = language_options(tmp_path, vocabulary=256, length=48)
     words += ["--steps", "8", "--batch-size", "2", "--channels", "16", "--heads", "2", "--window", "1"]
     words += ["--methods", "full", "sbm", "random", "--densities", "0.2", "--output", str(tmp_path)]
     language_model.main(words)
