@@ -303,7 +303,7 @@ def test_a_part_of_the_keys_is_rounded_up_exactly() -> None:
     counts = torch.arange(1, 513)
     for thousandths in (*range(1, 1001, 7), *range(50, 1001, 50)):
         wanted = -(-thousandths * counts // 1000)
-        assert torch.equal(pairs.part_of(thousandths / 1000, counts), wanted)
+        assert torch.equal(cast(Tensor, pairs.number_of_keys(None, thousandths / 1000, counts)), wanted)
 
 
 def test_ranks_take_a_part_of_the_keys() -> None:

@@ -35,7 +35,7 @@ from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_seque
 from . import patterns
 from .interface import Choice, EdgeProbability, check_over
 from .learned import LearnedSource
-from .pairs import check_vectors, graph_of_best, graph_of_rows, part_of, select_pairs
+from .pairs import check_vectors, graph_of_best, graph_of_rows, number_of_keys, select_pairs
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -524,11 +524,10 @@ class IndexerSource(LearnedSource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank, or by Bernoulli draws."""
-        probability, allowed, density = self.predict(tokens), tokens.allowed_keys, self.target_density
+        probability = self.predict(tokens)
         if self.select == "top_k":
-            wanted = self.k if density is None else part_of(density, allowed).clamp(min=self.k or 1)
-            assert wanted is not None
-            choice = Choice(probability.top_k(wanted), probability, independent=False)
+            count = number_of_keys(self.k, self.target_density, tokens.allowed_keys)
+            choice = Choice(probability.top_k(count), probability, independent=False)
         else:
             exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)

@@ -232,8 +232,8 @@ class DensitySource(GraphSource):
     """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
     At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, and nothing is chosen.
-    ``state_dict`` contains the density. Subclasses define :meth:`choose`. Until it is set, the density is None; to
-    begin dense without a Sparsifier too, set ``self.target_density = 1.0`` in ``__init__``.
+    ``state_dict`` contains the density. Subclasses define :meth:`choose`. The density is None until it is set. To begin
+    dense without a Sparsifier too, set ``self.target_density = 1.0`` in ``__init__``.
 
     Example:
         >>> from sbm_pyg import Sparsifier, patterns

@@ -21,7 +21,7 @@ from ..rows import index_type
 
 __all__ = [
     "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges", "graph_of_best",
-    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "part_of", "select_pairs",
+    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "number_of_keys", "select_pairs",
 ]  # fmt: skip
 
 
@@ -212,13 +212,21 @@ def select_pairs(
     return rowptr, col
 
 
-def part_of(density: float, count: Tensor) -> Tensor:
-    """``ceil(density * count)`` for counts of at least 1 and a density in (0, 1], int64.
+def number_of_keys(k: int | None, density: float | None, allowed: Tensor) -> int | Tensor:
+    """Keys of each query: k, or ``ceil(density * allowed)`` and at least k of them, ``[N]`` int64.
 
     The product is corrected for floating-point error first, so that 0.55 of 100 is 55.
+
+    Args:
+        k: Number of keys, at least 1. None: 1.
+        density: Part of the keys that a query may attend to, in (0, 1]. None: k keys.
+        allowed: Number of keys that each query may attend to, ``[N]``.
     """
-    wide = checks.widest(count.device)
-    return (density * count.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long()
+    least = 1 if k is None else k
+    if density is None:
+        return least
+    wide = checks.widest(allowed.device)
+    return (density * allowed.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long().clamp(min=least)
 
 
 def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:

@@ -271,9 +271,7 @@ class TopKSource(DensitySource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
-        density = self.target_density
-        count = self.k if density is None else pairs.part_of(density, tokens.allowed_keys).clamp(min=self.k or 1)
-        assert count is not None
+        count = pairs.number_of_keys(self.k, self.target_density, tokens.allowed_keys)
         return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
