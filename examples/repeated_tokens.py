@@ -70,7 +70,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from examples.common.pictures import save_figure
 from examples.common.runs import claim, read_state, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
-from sbm_pyg.estimators import Concrete, score_function
+from sbm_pyg.estimators import Concrete
+from sbm_pyg.gradients import score_function
 
 
 def random_word(*key: int) -> int:

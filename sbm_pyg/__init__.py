@@ -5,10 +5,12 @@ __version__ = "0.1.0"
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import estimators, ops
+from . import estimators, gradients, ops
+from . import exchange as exchange  # registers graphs with pickle and torch.export
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
 from .distributed import HeadParallel
+from .encoder import EncoderTrace, SequenceEncoder
 from .graph import AttentionGraph
 from .layers.attention import AttentionConv, SBMAttentionConv
 from .layers.dcmm import DCMM, DCMMBias
@@ -19,15 +21,7 @@ from .layers.multihead import SBMMultiheadAttention
 from .layers.named import register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
-from .models import (
-    EncoderTrace,
-    MaskedLM,
-    PairClassifier,
-    SequenceClassifier,
-    SequenceEncoder,
-    TokenClassifier,
-    mask_tokens,
-)
+from .models import MaskedLM, PairClassifier, SequenceClassifier, TokenClassifier, mask_tokens
 from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
@@ -47,8 +41,8 @@ __all__ = [
     "LearnedGraph", "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv",
     "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
     "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
-    "estimators", "indexer", "mask_tokens", "ops", "pad", "patterns", "register_source", "replace_attention",
-    "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
+    "estimators", "gradients", "indexer", "mask_tokens", "ops", "pad", "patterns", "register_source",
+    "replace_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from sbm_pyg import (
     analysis,
     auxiliary_loss,
     estimators,
+    gradients,
     ops,
     pad,
     sample_edges,
@@ -403,10 +404,10 @@ def block_models(device: Device) -> Any:
 def how_losses_reach_edges(device: Device) -> Any:
     sbm = block_model(device)
     graph, loss = sample_edges(sbm, seed=1), torch.tensor([1.0, 2.0, 4.0]).to(device)
-    probes, chance = estimators.draw_probes(sample_edges(sbm, seed=0), 3.0, seed=1)
+    probes, chance = gradients.draw_probes(sample_edges(sbm, seed=0), 3.0, seed=1)
     return (
-        probes, chance, estimators.straight_through(sbm, graph), estimators.relaxed_bias(sbm, graph),
-        estimators.score_function(sbm, graph, loss),
+        probes, chance, gradients.straight_through(sbm, graph), gradients.relaxed_bias(sbm, graph),
+        gradients.score_function(sbm, graph, loss),
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ from sbm_pyg import (
     analysis,
     auxiliary_loss,
     estimators,
+    gradients,
     info,
     mask_tokens,
     models,
@@ -98,25 +99,25 @@ def _temperature(result: Tensor, temperature: Any, **_: Any) -> None:
     expect(not math.isnan(temperature) and temperature > 0, "a temperature that is not positive was taken")
 
 
-function("estimators.straight_through", 3, estimators.straight_through,
+function("gradients.straight_through", 3, gradients.straight_through,
          lambda d: of_graph(d, forced=lambda g: d.maybe(d.whole(2, g.num_edges) > 0)))  # fmt: skip
-function("estimators.score_function", 3, estimators.score_function,
+function("gradients.score_function", 3, gradients.score_function,
          lambda d: of_graph(d, loss=lambda g: d.real(g.num_sequences)) | {"exploration": 0.1})  # fmt: skip
-function("estimators.relaxed_bias", 3, estimators.relaxed_bias, lambda d: of_graph(d) | {"exploration": 0.1})
+function("gradients.relaxed_bias", 3, gradients.relaxed_bias, lambda d: of_graph(d) | {"exploration": 0.1})
 function(
-    "estimators.concrete_bias", 4, estimators.concrete_bias,
+    "gradients.concrete_bias", 4, gradients.concrete_bias,
     lambda d: of_graph(d) | {"temperature": d.uniform(0.1, 2), "seed": d.getrandbits(60), "exploration": 0.1}, check=_temperature,
 )  # fmt: skip
 
 
-@case("estimators.draw_probes", 5)
+@case("gradients.draw_probes", 5)
 def _draw_probes(d: Draw) -> Case:
     g = d.graph()
     arguments = {"graph": g, "per_query": d.choice((0.0, 1.5, math.inf)), "seed": d.getrandbits(60)}
-    return Case(estimators.draw_probes, arguments | {"sequence_ids": d.maybe(d.whole(9, g.num_sequences))})
+    return Case(gradients.draw_probes, arguments | {"sequence_ids": d.maybe(d.whole(9, g.num_sequences))})
 
 
-@case("estimators.attach_local_expectation", 6)
+@case("gradients.attach_local_expectation", 6)
 def _local(d: Draw) -> Case:
     graph, x = attention_inputs(d, d.randint(1, 2))
     sbm, probes = d.model(graph), d.graph(graph.heads, *lengths_of(graph))
@@ -126,7 +127,7 @@ def _local(d: Draw) -> Case:
     arguments: dict[str, Any] = {"out": out, **x, "probability": sbm, "graph": graph, "probes": probes, "scale": 0.5}
     arguments |= {"chance": d.unit(graph.num_queries), "bias": d.maybe(d.real(graph.num_edges))}
     arguments |= {"probe_bias": d.maybe(d.real(probes.num_edges)), "exploration": d.choice((0.0, 0.1))}
-    return Case(estimators.attach_local_expectation, arguments | {"forced": d.maybe(d.whole(2, graph.num_edges) > 0)})
+    return Case(gradients.attach_local_expectation, arguments | {"forced": d.maybe(d.whole(2, graph.num_edges) > 0)})
 
 
 # ------------------------------------------------------------------ layers
@@ -1140,7 +1141,7 @@ for _owner, (_make, _members) in RECORDS.items():
 
 MODULES = {
     "": sbm_pyg, "ops": sbm_pyg.ops, "patterns": patterns, "indexer": indexer, "selectors": selectors, "ground_truth": ground_truth,
-    "predictors": predictors, "sparsefinder": sparsefinder, "analysis": analysis, "plots": plots, "estimators": estimators,
+    "predictors": predictors, "sparsefinder": sparsefinder, "analysis": analysis, "plots": plots, "estimators": estimators, "gradients": gradients,
     "models": models, "ragged": ragged, "info": info,
 }  # fmt: skip
 ESTIMATOR_NAMES = [
@@ -1174,7 +1175,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "ground_truth.Match": "a record that the library makes and users read",
     "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),
-    **dict.fromkeys(("estimators.distillation", "estimators.row_distillation"), "losses over what a layer computes, compared with their definitions in test_learned.py"),
+    **dict.fromkeys(("gradients.distillation", "gradients.row_distillation"), "losses over what a layer computes, compared with their definitions in test_learned.py"),
     "auxiliary_loss": "it takes what layers keep, whose cases and scenarios call it",
     "sync_statistics": "it needs processes, see test_auxiliary.py",
     **dict.fromkeys(("HeadParallel", *(f"HeadParallel.{name}" for name in ("extra_repr", "forward", "own_heads", "processes", "reset_parameters"))), "it needs processes, see test_distributed.py"),

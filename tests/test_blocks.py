@@ -31,7 +31,7 @@ from sbm_pyg import (
     SourceGraph,
     Tokens,
     auxiliary_loss,
-    estimators,
+    gradients,
     ops,
     sample_edges,
 )
@@ -321,7 +321,7 @@ def test_a_bias_may_leave_a_query_without_a_key(path: str) -> None:
 def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, path: str, biased: bool) -> None:
     query, key, value = tokens(graph)
     grad = torch.randn(graph.heads, graph.num_queries, value.size(2), dtype=torch.float64)
-    every = graph.with_blocks(estimators.draw_probes(graph.blocks, float("inf"), seed=0)[0])
+    every = graph.with_blocks(gradients.draw_probes(graph.blocks, float("inf"), seed=0)[0])
     everywhere = torch.randn(every.num_edges, dtype=torch.float64) * biased
     at = every.find(graph.edge_index, graph.edge_head)
 
@@ -482,9 +482,7 @@ def test_the_local_gradient_of_blocks_is_unbiased_by_enumeration(length: int, is
         out, _ = block_attention(query, key, value, *rows(graph), scale=0.7)
         expected = expected + law * (out * weight).sum()
         # probes are pairs drawn with their chance: each alone has its effect, so their mean is exact
-        local = estimators.attach_local_expectation(
-            out, query, key, value, probability, graph, every, chance, scale=0.7
-        )
+        local = gradients.attach_local_expectation(out, query, key, value, probability, graph, every, chance, scale=0.7)
         edge_part, probe_part = _split(local, weight, probability, pairs, mask, chance)
         found = found + law.detach() * (edge_part + probe_part)
     (wanted,) = grad_of(expected, free)
@@ -549,7 +547,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
     if pool == "learned":
         torch.nn.init.normal_(conv.source.pool.weight, generator=torch.Generator().manual_seed(1))
     out, choice = conv(x, ptr=ptr, seed=5, return_choice=True)
-    probes, _ = estimators.draw_probes(choice.graph, 4, seed=5)
+    probes, _ = gradients.draw_probes(choice.graph, 4, seed=5)
     for t in (9, 13, 14, 20):
         other = x.clone()
         other[t:] = torch.randn(21 - t, 6, dtype=torch.float64)
@@ -562,7 +560,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
         assert torch.equal(again[:t], out[:t])
         for graph, changed in (
             (choice.graph, chosen.graph),
-            (probes, estimators.draw_probes(chosen.graph, 4, seed=5)[0]),
+            (probes, gradients.draw_probes(chosen.graph, 4, seed=5)[0]),
         ):
             early = [each.expand_tokens().degree[:, :t] for each in (graph, changed)]
             assert torch.equal(*early)

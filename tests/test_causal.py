@@ -31,7 +31,8 @@ from sbm_pyg import (
     ops,
     sample_edges,
 )
-from sbm_pyg.estimators import ESTIMATORS, attach_local_expectation, draw_probes, score_function
+from sbm_pyg.estimators import ESTIMATORS
+from sbm_pyg.gradients import attach_local_expectation, draw_probes, score_function
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource

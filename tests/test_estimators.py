@@ -13,9 +13,8 @@ from problems import GRAPHS, draw, on_threads, random_graph, reference_attention
 from torch import Tensor
 
 from sbm_pyg import SBM, ALiBi, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
-from sbm_pyg.estimators import (
-    Local,
-    Mask,
+from sbm_pyg.estimators import Local, Mask
+from sbm_pyg.gradients import (
     attach_local_expectation,
     concrete_bias,
     distillation,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv, pretrained
+from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv, exchange
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 4, 9])
@@ -59,12 +59,12 @@ class Forged:
 
 
 FORGED = {
-    "a key that is no token": (pretrained.restore_graph, (PTR, torch.arange(9) + 1, 2, 9, 1, PTR[[0, 1]] // 2, PTR[[0, 2]], False)),
-    "rows out of order": (pretrained.restore_graph, (PTR.flip(0), torch.arange(9), 2, 9, 1, None, None, False)),
-    "other sizes": (pretrained.restore_graph, (PTR, torch.arange(9), 3, 9, 1, None, None, False)),
-    "no tensors": (pretrained.restore_graph, ([0, 1], [0], 1, 1, 1, None, None, False)),
-    "no graph of blocks": (pretrained.restore_block_graph, (torch.ones(2), 4, None, None, 2, 2)),
-    "other tokens": (pretrained.restore_block_graph, (BLOCKS, 4, torch.tensor([0, 99]), None, 99, 99)),
+    "a key that is no token": (exchange.restore_graph, (PTR, torch.arange(9) + 1, 2, 9, 1, PTR[[0, 1]] // 2, PTR[[0, 2]], False)),
+    "rows out of order": (exchange.restore_graph, (PTR.flip(0), torch.arange(9), 2, 9, 1, None, None, False)),
+    "other sizes": (exchange.restore_graph, (PTR, torch.arange(9), 3, 9, 1, None, None, False)),
+    "no tensors": (exchange.restore_graph, ([0, 1], [0], 1, 1, 1, None, None, False)),
+    "no graph of blocks": (exchange.restore_block_graph, (torch.ones(2), 4, None, None, 2, 2)),
+    "other tokens": (exchange.restore_block_graph, (BLOCKS, 4, torch.tensor([0, 99]), None, 99, 99)),
 }  # fmt: skip
 
 

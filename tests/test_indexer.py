@@ -17,7 +17,8 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, SequenceEncoder, Tokens, auxiliary_loss
-from sbm_pyg.estimators import Imitate, distillation, draw_probes
+from sbm_pyg.estimators import Imitate
+from sbm_pyg.gradients import distillation, draw_probes
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns

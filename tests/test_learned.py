@@ -32,7 +32,8 @@ from sbm_pyg import (
     auxiliary_loss,
     sample_edges,
 )
-from sbm_pyg.estimators import Distill, Imitate, Local, distillation, row_distillation
+from sbm_pyg.estimators import Distill, Imitate, Local
+from sbm_pyg.gradients import distillation, row_distillation
 from sbm_pyg.layers.attention import Returns
 from sbm_pyg.ragged import offsets
 from sbm_pyg.sources import patterns

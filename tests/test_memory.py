@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, estimators, rows
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, gradients, rows
 from sbm_pyg.analysis import conditions
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.reference import pairs as reference_pairs
@@ -122,7 +122,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "expected_graph": lambda: conditions.expected_graph(LIKELY),
     "expected_graph, causal": lambda: conditions.expected_graph(LIKELY.causal()), "lemma2": lambda: conditions.lemma2(N, 1),
     "relaxed": lambda: soft("relaxed"), "concrete": lambda: soft("concrete"),
-    "score_function": lambda: estimators.score_function(LIKELY, patterns.window(N, 1), torch.ones(1)),
+    "score_function": lambda: gradients.score_function(LIKELY, patterns.window(N, 1), torch.ones(1)),
 }  # fmt: skip
 
 

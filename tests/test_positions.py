@@ -26,7 +26,7 @@ from sbm_pyg import (
     patterns,
 )
 from sbm_pyg.analysis import compare_heads
-from sbm_pyg.estimators import row_distillation
+from sbm_pyg.gradients import row_distillation
 
 LENGTHS = [4, 9, 1, 20]
 PTR = pointer(LENGTHS)

@@ -16,10 +16,10 @@ from sbm_pyg.ops import schemas
 
 ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
-    "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "sources.following", "sources.interface", "sources.patterns",
-    "sources.pairs", "sources.sbm", "sources.learned", "sources.selectors", "sources.sampling", "sources.indexer", "estimators",
-    "layers.learned_graph", "layers.dcmm", "layers.positions", "layers.normalizers", "layers.propagation", "layers.attention",
-    "distributed", "sparsifier", "layers.dense", "layers.named", "layers.multihead", "layers.gps", "pretrained", "models", "info",
+    "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "exchange", "sources.following", "sources.interface", "sources.patterns",
+    "sources.pairs", "sources.sbm", "sources.learned", "sources.selectors", "sources.sampling", "sources.indexer", "gradients",
+    "estimators", "layers.learned_graph", "layers.dcmm", "layers.positions", "layers.normalizers", "layers.propagation", "layers.attention",
+    "distributed", "sparsifier", "layers.dense", "layers.named", "layers.multihead", "layers.gps", "pretrained", "encoder", "models", "info",
     "sparsefinder.projection", "sparsefinder.predictors", "sparsefinder.ground_truth", "analysis.walks", "analysis.hamiltonian",
     "analysis.conditions", "analysis.heads", "analysis.statistics", "analysis.plots", "integrations.lightning",
     "integrations.hugging_face_attention", "integrations.hugging_face",

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..encoder import EncoderTrace
 from ..graph import AttentionGraph, check_graph, resolve_index
-from ..models import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
 from ..ragged import count_pairs

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.typing import SparseTensor
 
-from ..estimators import draw_probes
+from ..gradients import draw_probes
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.random_words import PAIR, philox, split_ids
@@ -46,7 +46,7 @@ class LearnedGraph(nn.Module):
 
     for edges and probes at the cost of one backward pass, whatever layers lie in between. Divided by the probability
     to see the pair, this is the gradient of its probability: the weights are those of
-    :func:`~sbm_pyg.estimators.attach_local_expectation`. In evaluation mode there are no probes and all weights are 1.
+    :func:`~sbm_pyg.gradients.attach_local_expectation`. In evaluation mode there are no probes and all weights are 1.
 
     Where this is exact depends on the layer; docs/guides/learned_graph.md has the bias of each.
 

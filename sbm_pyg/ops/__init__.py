@@ -402,7 +402,7 @@ def edge_effect(
     \delta`, and probes were drawn with probability :math:`\eta_i`. With :math:`p` cut at 1/2 and :math:`d = \max(p +
     \eta - p \eta, 2 p)`, the weight is :math:`1 / d` for an edge and :math:`(d - p) / (d \, (1 - p) \, \eta)` for a
     probe. It is :math:`1 / p` where :math:`\eta = 0`, and 0 where :math:`p > 1`.
-    :func:`sbm_pyg.estimators.attach_local_expectation` says why. Cost O((E + E') (C + K)).
+    :func:`sbm_pyg.gradients.attach_local_expectation` says why. Cost O((E + E') (C + K)).
 
     Args:
         grad_out: Gradient of the loss to the attention's output, ``[H, N, C']``.

@@ -1,0 +1,429 @@
+r"""Gradients of edge probabilities: the functions that the gradient estimators are made of.
+
+In: probabilities, a graph and what attention read. Out: gates, biases, losses, or an output with a backward pass that
+sends a gradient to the probabilities. Not here: which of them a layer uses (``estimators``). docs/concepts.md derives
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .auxiliary import mean_weights
+from .graph import AttentionGraph, check_graph
+from .ops.reference.segments import allowed_keys, segments, upcast
+from .ops.values import can_read, require_values
+from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
+from .sources.interface import EdgeProbability, check_probability, log_probability, min_probability
+from .sources.learned import LearnedSource, sample_rows, sample_sequences
+
+__all__ = [
+    "attach_local_expectation", "concrete_bias", "distillation", "draw_probes", "relaxed_bias", "row_distillation",
+    "score_function", "straight_through",
+]  # fmt: skip
+
+OVER = ("selected", "all")
+_TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not need all pairs."
+
+
+def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced: Tensor | None = None) -> Tensor:
+    """Straight-through gate of each edge, ``[E]``: exactly 1, with the gradient of its probability.
+
+    Cost O(E) forward, O(E K) backward for an SBM.
+
+    Args:
+        probability: Probabilities of the graph.
+        graph: The graph.
+        forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient to p.
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is not a mask of its edges.
+    """
+    check_probability(probability)
+    gate = probability.gate(graph)
+    ops.checks.forced(forced, graph.col)
+    return gate if forced is None else torch.where(forced, gate.detach(), gate)
+
+
+def draw_probes(
+    graph: AttentionGraph, per_query: float, *, seed: int, sequence_ids: Tensor | None = None,
+    queries: Tensor | None = None,
+) -> tuple[AttentionGraph, Tensor]:  # fmt: skip
+    """Probes: pairs drawn independently of the edges, for :func:`attach_local_expectation`. Cost O(H N per_query).
+
+    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each of its
+    keys has the same probability.
+
+    Args:
+        graph: Graph with the tokens, heads and sequences of the probes; its edges are ignored. Probes of a causal graph
+            are pairs that it allows. Probes of a :class:`~sbm_pyg.BlockGraph` are pairs of blocks.
+        per_query: Mean number of probes per query and head, in tokens. A query with fewer keys takes all of them, so
+            ``math.inf`` takes all pairs.
+        seed: Seed of the graph. Probes use other random words of it than the edges.
+        sequence_ids: As :func:`~sbm_pyg.sample_edges`.
+        queries: Queries, or query blocks, that get probes, ``[N]`` bool; others get none. None: all.
+
+    Returns:
+        The probes; and the probability of each key of a query, or of a query block, to be a probe, ``[N]`` float32.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: ``per_query`` is negative or NaN, ``seed`` or ``sequence_ids`` do not fit, or the probes do not fit
+            into memory.
+    """
+    check_graph(graph)
+    require_values(graph.query_ptr, "graph")
+    ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
+    blocks, per_query = graph.blocks, float(per_query) / graph.block_size
+    _check_probe_memory(blocks, per_query)
+    allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
+    chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
+    sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
+    if queries is not None:
+        ops.checks.shape("queries", queries, chance.shape, "[N]", "It says for each query whether it gets probes.")
+        chance = torch.where(queries, chance, 0)
+    rowptr, col = ops.sample_systematic(
+        chance, blocks.query_ptr, blocks.key_ptr, sequence_ids, blocks.heads, draw_seed(seed), blocks.is_causal
+    )
+    return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
+
+
+def attach_local_expectation(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    probability: EdgeProbability,
+    graph: AttentionGraph,
+    probes: AttentionGraph,
+    chance: Tensor,
+    *,
+    bias: Tensor | None = None,
+    probe_bias: Tensor | None = None,
+    forced: Tensor | None = None,
+    scale: float = 1.0,
+    exploration: float = 0.0,
+    prob: Tensor | None = None,
+    weight: float = 1.0,
+) -> Tensor:
+    r"""Attach the local expectation gradient to an output of attention. Cost O((E + E')(C + K)).
+
+    The gradient of an expected loss is an expected difference of two losses,
+
+    .. math:: \partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)] .
+
+    The difference is computed for one pair at a time, with all other pairs fixed, to first order in the output of
+    attention. Then it has a closed form that costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
+
+    A pair contributes in two cases. It is an edge, with probability :math:`p`; then its difference is weighted by
+    :math:`\alpha / p`. Or it is a probe but not an edge, with probability :math:`(1 - p) \eta`; then its weight is
+    :math:`(1 - \alpha) / ((1 - p) \eta)`. The sum is unbiased for any :math:`\alpha` if the loss is linear in the
+    output.
+
+    If the loss is curved, the true difference lies half-way between both cases, so :math:`\alpha` is 1/2, within two
+    limits that bound the variance: for small :math:`p` it is at most the balance heuristic
+    :math:`p / (p + \eta - p \eta)`, and for large :math:`p` at least :math:`p`. Without probes, :math:`\eta = 0` and
+    :math:`\alpha` is 1. If :math:`p` plus exploration exceeds 1, the edge is certain and gets no gradient.
+
+    Edges must be drawn independently with these probabilities, as method ``"bernoulli"`` does. The gradient is biased
+    under ``"fastrg"``, which draws fewer edges than p.
+
+    Args:
+        out: Output of the attention, ``[H, N, C']``.
+        query, key, value: Inputs of the attention, ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
+        probability: Probabilities of the graph. For an SBM, the kernels take its factors.
+        graph: The graph. For a :class:`~sbm_pyg.BlockGraph`, the effects of a block are summed over its queries, and
+            probabilities and ``forced`` are those of ``graph.blocks``.
+        probes, chance: The results of :func:`draw_probes`.
+        bias, probe_bias: Score biases of edges, ``[E]``, and of probes, ``[E']``.
+        forced: Edges that the graph has for any p, ``[E]`` bool.
+        scale: Factor of the scores.
+        exploration: Added to each probability when the graph was sampled.
+        prob: ``probability.on(graph.blocks)``, ``[E]``, if already computed.
+        weight: Factor of the gradient to the probabilities.
+
+    Returns:
+        ``out``; its backward pass also sends a gradient to the probabilities.
+
+    Raises:
+        TypeError, ValueError: A shape, type or number does not fit, or a graph is not over the tokens of the model.
+
+    Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
+    2015, for the exact expectation over one variable; Veach and Guibas, SIGGRAPH 1995, for the balance heuristic.
+    """
+    check_probability(probability)
+    for each, name in ((graph, "graph"), (probes, "probes")):
+        check_graph(each, name)
+        probability.check(each.blocks, name)
+    if (probes.heads, probes.num_queries, probes.num_keys) != (graph.heads, graph.num_queries, graph.num_keys):
+        raise ValueError(
+            f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). Draw them with `draw_probes`."
+        )
+    ops.checks.tensors(chance=chance)
+    readable = ops.values.can_read_without_sync(chance) and can_read(chance)
+    if readable and not bool(((chance >= 0) & (chance <= 1)).all()):
+        raise ValueError(
+            "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
+        )
+    if type(probes) is not type(graph) or probes.block_size != graph.block_size:
+        raise ValueError(
+            f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "
+            "Draw them with `draw_probes`."
+        )
+    factors = probability.factors if prob is None else None
+    return graph._local_expectation(
+        (out, query, key, value), probes, (bias, probe_bias), factors,
+        lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
+        chance=chance, forced=forced, scale=scale, exploration=exploration, weight=weight,
+    )  # fmt: skip
+
+
+def distillation(
+    query: Tensor,
+    key: Tensor,
+    probability: EdgeProbability,
+    graph: AttentionGraph,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    over: str = "all",
+) -> Tensor:
+    r"""Distillation loss: the cross-entropy between attention weights and normalized probabilities, a scalar.
+
+    With the attention weights :math:`P_{ij}` as constants, it is
+
+    .. math:: - \frac{1}{H B} \sum_b \frac{1}{N_b} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} ,
+
+    a mean over sequences b of the mean over their :math:`N_b` queries i. The loss of a batch is therefore the mean of
+    the losses of equal parts of it.
+
+    With ``over="all"``, the sum in the denominator runs over all keys that a query may attend to, edges or not: a
+    contrastive loss against every key. A block model computes this sum exactly from its expected degrees, so the loss
+    costs O(N K + E (C + K)). With ``over="selected"``, the sum runs over the edges of the query only, and other keys
+    get no gradient.
+
+    The loss is smallest if probabilities are proportional to the weights. Queries without edges, and edges of
+    probability 0, add nothing. For a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of keys, summed
+    over the queries of a block.
+
+    Args:
+        query, key: Inputs of the attention, ``[H, N, C]`` and ``[H, M, C]``.
+        probability: Probabilities of the graph. ``over="all"`` requires an ``expected_degree``.
+        graph: The graph.
+        bias: Score biases of the edges, ``[E]``.
+        scale: Factor of the scores.
+        over: Keys of the sum in the denominator, ``"all"`` or ``"selected"``.
+
+    Raises:
+        TypeError, ValueError: A shape or type does not fit, or the graph is not over the tokens of the model.
+        NotImplementedError: The probabilities have no ``expected_degree``.
+
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 3 and 4. Its indexer minimizes the divergence over all
+    keys while attention is dense, then over the selected keys. It learns the mean attention of all heads; here each
+    head has its own probabilities. The exact sum over all keys of a sparse graph is possible because the block model
+    has low rank.
+    """
+    ops.checks.one_of("over", over, OVER)
+    check_probability(probability)
+    check_graph(graph)
+    blocks = graph.blocks
+    probability.check(blocks)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    mean = mean_weights(graph.query_ptr, blocks.num_queries, dtype, blocks.query_ptr)
+    if over == "selected":
+        loss = graph._cross_entropy(query, key, probability.log_on(blocks), bias, scale)
+        return (loss * mean).sum() / graph.heads
+    p, degree = probability.on(blocks), probability.expected_degree()
+    with torch.no_grad():
+        weight = graph._attention_weight(query, key, bias, scale)
+        weight = weight * mean.repeat(blocks.heads)[blocks.edge_row]
+        weight = weight.masked_fill(p == 0, 0)
+        whole = segments(weight, blocks.rowptr).view_as(degree)  # [H, n], the summed weights of each row
+    log_degree = log_probability(degree, min_probability(p))  # whose type may be wider than that of the factors
+    return ((whole * log_degree).sum() - (weight * log_probability(p)).sum()) / graph.heads
+
+
+@torch.compiler.disable  # which rows it samples decides sizes
+def row_distillation(
+    source: LearnedSource, tokens: Tokens, *, scale: float = 1.0, rows: float = 1.0, part: float = 0.25,
+    scored: Tokens | None = None, score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None] | None = None,
+) -> Tensor:  # fmt: skip
+    r"""Distillation from dense attention on a sample of query rows, a scalar.
+
+    For a sampled query the weights :math:`P_{ij}` of its attention over all keys are constants, and the loss is the
+    cross-entropy
+
+    .. math:: - \frac{1}{R} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}}
+
+    over R sampled rows of all heads. Pairs that are edges for any p, by a window or self-loops, are left out, so p
+    learns where attention goes beyond them. Queries and keys are constants too: only the parameters of the source are
+    trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
+    while attention is dense.
+
+    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences. Cost
+    for one sequence of N tokens: the prediction, and O(H N^{3/2} (C + K)).
+
+    Args:
+        source: The source.
+        tokens: Queries and keys.
+        scale: Factor of the scores.
+        rows: Rows per sequence of length N, in units of :math:`\sqrt{N}`, as a mean over all sequences.
+        part: Part of the sequences that rows are taken from, in (0, 1]; at least one sequence.
+        scored: The same tokens with the queries and keys of the scores, if the source sees others.
+        score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+    """
+    if not isinstance(source, LearnedSource):
+        raise TypeError(f"Expected 'source' to be a LearnedSource (got {type(source).__name__}). It has probabilities.")
+    check_record(tokens)
+    ops.checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
+    ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
+    if scored is not None:
+        check_record(scored)
+        scored = sample_sequences(scored.detached(), part)
+    sequences = tokens.query_ptr.numel()
+    tokens = sample_sequences(tokens.detached(), part)
+    scored = tokens if scored is None else scored
+    graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
+    blocks = graph.blocks
+    with torch.no_grad():
+        bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
+        sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
+    log_p = source.predict(tokens).log_on(blocks)
+    if source.forced_distance is not None:
+        near = blocks.lag.abs() <= -(-source.forced_distance // source.block_size)
+        log_p = log_p.masked_fill(near, -torch.inf)
+    return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
+
+
+def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
+    """Log-probability of each pair, ``[E]``, as a score bias: over all pairs, the expectation of the mask.
+
+    Args:
+        probability: Probabilities of the pairs.
+        graph: The pairs, usually all.
+        exploration: Added to each probability, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, or four numbers per pair do not fit into
+            memory.
+    """
+    p = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    return p.clamp(min_probability(p), 1).log()
+
+
+def concrete_bias(
+    probability: EdgeProbability, graph: AttentionGraph, temperature: float, *, seed: int, exploration: float = 0.0
+) -> Tensor:
+    r"""Logarithm of a relaxed Bernoulli variable for each pair, ``[E]``, as a score bias.
+
+    It is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)` with a uniform number u.
+
+    Args:
+        probability: Probabilities of the pairs.
+        graph: The pairs, usually all.
+        temperature: :math:`\tau > 0`. Variables approach 0 or 1 as it goes to 0.
+        seed: Seed of the uniform numbers u, which another kind of device draws differently.
+        exploration: Added to each probability, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, a number is out of range, or eight numbers
+            per pair do not fit into memory.
+
+    Reference: Maddison et al. and Jang et al., ICLR 2017.
+    """
+    ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
+    given = _probability_with_exploration(probability, graph, exploration, numbers=8)
+    p = upcast(given).clamp(min_probability(given), 1 - 1e-6)
+    generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
+    noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
+    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
+
+
+def score_function(
+    probability: EdgeProbability, graph: AttentionGraph, loss: Tensor, exploration: float = 0.0
+) -> Tensor:
+    r"""A scalar to add to the loss for the score-function gradient (REINFORCE; Williams, 1992).
+
+    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`, with the mean of the other
+    sequences as baseline :math:`\bar L`. It is unbiased for any loss. Its cost and its variance grow with the number of
+    pairs, so use it for comparison rather than for training.
+
+    Args:
+        probability: Probabilities of the graph.
+        graph: A graph sampled from ``probability``, without forced edges.
+        loss: Loss of each sequence, ``[B]``.
+        exploration: Added to each probability when the graph was sampled, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: The graph is not over the tokens of the model, the loss is not ``[B]``, or all pairs do
+            not fit into memory.
+    """
+    check_probability(probability)
+    probability.check(graph)
+    require_values(graph.query_ptr, "graph")
+    ops.checks.tensors(loss=loss)
+    ops.checks.floating(loss=loss)
+    ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
+    ops.checks.same_device("graph", graph.col, loss=loss)
+    check_pairs(graph, 5, 12)
+    pairs, _ = draw_probes(graph, math.inf, seed=0)
+    batch = loss.numel()
+    others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
+    advantage = (loss - others).detach()
+    sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
+    given = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    p = upcast(given).clamp(max(1e-6, min_probability(given)), 1 - 1e-6)
+    log_absent = (
+        -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(max=1 - 1e-6)
+    ).log1p()
+    log_prob = p.new_zeros(batch).index_add(0, sequence[graph.edge_row], p.logit())
+    total = advantage * log_prob.index_add(0, sequence[pairs.edge_row], log_absent)
+    return total.sum() - total.sum().detach()
+
+
+def _edge_probability(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
+    """Probability of each edge, ``[E]``: ``prob`` if given, else computed."""
+    if prob is None:
+        return probability.on(graph)
+    ops.checks.tensors(prob=prob)
+    ops.checks.floating(prob=prob)
+    ops.checks.shape("prob", prob, (graph.num_edges,), "[E]", "It is `probability.on(graph.blocks)`; leave it out.")
+    return prob
+
+
+def _probability_with_exploration(
+    probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int
+) -> Tensor:
+    """Probability of each edge plus exploration, ``[E]``, if so many ``numbers`` per edge fit into memory."""
+    check_probability(probability)
+    ops.checks.number("exploration", exploration, "[0, 1]", "It is added to each probability.")
+    probability.check(graph)
+    width = torch.get_default_dtype().itemsize
+    ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _TAKE_FEWER)
+    return probability.on(graph) + exploration
+
+
+def check_pairs(graph: AttentionGraph, numbers: int, more_bytes: int) -> None:
+    """Raise ValueError unless memory holds so many numbers and bytes for each pair, the backward pass included."""
+    count, width = graph.heads * int(graph.pairs_per_sequence.sum()), torch.get_default_dtype().itemsize
+    ops.checks.memory("graph", count, numbers * width + more_bytes, graph.device, _TAKE_FEWER, "pairs")
+
+
+def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:
+    """Raise ValueError unless the probes, with one number each, fit into memory."""
+    width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
+    pairs = graph.heads * graph.num_queries * graph.num_keys
+    if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
+        return
+    allowed = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
+    allowed = allowed.to(ops.checks.widest(allowed.device))
+    count = graph.heads * int(allowed.clamp(max=per_query + 1).sum())  # a row takes up to one more
+    ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_TAKE_FEWER}", "probes")
