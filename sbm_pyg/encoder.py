@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.typing import SparseTensor
 
-from .graph import AttentionGraph
+from .graph import Adjacency, AttentionGraph
 from .layers import named
 from .layers.attention import AttentionConv
 from .layers.dcmm import DCMMBias
@@ -307,7 +306,7 @@ class SequenceEncoder(Pretrained):
         ptr: Tensor | None = None,
         *,
         batch: Tensor | None = None,
-        edge_index: AttentionGraph | Tensor | SparseTensor | None = None,
+        edge_index: Adjacency | None = None,
         positions: Tensor | None = None,
         seed: int | None = None,
         sequence_ids: Tensor | None = None,

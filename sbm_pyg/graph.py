@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import networkx as nx
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionGraph", "check_graph", "edge_list", "resolve_index"]
 
 DataType = TypeVar("DataType", Data, HeteroData)
+Adjacency: TypeAlias = "AttentionGraph | Tensor | SparseTensor"
 
 
 class AttentionGraph(CompressedRows):
@@ -334,7 +335,7 @@ class AttentionGraph(CompressedRows):
     @classmethod
     def over(
         cls,
-        edge_index: AttentionGraph | Tensor | SparseTensor,
+        edge_index: Adjacency,
         num_queries: int,
         num_keys: int,
         heads: int = 1,

@@ -137,3 +137,19 @@ def test_type_hints_are_for_others_too() -> None:
     assert tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"] == {
         "sbm_pyg": ["py.typed"]
     }
+
+
+def test_a_name_is_defined_in_one_module_but_for_ops_and_what_serves_another_library() -> None:
+    where: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            for target in targets:
+                name = getattr(target, "id", getattr(target, "name", "__"))
+                if not name.startswith("__"):
+                    where.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    ours = {"replace_attention", "SparsifierCallback"}  # the same for models and trainers of other libraries
+    for name, modules in where.items():
+        if len(modules) > 1 and name not in ours:
+            assert name in schemas.__dict__, f"{name} is defined in {sorted(modules)}"
+            assert all(module.startswith("ops/") for module in modules), f"{name} is defined in {sorted(modules)}"

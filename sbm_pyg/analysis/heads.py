@@ -175,7 +175,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
     @torch.no_grad()
     def record(name: str, layer: AttentionConv, choice: Choice, inputs: _Inputs, edge_filter: _Filter) -> None:
         graph = choice.graph.expand_tokens().expand(layer.heads)
-        calls.append(Attention(name, graph, _weights(layer, *inputs[:2], graph)))
+        calls.append(Attention(name, graph, _edge_weights(layer, *inputs[:2], graph)))
 
     with _watch(model, record):
         yield calls
@@ -234,7 +234,7 @@ def _measure(
     every = sample_rows(tokens, rows)
     if edge_filter is not None:
         every = every.select(edge_filter(every))
-    weight = _weights(layer, query, key, every)
+    weight = _edge_weights(layer, query, key, every)
     taken = (every.rowptr.diff() > 0).view(layer.heads, -1)
     count, ones = taken.double().sum(1), torch.ones(layer.heads, dtype=torch.float64, device=query.device)
 
@@ -255,7 +255,7 @@ def _measure(
     order = order[of[order].argsort(stable=True)]  # by row, the largest weights first
     rank = torch.arange(order.numel(), device=order.device) - every.rowptr[of[order]]
     best = weight[order] * (rank < degree[of[order]])
-    sparse = attend(few, _weights(layer, query, key, few))
+    sparse = attend(few, _edge_weights(layer, query, key, few))
     per_head = partial(_sum_by, every.edge_head, layer.heads)
     density = graph.expand(layer.heads).density.double().mean(0)
     parts = per_head(weight * edge), per_head(best, order)
@@ -263,7 +263,7 @@ def _measure(
     return torch.stack(sums, 1)
 
 
-def _weights(layer: AttentionConv, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+def _edge_weights(layer: AttentionConv, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
     """Attention weight of each edge, ``[E]``."""
     scores = graph._logits(query, key, layer._score_bias(query, key, graph), layer.scale)
     return normalize(layer.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]

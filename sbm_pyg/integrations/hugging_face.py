@@ -33,7 +33,7 @@ from .hugging_face_attention import NAME, GraphAttention, attend, make_mask
 
 __all__ = ["SparsifierCallback", "replace_attention"]
 
-FIXED = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
+SET_BY_MODEL = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
 """Options that the model sets."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads")
 CHANNELS = ("head_dim", "attention_head_size")
@@ -73,7 +73,7 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     """
     way_out = "For torch's layers take `sbm_pyg.replace_attention`."
     checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", way_out)
-    options = {"source": source, **{name: _plain(each) for name, each in options.items()}}
+    options = {"source": source, **{name: _as_json(each) for name, each in options.items()}}
     names = _attach(model, options, replaced=True)
     model.set_attn_implementation(NAME)
     return names
@@ -105,7 +105,7 @@ def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool =
     return [name for name, module in found.items() if getattr(module, NAME) is not None]
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A number of numpy as one of Python, and names in a list, as JSON has them; any other value as it is."""
     if isinstance(value, Real) and not isinstance(value, bool | int | float):
         return int(value) if isinstance(value, Integral) else float(value)
@@ -176,7 +176,7 @@ def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
 def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> AttentionConv:
     """An attention layer without projections, and with the source that the options describe."""
     source = options.pop("source", "sbm")
-    fixed = sorted(FIXED & {*options})
+    fixed = sorted(SET_BY_MODEL & {*options})
     if fixed:
         raise TypeError(f"Expected 'options' without {fixed} (got them). The model sets them.")
     if source == "sbm":
@@ -324,5 +324,5 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Arguments of the constructor and the state of the sparsifier, for checkpoints."""
         saved = self.saved if self.sparsifier is None else self.sparsifier.state_dict()
-        options = {name: _plain(each) for name, each in {"density": self.density, **self.options}.items()}
+        options = {name: _as_json(each) for name, each in {"density": self.density, **self.options}.items()}
         return {"args": options, "attributes": {"saved": saved}}

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
-from torch_geometric.typing import SparseTensor
 
 from ..auxiliary import AuxiliaryLosses
 from ..estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
-from ..graph import AttentionGraph
+from ..graph import Adjacency, AttentionGraph
 from ..ops import METHODS, checks
 from ..ops.reference.random_words import GOLDEN
 from ..ragged import Tokens, count_positions, draw_seed, resolve_sides
@@ -32,7 +31,6 @@ from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, chec
 
 __all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
 
-Adjacency: TypeAlias = "AttentionGraph | Tensor | SparseTensor"
 OneOrTwo: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 

@@ -8,15 +8,14 @@ which has a layer of its own (``attention``).
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch_geometric.typing import SparseTensor
 
 from ..gradients import draw_probes
-from ..graph import AttentionGraph
+from ..graph import Adjacency, AttentionGraph
 from ..ops import checks
 from ..ops.reference.random_words import PAIR, philox, split_ids
 from ..ops.reference.segments import upcast
@@ -27,7 +26,6 @@ from ..sources.learned import LearnedSource
 
 __all__ = ["LearnedGraph", "edge_weights"]
 
-Adjacency: TypeAlias = "AttentionGraph | Tensor | SparseTensor"
 OF_ALL_PAIRS = {"window": None, "self_loops": False, "budget": None, "k": None, "select": "bernoulli"}
 """Options with which a source chooses among all pairs, and their values that also suit candidates."""
 PATIENCE = 16

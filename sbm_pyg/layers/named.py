@@ -50,7 +50,7 @@ def _selected(rule: Callable[..., Any], channels: int, heads: int, **options: An
     return selectors.SelectorSource(rule, **options)
 
 
-def _ranked(channels: int, heads: int, **options: Any) -> GraphSource:
+def _make_ranks(channels: int, heads: int, **options: Any) -> GraphSource:
     return selectors.TopKSource(**options)
 
 
@@ -64,7 +64,7 @@ _RULES = {name: getattr(selectors, name) for name in ("block_top_k", "lsh")}
 _MAKERS: dict[str, SourceFactory] = {
     "routing": selectors.RoutingSource,
     **{name: partial(_scored, scorer) for name, scorer in _SCORERS.items()},
-    "top_k": _ranked,
+    "top_k": _make_ranks,
     **{name: partial(_drawn, rule) for name, rule in _PATTERNS.items()},
     **{name: partial(_selected, rule) for name, rule in _RULES.items()},
 }

@@ -330,7 +330,7 @@ def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_
     mine, theirs = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
     group, key, _ = _ranked(tokens, *theirs, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global)
     key = key % tokens.num_keys
-    wanted = _group(tokens, mine[0], tokens.query_sequence, centroids.size(1))
+    wanted = _group_number(tokens, mine[0], tokens.query_sequence, centroids.size(1))
     (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
     low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
     row, at = pairs.expand_ranges(
@@ -343,7 +343,7 @@ def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_
     return row[rank < k], col[rank < k]
 
 
-def _group(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
+def _group_number(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
     """One number for each head, sequence and cluster; ``cluster`` is ``[H, n, m]``."""
     head = torch.arange(tokens.heads, device=cluster.device)[:, None, None]
     return (head * (tokens.key_ptr.numel() - 1) + sequence[:, None]) * clusters + cluster
@@ -357,7 +357,7 @@ def _ranked(
     Returns:
         The group of each member, ascending; its flat index; and its rank in its group.
     """
-    group = _group(tokens, cluster, sequence, clusters).flatten()
+    group = _group_number(tokens, cluster, sequence, clusters).flatten()
     order = far.flatten().argsort(stable=True)
     if valid is not None:
         order = order[valid[:, None].expand_as(far).flatten()[order]]

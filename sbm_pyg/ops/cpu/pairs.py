@@ -20,7 +20,7 @@ from .sampling import even_ranges, pack_lanes
 from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
 from .threads import numba_kernel, run, task_count
 
-LANES = 64 if WIDE else 16
+KEYS_AT_ONCE = 64 if WIDE else 16
 """Keys whose products with four vectors are summed at once; the sums stay in registers."""
 ROWS = 16
 """Rows that are scored together, a multiple of four."""
@@ -33,19 +33,19 @@ BISECTIONS = 24
 @numba_kernel
 def _scores(query, pitch, weight, small, rows, channels, columns, start, count, scores, width):
     """As :func:`_dots`, weighted sums of ReLUs: two small heads of two rows at a time."""
-    zero = splat(columns.dtype.type(0), LANES)
+    zero = splat(columns.dtype.type(0), KEYS_AT_ONCE)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
         for row in range(0, rows, 2):
             other = min(row + 1, rows - 1)
             q0, q1, w0, w1 = pitch * row, pitch * other, small * row, small * other
-            for lane in range(0, KEYS_PER_PANEL, LANES):
+            for lane in range(0, KEYS_PER_PANEL, KEYS_AT_ONCE):
                 s0 = s1 = zero
                 for s in range(0, small, 2):
                     one, two = channels * s, channels * min(s + 1, small - 1)
                     x0 = y0 = x1 = y1 = zero
                     for v in range(channels):
-                        keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
+                        keys = load(columns, offset + v * KEYS_PER_PANEL + lane, KEYS_AT_ONCE)
                         x0 = x0 + peek(query, q0 + one + v) * keys
                         y0 = y0 + peek(query, q0 + two + v) * keys
                         x1 = x1 + peek(query, q1 + one + v) * keys
@@ -66,16 +66,16 @@ def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
 
     A panel stays in cache for all rows, and each key that is loaded serves four; missing rows repeat the last one.
     """
-    zero = splat(columns.dtype.type(0), LANES)
+    zero = splat(columns.dtype.type(0), KEYS_AT_ONCE)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
         for row in range(0, rows, 4):
             q0, q1 = at(query, pitch * row), at(query, pitch * min(row + 1, rows - 1))
             q2, q3 = at(query, pitch * min(row + 2, rows - 1)), at(query, pitch * min(row + 3, rows - 1))
-            for lane in range(0, KEYS_PER_PANEL, LANES):
+            for lane in range(0, KEYS_PER_PANEL, KEYS_AT_ONCE):
                 s0 = s1 = s2 = s3 = zero
                 for v in range(channels):
-                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES)
+                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, KEYS_AT_ONCE)
                     s0 = s0 + peek(q0, v) * keys
                     s1 = s1 + peek(q1, v) * keys
                     s2 = s2 + peek(q2, v) * keys
