@@ -311,6 +311,30 @@ def test_ten_kills_change_no_bit(name: str, inputs: dict[str, str], tmp_path: Pa
     check_same_ends(whole, killed)
 
 
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from examples.common.command import Command
+from examples.common.runs import claim
+
+given = Command("arena", None).read([])
+with claim(Path(sys.argv[1]), "arena", {{}}):
+    {act}
+"""
+
+
+def test_ctrl_c_ends_a_program_with_one_line_and_errors_as_ever(tmp_path: Path) -> None:
+    def end(act: str) -> tuple[int, str]:
+        words = [sys.executable, "-c", INTERRUPTED.format(act=act), str(tmp_path)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    line = f"\nStopped. The same command goes on from what is in {tmp_path}.\n"
+    assert end("raise KeyboardInterrupt") == (130, line)
+    assert end("1 / 0")[0] == 1
+    assert "ZeroDivisionError: division by zero" in end("1 / 0")[1]
+
+
 # ------------------------------------------------------------------ damage
 
 READ = {  # a file that a program reads, and what stands in its way

@@ -24,6 +24,7 @@ from typing import Any
 
 from examples.benchmarks.report import TITLES, as_markdown
 from examples.common.command import Command
+from examples.common.runs import resumable
 from examples.common.tables import read
 
 PAGE: dict[str, list[str]] = {  # suites of "all", and their options
@@ -83,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ("channels", "seconds", "output")
         shared = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
         page = [parse([suite, *words, *shared]) for suite, words in PAGE.items()]
-        rows = [row for one in (page if options.suite == "all" else [options]) for row in measure_all(one)]
+        with resumable(options.output):
+            rows = [row for one in (page if options.suite == "all" else [options]) for row in measure_all(one)]
     print(as_markdown(rows))
     return int(any(str(row["status"]).startswith(("REJECTED", "failed")) and row["peer"] != "wrong" for row in rows))
 

@@ -86,7 +86,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from examples.benchmarks.kernels import Propagate
-from examples.common.runs import read_record
+from examples.common.runs import read_record, resumable
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
 from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, auxiliary_loss, ops, patterns
@@ -487,7 +487,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
         given.fail("Expected 'device' to be there (got no CUDA). Try it with --device cpu --tokens 128 --seconds 1.")
-    left = run(given)
+    with resumable(given.output):
+        left = run(given)
     print(f"{left} items are left: run it again." if left else "Nothing is left; --markdown makes the page.")
 
 

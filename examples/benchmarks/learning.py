@@ -19,6 +19,7 @@ import numpy as np
 
 from examples.common.command import Command
 from examples.common.pictures import save_figure
+from examples.common.runs import resumable
 from examples.common.tables import Rows, add, by, extent, interval, markdown, read
 
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
@@ -182,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for folder in (given.folder, given.work):
         folder.mkdir(parents=True, exist_ok=True)
-    run(given)
+    with resumable(given.folder):
+        run(given)
 
 
 if __name__ == "__main__":

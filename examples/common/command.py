@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 
@@ -40,6 +41,7 @@ class Command(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
+        sys.excepthook = stopped
         given = self.parse_args(arguments)
         given.fail = self.error
         for name, word, bound in self.bounds:
@@ -64,6 +66,15 @@ class Command(argparse.ArgumentParser):
             not missing and all(files.values()), f"{names} to be files of text", ", ".join(missing) or "none",
             "Give their paths, as in --help.",
         )  # fmt: skip
+
+
+def stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends a program at Ctrl-C with one line, of which notes of the exception are a part, and the status of shells; other errors as usual."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print("\nStopped.", *getattr(error, "__notes__", ()), file=sys.stderr)
+    raise SystemExit(130)
 
 
 def require(met: Any, words: str, got: Any, way_out: str) -> None:

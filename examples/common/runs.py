@@ -193,6 +193,16 @@ def checksums(**files: Sequence[Path]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Work that the same command goes on with; Ctrl-C ends it with a line that names the folder (:func:`examples.common.command.stopped`)."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(f"The same command goes on from what is in {folder}.")
+        raise
+
+
+@contextlib.contextmanager
 def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Takes a folder of output, whose ``settings.json`` decides all runs in it, and refuses runs of other settings.
 
@@ -200,7 +210,7 @@ def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[N
     """
     check_folder("output", folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with hold(folder):
+    with hold(folder), resumable(folder):
         path, record = folder / SETTINGS, _folder(folder)
         if not record and (folder / "rows.csv").exists():
             raise _wrong(path, "what rows.csv was made with", "no such file", OTHER)

@@ -301,6 +301,9 @@ def run(given: argparse.Namespace) -> None:
             if rank:
                 raise SystemExit(2) from None
             given.fail(str(error))
+        except SystemExit:
+            fabric.print("\nStopped before training.", flush=True)
+            raise
         splits = ready[0] if ready else read(given, plan)[0]
         for name, split in splits.items():
             if split.truncated:
