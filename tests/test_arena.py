@@ -13,6 +13,7 @@ from torch import Tensor
 
 from examples.arena import __main__ as program
 from examples.arena import methods, report, rivals, tasks, train
+from examples.common import tables
 from examples.common.hybrid import beyond
 from examples.common.tasks import Examples
 from sbm_pyg import Sparsifier, Tokens
@@ -484,6 +485,47 @@ def test_gains_are_paired_over_seeds() -> None:
     mean, half, count = report.gain(ends, ("sbm", "dense", 0.1)) or (0, 0, 0)
     assert (round(mean, 6), round(half, 3), count) == (20.0, 24.841, 3)  # 4.3027 * 10 / sqrt(3)
     assert report.gain(ends, ("sbm:frozen=1", "dense", 0.1)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], ["full", "sbm", "sbm:frozen=1", "window", "full at length"]),
+        (["--tasks", "length"], ["full at length"]),
+        (["--tasks", "recall", "--choosers", "sbm"], ["sbm", "sbm:frozen=1"]),
+        (["--choosers", "sbm", "window", "--no-twins", "--seeds", "0"], ["sbm"]),
+        (["--densities", "0.05", "--starts", "dense"], ["full", "sbm", "sbm:frozen=1", "full at length"]),
+        (["--seeds", "3"], []),
+        (["--experiment", "served"], []),
+    ],
+)
+def test_a_report_is_of_what_is_asked_for(
+    words: list[str],
+    kept: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [("recall", "full", 1.0, 0), ("recall", "sbm", 0.05, 0), ("recall", "sbm:frozen=1", 0.05, 0)]
+    runs += [("recall", "window", 0.1, 1), ("length", "full", 1.0, 0)]
+    known = [dict(zip(("task", "method", "density", "seed"), run, strict=True)) for run in runs]
+    tables.write_csv(tmp_path / "rows.csv", [row | {"start": "dense"} for row in known])
+    found: list[str] = []
+
+    def shown(rows: tables.Rows) -> str:
+        found.extend(row["method"] + " at length" * (row["task"] == "length") for row in rows)
+        return ""
+
+    monkeypatch.setattr(report, "tables", shown)
+    monkeypatch.setattr(report, "draw", lambda rows, folder: [])
+    if kept:
+        program.main(["--report", *words, "--output", str(tmp_path)])
+    else:
+        with pytest.raises(SystemExit):
+            program.main(["--report", *words, "--output", str(tmp_path)])
+        message = "Expected 'output' to hold finished runs of what --report is asked for (got none with "
+        assert message in capsys.readouterr().err
+    assert found == kept
 
 
 def test_a_sparsifier_sets_the_density_of_any_source() -> None:

@@ -29,6 +29,9 @@ TASKS = ("recall", "joint", "two-hop", "copying", "noisy", "fuzzy", "known", "le
 ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
        "concrete", "sbm", "dash", "hsa")  # fmt: skip
 
+CELLS = {"task": "tasks", "method": "methods", "start": "starts", "density": "densities", "seed": "seeds"}
+"""Cells of rows, and the options that choose them."""
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.arena", __doc__)
@@ -46,13 +49,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("threads", 1, "of the CPU", above=0)
     command.option("output", Path("runs/arena"), "of rows.csv, checkpoints and pictures")
     command.add_argument("--no-twins", action="store_true", help="leave frozen twins out")
-    command.add_argument("--report", action="store_true", help="train nothing")
+    words = "train nothing; with --tasks, --choosers, --densities, --seeds or --starts, report these alone"
+    command.add_argument("--report", action="store_true", help=words)
     given = command.read(arguments)
     right = 0 < min(given.densities) <= max(given.densities) < 1
     command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
     command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     served = given.experiment == "served"
+    given.asked = {cell for cell, name in CELLS.items() if getattr(given, name) is not command.get_default(name)}
+    given.asked |= {"task", "method"} if served else set()
     given.tasks = given.tasks or (list(SERVED) if served else ["recall"])
     given.methods = given.methods or (["full", "random", "sbm"] if served else list(ALL))
     if all(method.partition(":")[0].endswith(".py") for method in given.methods):
@@ -81,6 +87,9 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     if runs:
         train.train_all(runs, given.output)
     rows = finished(given.output)
+    if given.report:
+        wanted = {cell: getattr(given, name) for cell, name in CELLS.items()} | {"method": names}
+        rows = report.select(rows, {cell: wanted[cell] for cell in wanted if cell in given.asked})
     print(report.tables(rows))
     yield from report.draw(rows, given.output)
 

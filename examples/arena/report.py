@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.arena.methods import FROZEN, is_own, twin_of
+from examples.common.command import require
 from examples.common.pictures import bare, name_of, plot_extent, save_figure, style
-from examples.common.tables import Row, by, extent, groups, interval, last, markdown
+from examples.common.tables import Row, Rows, by, extent, groups, interval, last, markdown
 
 HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
           "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
@@ -19,6 +20,24 @@ NAMES = {"dsa": "DSA", "dash": "DashAttention", "hsa": "HSA", "gates": "straight
          "indexer": "indexer (local)"}  # fmt: skip
 Key = tuple[str, str, float]  # method, start and density
 Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each size, by seed
+
+
+def select(rows: Rows, wanted: Mapping[str, Sequence[Any]]) -> Rows:
+    """The rows whose cells are among those that are wanted; full attention comes with every start and density."""
+
+    def fits(row: Row) -> bool:
+        free = ("start", "density") if row["method"] == "full" else ()
+        return all(row[cell] in values for cell, values in wanted.items() if cell not in free)
+
+    found = [row for row in rows if fits(row)]
+    words = ", ".join(f"{cell} {' or '.join(map(str, values))}" for cell, values in wanted.items())
+    require(
+        found,
+        "'output' to hold finished runs of what --report is asked for",
+        f"none with {words}",
+        "Leave out --report to make them.",
+    )
+    return found
 
 
 def ends_of(rows: Sequence[Row]) -> Ends:
