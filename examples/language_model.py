@@ -26,6 +26,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
 
 from examples.common.command import Command, fields_of, program, require
 from examples.common.corpus import stdlib_files, train_tokenizer
+from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
 
 CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
 """Usual values for source code: a size at which tokens of long ago help."""
@@ -60,6 +61,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     right = 0 < min(given.densities) <= max(given.densities) <= 1
     command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    if given.save:
+        command.attempt(check_model_folder, "save", given.save)
     given.usual = {name: command.get_default(name) for name in vars(given)}
     return given
 
@@ -73,7 +76,6 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
-from examples.common.runs import checksums, read_state, save_pretrained, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from sbm_pyg import Pretrained, Sparsifier
 

@@ -510,6 +510,37 @@ def test_a_finished_run_does_not_answer_for_other_settings(
     assert "Take another --output for other settings." in said
 
 
+@pytest.mark.parametrize(
+    ("module", "words", "message"),
+    [
+        ("language_model", "--corpus stdlib --save FILE", "Expected 'save' to be a folder that can be made (got FILE, but FILE is a file)"),
+        ("language_model", "--corpus stdlib --save DIR", "Expected 'save' to be a new or empty folder, or that of a saved model (got DIR, with file)"),
+        ("glue.__main__", "evaluate --glue DIR --save FILE/a", "Expected 'save' to be a folder that can be made (got FILE/a, but FILE is a file)"),
+        ("glue.__main__", "pretrain --texts FILE --output FILE/a", "Expected 'output' to be a folder that can be made (got FILE/a, but FILE is a file)"),
+        ("lra.__main__", "train --data DATA --output DIR/run --export FILE/a", "Expected 'export' to be a folder that can be made"),
+        ("benchmarks.steps", "--csv FILE/a.csv", "Expected 'csv' to be in a folder that can be made (got FILE, but FILE is a file)"),
+        ("benchmarks.steps", "--csv DIR", "Expected 'csv' to be a file (got DIR, which is a folder). Add a name."),
+        ("benchmarks.__main__", "kernels --output FILE", "Expected 'output' to be a folder that can be made"),
+        ("benchmarks.gpu", "--device cpu --output FILE", "Expected 'output' to be a folder that can be made"),
+        ("benchmarks.learning", "--folder DIR --work FILE", "Expected 'work' to be a folder that can be made"),
+        ("recall.__main__", f"--output DIR/{256 * 'n'}", "Expected 'output' to be a folder that can be written (got 'File name too long'"),
+    ],
+)  # fmt: skip
+def test_places_of_output_are_checked_before_anything_is_computed(
+    module: str, words: str, message: str, inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("text")
+    known = {"FILE": str(tmp_path / "file"), "DIR": str(tmp_path), "DATA": inputs["DATA"]}
+
+    def filled(text: str) -> str:
+        return re.sub("|".join(known), lambda match: known[match[0]], text)
+
+    with pytest.raises(SystemExit), counting(lambda: pytest.fail("something was computed or written")):
+        import_module(f"examples.{module}").main([filled(word) for word in words.split()])
+    assert filled(message) in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_table_without_settings_is_not_added_to(
     inputs: dict[str, str], small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

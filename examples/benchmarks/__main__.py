@@ -24,7 +24,7 @@ from typing import Any
 
 from examples.benchmarks.report import TITLES, as_markdown
 from examples.common.command import Command
-from examples.common.runs import resumable
+from examples.common.runs import check_folder, resumable
 from examples.common.tables import read
 
 PAGE: dict[str, list[str]] = {  # suites of "all", and their options
@@ -56,6 +56,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
     command.option("output", Path("runs/benchmarks"), "of rows.csv")
     given = command.read(arguments)
+    if given.suite != "report":
+        command.attempt(check_folder, "output", given.output)
     known: Sequence[str] = ()
     if given.suite in TITLES:
         from examples.benchmarks.measure import SUITES  # brings torch with it

@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for NVIDIA GPUs, on any machine, and shows the registers and the memory that each needs.
 
 python -m examples.benchmarks.compile_kernels                 a table in Markdown, as in docs/kernels/registers.csv
-python -m examples.benchmarks.compile_kernels --json          the same as JSON, one row per kernel, width and GPU
+python -m examples.benchmarks.compile_kernels --json FILE     the same as JSON, one row per kernel, width and GPU
 
 Kernels are compiled as the ops start them: each op is called on tensors of the CPU, and the kernels that it would have started are
 compiled instead. So block sizes are those of a GPU. Exit status 1 if a kernel spills registers.
@@ -26,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from examples.common.command import Command
+from examples.common.runs import write_text
 from examples.common.tables import Rows, markdown
 from sbm_pyg.ops.cuda import blocks as cuda_blocks
 from sbm_pyg.ops.cuda import edges as cuda_edges
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.read(arguments)
     rows = compile_all(options.widths, options.dtypes, options.targets)
     if options.json:
-        options.json.write_text(json.dumps(rows))
+        write_text(options.json, json.dumps(rows))
     print(table(rows))
     return int(any(row["spilled"] for row in rows))
 

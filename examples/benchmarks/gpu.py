@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.command import Command
+from examples.common.runs import check_folder, read_record, resumable
 
 KINDS = ("tests", "tuning", "attention", "layers", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
@@ -73,6 +74,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.require(whole, f"'tokens' to be multiples of the block size, {given.block_size}", given.tokens)
     right = 0 < min(given.densities) <= max(given.densities) <= 100
     command.require(right, "'densities' in (0, 100] percent", given.densities)
+    if not given.markdown:
+        command.attempt(check_folder, "output", given.output)
     return given
 
 
@@ -86,7 +89,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from examples.benchmarks.kernels import Propagate
-from examples.common.runs import read_record, resumable
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
 from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, auxiliary_loss, ops, patterns

@@ -19,7 +19,7 @@ import numpy as np
 
 from examples.common.command import Command
 from examples.common.pictures import save_figure
-from examples.common.runs import resumable
+from examples.common.runs import check_folder, resumable
 from examples.common.tables import Rows, add, by, extent, interval, markdown, read
 
 SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
@@ -181,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(report(given.folder))
         draw(given.folder)
         return
-    for folder in (given.folder, given.work):
+    for name, folder in (("folder", given.folder), ("work", given.work)):
+        command.attempt(check_folder, name, folder)
         folder.mkdir(parents=True, exist_ok=True)
     with resumable(given.folder):
         run(given)

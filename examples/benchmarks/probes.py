@@ -229,7 +229,6 @@ def report(rows: Rows) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Measures what the table does not hold, and shows it."""
     given = command.read(arguments)
-    given.csv.parent.mkdir(parents=True, exist_ok=True)
     if not given.csv.exists():
         random, graphs = Random(given.seed), given.graphs
         kinds = [(keys, usual, follows, numbers) for keys, usual, numbers in ONE_QUERY for follows in (False, True)]

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from examples.common.runs import check_file, check_folder
+
 
 class Command(argparse.ArgumentParser):
     """Options with usual values and bounds.
@@ -49,14 +51,21 @@ class Command(argparse.ArgumentParser):
             for each in value if isinstance(value, list) else [value]:
                 if each is not None and not (each > bound if word == "above" else each >= bound):  # NaN is neither
                     self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
+        for name, check in (("save", check_folder), ("csv", check_file), ("json", check_file)):  # written at the end
+            if isinstance(path := getattr(given, name, None), Path):
+                self.attempt(check, name, path)
         return given
+
+    def attempt(self, check: Callable[..., None], *given: Any) -> None:
+        """Ends the program with an error if a check raises a ``ValueError``."""
+        try:
+            check(*given)
+        except ValueError as error:
+            self.error(str(error))
 
     def require(self, met: Any, words: str, got: Any, way_out: str = "See --help.") -> None:
         """Ends the program with an error unless a condition is met."""
-        try:
-            require(met, words, got, way_out)
-        except ValueError as error:
-            self.error(str(error))
+        self.attempt(require, met, words, got, way_out)
 
     def require_files(self, **files: Sequence[Path]) -> None:
         """Ends the program unless all options name files of text."""

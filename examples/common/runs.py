@@ -29,17 +29,34 @@ class RunError(ValueError):
     """An error of files or settings, in words for the user."""
 
 
-def check_folder(option: str, folder: Path) -> None:
+def check_folder(option: str, folder: Path, kind: str = "a folder") -> None:
     """Raises a ``ValueError`` for a folder that cannot be made or written, and leaves nothing behind."""
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if not place.is_dir():
-        got = f"got {folder}, but {place} is a file"
-        raise ValueError(f"Expected '{option}' to be a folder that can be made ({got}). Choose another one.")
+    place = folder
     try:
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not place.is_dir():
+            got = f"got {folder}, but {place} is a file"
+            raise ValueError(f"Expected '{option}' to be {kind} that can be made ({got}). Choose another one.")
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        words = f"Expected '{option}' to be a folder that can be written (got {error.strerror!r} for {place})."
+        words = f"Expected '{option}' to be {kind} that can be written (got {error.strerror!r} for {place})."
         raise ValueError(f"{words} Make room or get the right, or choose another one.") from None
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raises a ``ValueError`` for a file that cannot be written."""
+    check_folder(option, path.parent, "in a folder")
+    if path.is_dir():
+        raise ValueError(f"Expected '{option}' to be a file (got {path}, which is a folder). Add a name.")
+
+
+def check_model_folder(option: str, folder: Path) -> None:
+    """Raises a ``ValueError`` for a folder that :func:`save_pretrained` would refuse."""
+    check_folder(option, folder)
+    there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if {*there} - {"README.md", "config.json", "model.safetensors", "tokenizer.json"}:
+        words = f"Expected '{option}' to be a new or empty folder, or that of a saved model (got {folder}, with {', '.join(there[:3])})."
+        raise ValueError(f"{words} Choose another one.")
 
 
 def hold(folder: Path) -> contextlib.AbstractContextManager[Any]:
@@ -57,6 +74,7 @@ def write(path: Path, content: bytes | memoryview, seal: bytes = b"") -> None:
     """Writes a file that is complete at any moment, even if the power fails; if there is no room, the old file stays."""
     draft = path.with_name(path.name + ".partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb") as file:
             file.write(content)
             file.write(seal)

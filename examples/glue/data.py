@@ -16,7 +16,14 @@ from torch import Tensor
 
 from examples.common.command import require
 from examples.common.corpus import read_lines, train_tokenizer
-from examples.common.runs import fingerprint, read_checkpoint, save_pretrained, write_checkpoint, write_text
+from examples.common.runs import (
+    check_folder,
+    fingerprint,
+    read_checkpoint,
+    save_pretrained,
+    write_checkpoint,
+    write_text,
+)
 from sbm_pyg import Pretrained
 from sbm_pyg.info import tqdm
 from sbm_pyg.ragged import offsets
@@ -236,6 +243,7 @@ def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     inner = [path for file in files for path in (file, *sorted(file.rglob("*"))) if path.is_file()]
     settings = f"{given.vocabulary} {given.length} {len(given.texts)}".encode()
     key = fingerprint(chain(map(Path.read_bytes, inner), [settings]))
+    check_folder("output", given.output)
     given.output.mkdir(parents=True, exist_ok=True)
     path, cache = given.output / "tokenizer.json", given.output / "tokens.pt"
     if cache.exists():

@@ -22,10 +22,7 @@ def _finish(command: Command, arguments: Words) -> argparse.Namespace:
     """Parses, and refuses a folder of output that cannot be made."""
     given = command.read(arguments)
     if "output" in given:
-        try:
-            check_folder("output", given.output)
-        except ValueError as error:
-            command.error(str(error))
+        command.attempt(check_folder, "output", given.output)
     return given
 
 

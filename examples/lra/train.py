@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from examples.common.command import require
 from examples.common.pictures import save_figure
-from examples.common.runs import RunError, hold, read_record, write_record
+from examples.common.runs import RunError, check_folder, hold, read_record, write_record
 from examples.lra import report
 from examples.lra.checkpoints import BEST, LAST, Checkpoints, SafeIO, Signals, read_state
 from examples.lra.data.batches import LengthBuckets, Split, by_length, random_word
@@ -255,6 +255,7 @@ def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict
         require(attention not in BASELINES, f"no 'export' with {attention!r} attention", export, way_out)
         empty = not export.is_dir() or not any(export.iterdir())
         require(empty, "'export' to be a new or empty folder", export, "Choose another one.")
+        check_folder("export", export)
     way_out = "Their steps are not timed: give --steps."
     require(plan.minutes is None or count == 1, "one process with 'minutes'", count, way_out)
     try:

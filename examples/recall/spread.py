@@ -162,7 +162,6 @@ def report_probes(rows: Rows) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
-    given.csv.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     rows: Rows = []
     for path in tqdm(given.files, unit="checkpoint"):
