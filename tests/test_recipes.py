@@ -1,12 +1,17 @@
 """The recipes: short, at once readable and helpful, users of public names alone; and they end with what they promise."""
 
+import argparse
 import ast
 import json
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +103,87 @@ def test_a_program_imports_its_own_folder_and_what_programs_share(path: Path) ->
     found = {".".join(str(node.module).split(".")[:2]) for node in nodes if str(node.module).startswith("examples")}
     study = {"examples"} if path.name == "learning.py" else set()  # of the program `repeated_tokens`
     assert found - study <= known
+
+
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+PROGRAM = re.compile(r"python (?:-m (examples[\w.]+)|(examples/\w+\.py))(.*)")
+OLD = re.compile(r"\bshare\b|\bthreshold\b")  # options of a recipe that docs/learning_appendix.md keeps the results of
+
+
+def commands_of(page: str) -> list[str]:
+    """Lines of fences and spans of code with the options of a program; spans after the first of a row take its program."""
+    page = page.replace("\\\n", " ")
+    found = [line for fence in FENCE.findall(page) for line in fence.splitlines()]
+    for line in re.split(r"\n(?=[|*\n])", FENCE.sub("", page)):
+        spans = [
+            " ".join(span.split())
+            for span in SPAN.findall(line.split(" | ")[0] if line.startswith("| `python") else line)
+        ]
+        known = PROGRAM.match(spans[0]) if line.startswith("| `python") else None
+        start = known[0].removesuffix(known[3]) if known else ""
+        found += [f"{start} {span}" if start and re.match(r"[a-z]+ --|--", span) else span for span in spans]
+    return [line for line in found if " --" in line and "..." not in line and not OLD.search(line)]
+
+
+class Parsed(Exception):
+    pass
+
+
+def parse_alone(line: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Has the program of a command parse it; false if the line calls no program."""
+    match = PROGRAM.search(line)
+    if match is None:
+        return False
+    words, plain = shlex.split(match[3], comments=True), argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *given: Any) -> argparse.Namespace:
+        for action in self._actions:
+            action.required = False  # a page may leave out what it has named before
+        found = plain(self, *given)
+        if vars(found).keys() == {"command"}:  # of several, each with options of its own
+            return found
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(sys, "argv", [match[1] or str(EXAMPLES.parent / match[2]), *words])
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        start = partial(runpy.run_module, alter_sys=True) if match[1] else runpy.run_path
+        with pytest.raises(Parsed):
+            start(sys.argv[0], run_name="__main__")
+    return True
+
+
+PAGES = [path for path in (*EXAMPLES.parent.glob("*.md"), *EXAMPLES.rglob("*.md"), *EXAMPLES.parent.glob("docs/**/*.md"))
+         if "--" in path.read_text() and "_build" not in path.parts]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # programs that a test has imported
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(EXAMPLES.parent)))
+def test_programs_have_the_options_of_commands_on_a_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in commands_of(page.read_text()):
+        if not line.endswith("--help"):
+            parse_alone(line, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_an_option_that_does_not_exist_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = "| `python -m examples.recall`; `--steps 3 --nothing 1` | `--other` |\n\n`no --command`"
+    lines = commands_of(row + "\n\n```bash\npython examples/lra.py --task \\\n  chess\n```\n")
+    assert lines == [
+        "python examples/lra.py --task    chess",
+        "python -m examples.recall --steps 3 --nothing 1",
+        "no --command",
+    ]
+    assert not parse_alone(lines[2], monkeypatch)
+    for line, message in zip(lines, ("invalid choice: 'chess'", "unrecognized arguments: --nothing 1"), strict=False):
+        with pytest.raises(SystemExit):
+            parse_alone(line, monkeypatch)
+        assert message in capsys.readouterr().err
+    assert sum(len(commands_of(page.read_text())) for page in PAGES) > 100
 
 
 def test_every_recipe_is_in_the_table() -> None:

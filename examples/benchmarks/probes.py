@@ -12,7 +12,7 @@
 
 Bias and standard deviation are relative to the norm of the true gradient: to probabilities, to their logits, or to memberships.
 Plain torch, nothing of the library; a minute. A table that is there is shown, and not made again. The same question over trained models:
-python -m examples.recall.spread --probes
+python -m examples.recall.spread DIR --probes
 """
 
 from pathlib import Path
