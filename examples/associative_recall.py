@@ -86,13 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
             right = float((logits[places].argmax(1) == values).double().mean())
             density = torch.stack([graph.density.mean(0) for graph in graphs])
             print(f"{sparsifier}: accuracy {right:.2%}, densities {density.mean(1).numpy().round(3)}")
-    if options.pictures:
-        analysis.plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
-        analysis.plots.plot_mask(graphs[1], title="Second layer").savefig(f"{options.pictures}/mask.png")
     if options.save:
         words = [f"--{name} {each}" for name, each in vars(options).items() if each != parser.get_default(name)]
         task = f"associative recall: `python examples/associative_recall.py {' '.join(words)}`"
         model.save_pretrained(options.save, task=task, metric={"test accuracy": right}, density=density)
+    if options.pictures:
+        analysis.plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
+        analysis.plots.plot_mask(graphs[1], title="Second layer").savefig(f"{options.pictures}/mask.png")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
         words = "of the dense model; the others have a fifth" if name == "steps" else ""
         command.option(name, value, words, above=0)
-    command.option("learning-rate", 1e-3)
+    command.option("learning-rate", 1e-3, above=0)
     command.option("output", Path("runs/dense_to_sparse"))
     given = command.read(arguments)
     command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
+    words = "'length' of at least 32 for recall, eight pairs and places of eight questions"
+    command.require(given.model != "recall" or given.length >= 32, words, given.length)
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     return given
 

@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
     options = parser.parse_args(arguments)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     densities = (0.02, 0.05, 0.15)
     figure = Figure(figsize=(9.2, 3.4), layout="constrained")
     for axes, density in zip(figure.subplots(1, len(densities)), densities, strict=True):

@@ -39,14 +39,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help="texts to be tested on")
     command.option("methods", ["full", "sbm:estimator=local"])
     command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops")
-    command.option("seeds", [0])
+    command.option("seeds", [0], least=0)
     words = "tokens of a byte-pair encoding that is learned from the training texts; 256: bytes"
     command.option("vocabulary", 1024, words, least=256)
     command.option("length", 256, "tokens of a sequence", above=0)
     for name, usual in {"steps": 1000, "batch-size": 8, "channels": 64, "layers": 2, "heads": 2, "threads": 1}.items():
         command.option(name, usual, above=0)
     command.option("window", 0, "tokens before it that sbm and random always attend to", least=0)
-    command.option("learning-rate", 2e-3)
+    command.option("learning-rate", 2e-3, above=0)
     command.option("output", Path("runs/language"))
     command.add_argument(
         "--save", type=Path, metavar="DIR", help="save the model of the first run, with its tokenizer and a card"

@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
     options = parser.parse_args(arguments)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     sbm = smooth_blocks(options.tokens, options.blocks)
     graph = sample_edges(sbm, clamp=True, seed=options.seed)
     figure = Figure(figsize=(9.2, 4.9), layout="constrained")

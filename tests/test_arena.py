@@ -454,7 +454,7 @@ def test_a_source_of_ones_own_learns_and_has_a_twin(start: str, few: None, tmp_p
             ["--chooser", "other.py:Hungry"],
             "Expected Hungry to take no arguments but channels, heads, density (got food). Give",
         ),
-        (["--choosers", "sparse"], "Expected 'methods' among full, dcmm, window"),
+        (["--choosers", "sparse"], "Expected '--choosers' among full, window, random"),
         (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
         (["--report"], "Expected 'output' to hold finished runs"),

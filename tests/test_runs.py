@@ -523,10 +523,17 @@ def test_a_finished_run_does_not_answer_for_other_settings(
         ("benchmarks.__main__", "kernels --output FILE", "Expected 'output' to be a folder that can be made"),
         ("benchmarks.gpu", "--device cpu --output FILE", "Expected 'output' to be a folder that can be made"),
         ("benchmarks.learning", "--folder DIR --work FILE", "Expected 'work' to be a folder that can be made"),
+        ("benchmarks.__main__", "report --output DIR/a", "Expected 'output' to hold results (got none in DIR/a). Measure a suite first."),
+        ("language_model", "--corpus stdlib --seeds -1", "Expected 'seeds' to be at least 0 (got [-1])"),
+        ("language_model", "--train FILE", "Expected 'train' and 'test' to be files of text (got no test). Give their paths"),
+        ("dense_to_sparse", "--model recall --length 8", "Expected 'length' of at least 32 for recall, eight pairs and places of eight questions (got 8)"),
+        ("repeated_tokens", "--steps 0 --output DIR/a", "Expected 'steps' to be above 0 (got 0)"),
+        ("graphs.__main__", "", "Expected 'data' to be the folder of the archives (got none). Pass its path"),
+        ("long_documents.__main__", "--reviews DIR", "Expected the paths 'reviews' and 'fillers' (got no fillers). Pass them"),
         ("recall.__main__", f"--output DIR/{256 * 'n'}", "Expected 'output' to be a folder that can be written (got 'File name too long'"),
     ],
 )  # fmt: skip
-def test_places_of_output_are_checked_before_anything_is_computed(
+def test_places_and_options_are_checked_before_anything_is_computed(
     module: str, words: str, message: str, inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("text")

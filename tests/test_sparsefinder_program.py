@@ -134,7 +134,7 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected 'train' and 'test' to be files of text (got none)"),
+        ([], "Expected 'train' and 'test' to be files of text (got no train, no test)"),
         (["--train", "no", "--test", "no"], "(got no, no)"),
         (["--report", "--windows", "2"], "Expected 'windows' to be odd"),
         (["--report", "--channels", "20"], "Expected 'channels' to be a multiple of 4 x heads"),

@@ -127,5 +127,11 @@ def check(method: str) -> None:
     """Raises a ValueError for a name that is not a method."""
     if is_own(method):
         _own(method, 8, 1, 0.5)
-    elif (name := method.removesuffix(f":{FROZEN}")) not in WITHOUT_OPTIONS:
+        return
+    name = method.removesuffix(f":{FROZEN}")
+    known = ", ".join(METHODS)
+    require(
+        name.partition(":")[0] in METHODS, f"'--choosers' among {known}, or FILE.py:CLASS", repr(method), "See --help."
+    )
+    if name not in WITHOUT_OPTIONS:
         hybrid.options_of(METHODS.get(name, name))

@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.suite == "report":
         rows = read(options.output / "rows.csv")
+        if not rows:
+            options.fail(f"Expected 'output' to hold results (got none in {options.output}). Measure a suite first.")
     else:
         from examples.benchmarks.measure import measure_all
 

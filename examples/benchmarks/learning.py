@@ -170,7 +170,7 @@ command = Command("python -m examples.benchmarks.learning", __doc__)
 command.add_argument("--report", action="store_true", help="make the tables and figures of the page")
 words = "runs by name (default: all but those of 256 tokens)"
 command.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=words)
-command.option("seeds", 5, "number of seeds, from 0")
+command.option("seeds", 5, "number of seeds, from 0", above=0)
 command.option("folder", Path("docs/learning"), "of tables and figures")
 command.option("work", Path("runs/learning"), "of checkpoints")
 

@@ -19,8 +19,8 @@ LAWS = {  # exponent of N in the time of each, with the options below
 
 command = Command("python -m examples.benchmarks.sources", __doc__)
 command.option("sources", [*LAWS], f"of {', '.join(LAWS)} (default: all)", choices=LAWS, metavar="NAME")
-command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N")
-command.option("seconds", 60.0, "no longer sequence after one that took so long")
+command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N", least=64)
+command.option("seconds", 60.0, "no longer sequence after one that took so long", above=0)
 command.option("csv", Path("sources.csv"), "where to write")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     command.read(None)

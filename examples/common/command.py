@@ -70,11 +70,10 @@ class Command(argparse.ArgumentParser):
     def require_files(self, **files: Sequence[Path]) -> None:
         """Ends the program unless all options name files of text."""
         missing = [str(path) for paths in files.values() for path in paths if not path.is_file()]
+        missing += [f"no {name}" for name, paths in files.items() if not paths]
         names = " and ".join(f"'{name}'" for name in files)
-        self.require(
-            not missing and all(files.values()), f"{names} to be files of text", ", ".join(missing) or "none",
-            "Give their paths, as in --help.",
-        )  # fmt: skip
+        words, way_out = f"{names} to be files of text", "Give their paths, as in --help."
+        self.require(not missing, words, ", ".join(missing), way_out)
 
 
 def stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

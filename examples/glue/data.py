@@ -158,7 +158,7 @@ def read_tokenizer(path: Path, way_out: str = "Give the tokenizer.json of a mode
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        words = f"Expected '{path}' to be a tokeniser (got: {error})."
+        words = f"Expected '{path}' to be a tokeniser (got {str(error)!r})."
         raise ValueError(f"{words} {way_out}") from None
     missing = [token for token in (START, SEPARATOR, MASK) if tokenizer.token_to_id(token) is None]
     words = f"'{path}' to know the tokens {START}, {SEPARATOR} and {MASK}"

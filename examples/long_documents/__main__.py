@@ -43,8 +43,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.require(given.parts.bit_count() == 1, "'parts' to be a power of two", given.parts)
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     command.require(given.vocabulary >= 300, "'vocabulary' of at least 300, for all bytes", given.vocabulary)
-    files = given.reviews and given.fillers
-    command.require(given.report or files, "'reviews' and 'fillers'", "none", "Pass their paths, as in --help.")
+    missing = [name for name in ("reviews", "fillers") if not getattr(given, name)]
+    words = "the paths 'reviews' and 'fillers'"
+    command.require(given.report or not missing, words, f"no {' and no '.join(missing)}", "Pass them, as in --help.")
     return given
 
 

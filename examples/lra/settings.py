@@ -236,6 +236,7 @@ def method_words(method: str) -> list[str]:
     ['--attention', 'sbm', '--density-weight', '0.1', '--num-blocks', '64']
     """
     attention, _, own = method.partition(":")
+    require(attention in METHODS, f"'methods' among {', '.join(METHODS)}", repr(attention), "See --help.")
     pairs = [pair.partition("=") for pair in own.split(",") if pair]
     words = "'methods' to be names like sbm or sbm:density-weight=0.1"
     require(all(value for _, _, value in pairs), words, repr(method), "See --help.")

@@ -6,10 +6,13 @@ promises, so that the files stay small and change with the page alone; `...` sta
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 import nbformat.v4
 from nbformat import NotebookNode
+
+from examples.common.command import Command
 
 HERE = Path(__file__).resolve().parent
 PAGES = sorted((HERE.parents[1] / "docs" / "tutorial").glob("[0-9]*.md"))
@@ -60,5 +63,7 @@ def path_of(page: Path) -> Path:
 
 
 if __name__ == "__main__":
+    Command("python -m examples.notebooks", __doc__).read(None)
     for page in PAGES:
         nbformat.write(notebook(page.read_text()), path_of(page))
+        print(f"wrote {path_of(page)}", file=sys.stderr)

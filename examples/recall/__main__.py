@@ -1,6 +1,6 @@
 """Associative recall: which graphs hold the one edge that leads to the answer?
 
-python -m examples.recall                                               full attention and sampled graphs, five minutes
+python -m examples.recall                                               full attention and sampled graphs, two minutes
 python -m examples.recall --methods window sbm --densities 0.03 0.1 --seeds 0 1 2
 python -m examples.recall --report                                      tables and figures of what is there
 

@@ -223,7 +223,7 @@ def test_the_budget_and_threads_are_given_to_the_trainer(make: Callable[..., Pat
     ("words", "message"),
     [
         ("--methods sbm:window", "Expected 'methods' to be names like sbm or sbm:density-weight=0.1"),
-        ("--methods sbn", "invalid choice: 'sbn'"),
+        ("--methods sbn", "Expected 'methods' among full, dcmm, linear"),
         ("--data listops", "expected TASK=DIR"),
         ("--minutes 0", "Expected 'minutes' to be positive and finite, without 'steps' (got 0.0)"),
         ("--minutes 1 --steps 2", "Expected 'minutes' to be positive and finite, without 'steps' (got 1.0)"),
