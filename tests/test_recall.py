@@ -501,7 +501,7 @@ def test_texts_are_files_or_a_corpus(capsys: pytest.CaptureFixture[str]) -> None
             language_model.parse(words)
     shown = capsys.readouterr().err
     assert "Expected no files with 'corpus' (got both)" in shown
-    assert "Expected 'train' and 'test' to be files of text (got none)" in shown
+    assert "Expected 'train' and 'test' to be files of text (got no train, no test)" in shown
 
 
 def test_random_edges_next_to_a_window_have_the_density_of_both() -> None:
