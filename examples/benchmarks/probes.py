@@ -15,6 +15,7 @@ Plain torch, nothing of the library; a minute. A table that is there is shown, a
 python -m examples.recall.spread DIR --probes
 """
 
+import sys
 from pathlib import Path
 
 from examples.common.command import Command
@@ -238,6 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
         for part in tqdm(parts, unit="part"):
             rows += measure(given.cases if part.func is one_query else math.ceil(given.cases / 10), part)
         add(given.csv, rows)
+    else:
+        print(f"{given.csv} is there: nothing was measured. Take another --csv for other problems.", file=sys.stderr)
     print(report(read(given.csv)))
 
 
