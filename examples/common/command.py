@@ -77,7 +77,7 @@ class Command(argparse.ArgumentParser):
 
 
 def stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends a program at Ctrl-C with one line, of which notes of the exception are a part, and the status of shells; other errors as usual."""
+    """Ends a program at Ctrl-C with one line, which has the notes of the exception, and the status of shells; other errors as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

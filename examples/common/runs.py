@@ -212,7 +212,7 @@ def checksums(**files: Sequence[Path]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Work that the same command goes on with; Ctrl-C ends it with a line that names the folder (:func:`examples.common.command.stopped`)."""
+    """Work that the same command goes on with, as the line at Ctrl-C then says (:func:`examples.common.command.stopped`)."""
     try:
         yield
     except KeyboardInterrupt as error:
