@@ -379,9 +379,11 @@ def test_each_task_and_experiment_is_drawn(few: None, tmp_path: Path) -> None:
     program.main([*words, "--tasks", "two-hop", "length"])
     program.main([*words, "--experiment", "served"])
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("two-hop", "length", "served"))
-    length = [row for row in rows_of(tmp_path) if row["task"] == "length" and row["method"] == "random"]
-    edges = [float(row["density_0"]) * (float(row["length"]) - 1) for row in length]
+    length = [row for row in rows_of(tmp_path) if row["task"] == "length"]
+    edges = [float(row["density_0"]) * (float(row["length"]) - 1) for row in length if row["method"] == "random"]
     assert max(edges) < 1.6 * min(edges)  # a query has as many at each length
+    kept = [float(row["density_0"]) for row in length if row["method"] == "sbm"]
+    assert max(kept) < 1.6 * min(kept)  # of a block model, pairs keep their probabilities
 
 
 def test_a_run_that_was_killed_ends_with_the_same_rows(

@@ -14,7 +14,9 @@ frozen twin: the same parameters, and those that choose stay as they began.
 
 A source of your own is a GraphSource in a file. It is made with those of channels, heads and density that its __init__ takes, and its
 attribute ``density`` is set before each call. With --starts dense, all methods attend to all pairs for 70 % of the steps. Densities are
-those of the pairs beyond self-loops, which all graphs have. The same command goes on after a kill, and skips what is in rows.csv.
+those of the pairs beyond self-loops, which all graphs have. The task `length` is tested on longer sequences: there block models keep the
+probabilities of training, and queries of other methods keep their number of edges. The same command goes on after a kill, and skips
+what is in rows.csv.
 """
 
 import argparse
@@ -27,7 +29,7 @@ SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
 # as tasks.py, which brings torch
 TASKS = ("recall", "joint", "two-hop", "copying", "noisy", "fuzzy", "known", "length", *SERVED)
 ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
-       "concrete", "sbm", "dash", "hsa")  # fmt: skip
+       "concrete", "sbm", "dash", "hsa", "nsa")  # fmt: skip
 
 CELLS = {"task": "tasks", "method": "methods", "start": "starts", "density": "densities", "seed": "seeds"}
 """Cells of rows, and the options that choose them."""

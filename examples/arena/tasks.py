@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -167,7 +168,8 @@ def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.
     return Examples(torch.cat([facts, questions], 1), places, values.gather(1, asked), sources)
 
 
-LENGTHS = (64, 256, 1024, 4096)
+LENGTHS = (64, 256, 1024, 4096, 16384)
+TESTS = (200, 64, 32, 16, 8)  # sequences of each length
 SERVING = (1, 2, 4, 8, 16)
 
 
@@ -186,9 +188,6 @@ TASKS: dict[str, Task] = {
     "noisy": _task(noisy, 80, (16, 8), 400),
     "fuzzy": _task(fuzzy, 64, (12,), 400),
     "known": _task(known, 128, (32,), 200),
-    # trained at 64 tokens, tested to 4,096, with as many edges of a query at each length
-    "length": Task(
-        partial(mqar, fillers=32), 160, {(64, 8): 0}, {(64, 8): 200, (256, 8): 64, (1024, 8): 32, (4096, 8): 16}, 32, 400,
-        3e-3,
-    ),
+    # trained at 64 tokens, tested to 16,384; but for block models, a query has as many edges at each length
+    "length": Task(partial(mqar, fillers=32), 160, {(64, 8): 0}, dict(zip(product(LENGTHS, [8]), TESTS, strict=True)), 32, 400, 3e-3),
 } | {f"served-{n}": _task(served, 64, (16, n), 400) for n in SERVING}  # fmt: skip

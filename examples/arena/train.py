@@ -19,7 +19,7 @@ from examples.common.hybrid import Recaller, evaluate
 from examples.common.runs import settings_of
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
-from sbm_pyg import AttentionConv, Sparsifier
+from sbm_pyg import AttentionConv, SBMSource, Sparsifier
 from sbm_pyg.estimators import Concrete
 
 LEAST_TEMPERATURE = 0.1
@@ -114,6 +114,7 @@ def train(run: Run, folder: Path) -> list[Row]:
     task = TASKS[run.task]
     tests = task.examples("test")
     soft = [m.estimator for m in model.modules() if isinstance(m, AttentionConv) and isinstance(m.estimator, Concrete)]
+    follows = any(isinstance(m, SBMSource) for m in model.modules())  # pairs keep their probabilities of training
     clock, trained = Clock(model), batch_of(task, 0, 0, 1).tokens.size(1)
 
     def losses(step: int) -> Tensor:
@@ -128,7 +129,7 @@ def train(run: Run, folder: Path) -> list[Row]:
         spent, rows = clock.take(), []
         for size, test in tests.items():
             length = test.tokens.size(1)
-            if sparsifier:  # a query has as many edges at each length
+            if sparsifier and not follows:  # a query has as many edges at each length
                 sparsifier.set_density(run.density * min(1.0, (trained - 1) / (length - 1)))
             clock.passes = 0.0
             found = evaluate(model, test, max(1, min(32, TOKENS // length)))
