@@ -178,7 +178,8 @@ class CompressedRows:
         parts += [count(self.num_edges, "edge")]
         if not self.query_ptr.is_meta:
             pairs = self.heads * int(self.pairs_per_sequence.sum())
-            parts.append(f"density {100 * self.num_edges / max(pairs, 1):.1f}%")
+            percent = 100 * self.num_edges / max(pairs, 1)
+            parts.append(f"density {percent:{'.2g' if 0 < percent < 1 else '.1f'}}%")
         causal = ", causal" if self.is_causal else ""
         device = "" if self.device.type == "cpu" else f", device='{self.device}'"
         return f"AttentionGraph({', '.join(parts)}{causal}{device})"

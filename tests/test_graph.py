@@ -474,6 +474,9 @@ def test_repr() -> None:
         repr(AttentionGraph.from_dense(torch.ones(40, 50)))
         == "AttentionGraph(1 sequence, 1 head, 40 queries, 50 keys, 2,000 edges, density 100.0%)"
     )
+    edge = torch.tensor([[0], [0]])
+    for size, density in ((1000, "0.0001%"), (40, "0.062%"), (10, "1.0%")):
+        assert f"1 edge, density {density})" in repr(AttentionGraph.from_edge_index(edge, size, size))
 
 
 def test_equality() -> None:
