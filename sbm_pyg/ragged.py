@@ -46,8 +46,8 @@ class Tokens:
         key: Keys of each head, ``[H, M, C]``. None: self-attention, the queries are the keys.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. None: one sequence.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries.
-        bipartite: If True, queries and keys are different tokens, even if N = M. None: True if ``key`` is another
-            tensor than ``query``.
+        bipartite: If True, queries and keys are different tokens, even if N = M. False: each query is the token of the
+            key at its position. None: True if ``key`` is another tensor than ``query``.
         is_causal: If True, no query attends to a later key, and its row does not depend on one. The graph is causal
             (:attr:`AttentionGraph.is_causal`), so densities count only the pairs that are allowed.
         seed: Integer of 64 bits that determines all random choices.
@@ -56,7 +56,8 @@ class Tokens:
 
     Raises:
         TypeError: An argument has the wrong type, or queries and keys have different dtypes.
-        ValueError: Shapes, devices or offsets do not fit each other, or the seed does not fit into 64 bits.
+        ValueError: Shapes, devices or offsets do not fit each other, ``bipartite`` is False and sequences have
+            different numbers of queries and keys, or the seed does not fit into 64 bits.
 
     Example:
         >>> tokens = Tokens(torch.randn(2, 10, 8), query_ptr=torch.tensor([0, 4, 10]), is_causal=True)
@@ -93,6 +94,11 @@ class Tokens:
         ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
         bipartite = key is not query if self.bipartite is None else self.bipartite
         checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
+        if not bipartite and ptrs[0] is not ptrs[1] and _differ(query.size(1), key.size(1), ptrs):
+            raise ValueError(
+                "Expected 'bipartite' to be True if sequences have different numbers of queries and keys (got False, "
+                f"N = {query.size(1)}, M = {key.size(1)}). Pass bipartite=True, or a layer a pair (keys, queries)."
+            )
         checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
         check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
         known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
@@ -163,6 +169,13 @@ class Tokens:
         """First key of the sequence of each query, numbered through all heads, ``[H*N]`` int64."""
         head = self.num_keys * torch.arange(self.heads, device=self.key.device)
         return (head[:, None] + self.key_ptr[self.query_sequence]).flatten()
+
+
+def _differ(num_queries: int, num_keys: int, ptrs: tuple[Tensor, Tensor]) -> bool:
+    """Whether sequences are known to have different numbers of queries and keys, without waiting for a device."""
+    if torch.compiler.is_compiling():
+        return False
+    return num_queries != num_keys or (values.can_read_without_sync(*ptrs) and not torch.equal(*ptrs))
 
 
 def check_record(tokens: object) -> None:

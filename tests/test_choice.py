@@ -433,6 +433,12 @@ def test_tokens_are_checked_when_they_are_made() -> None:
         ({"seed": "one"}, TypeError, r"Expected 'seed' to be an integer \(got 'one'\)"),
         ({"is_causal": 1}, TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
         ({"bipartite": 1}, TypeError, r"Expected 'bipartite' to be a bool \(got int\)"),
+        (
+            {"bipartite": False, "key": x[:, :5], "key_ptr": torch.tensor([0, 2, 5])},
+            ValueError,
+            r"'bipartite' to be True if sequences .* \(got False, N = 9, M = 5\). Pass bipartite=True",
+        ),
+        ({"bipartite": False, "key_ptr": torch.tensor([0, 3, 9])}, ValueError, r"\(got False, N = 9, M = 9\)"),
         ({"sequence_ids": torch.arange(3)}, ValueError, r"Expected 'sequence_ids' to be \[2\] int64"),
     ]
     for changed, error, message in cases:
@@ -475,7 +481,7 @@ def test_a_layer_refuses_a_graph_over_other_tokens() -> None:
     with pytest.raises(ValueError, match=r"and over their sequences \(got AttentionGraph\(1 sequence, 1 head, 9 q"):
         conv(x, ptr=ptr)
     conv.source = patterns.PatternSource(patterns.window, size=1)
-    with pytest.raises(ValueError, match=r"and over their sequences \(got AttentionGraph\(2 sequences, 1 head, 9 q"):
+    with pytest.raises(ValueError, match=r"'bipartite' to be True .* or a layer a pair .keys, queries.\."):
         conv(x, ptr=(torch.tensor([0, 5, 9]), ptr))  # the rule would know the queries' offsets alone
 
 

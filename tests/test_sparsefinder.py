@@ -126,7 +126,7 @@ def test_rules_are_their_definitions(
     if sizes[0] != sizes[1]:
         options = {**options, **({"block_window": None, "global_blocks": 0} if rule is block_bigbird else {})}
     q, z = draw(1, HEADS, sum(sizes[0]), 3), draw(2, HEADS, sum(sizes[1]), 3)
-    tokens = Tokens(q, z, ptr, key_ptr, bipartite=False, is_causal=is_causal)
+    tokens = Tokens(q, z, ptr, key_ptr, bipartite=sizes[0] != sizes[1], is_causal=is_causal)
     if is_causal and (rule in (bucketing, block_bigbird) or name == "clustering, capped"):
         with pytest.raises(ValueError, match=r"depend on later tokens|hold later tokens"):
             rule(tokens, **options, **more)
@@ -366,7 +366,7 @@ X = torch.ones(2, 5, 3)
         (lambda: block_bigbird(Tokens(X), CENTROIDS, 1, 0), ValueError, "Expected 'block_size' to be at least 1"),
         (lambda: block_bigbird(Tokens(X), CENTROIDS, 1, 2, by="x"), ValueError, "Expected 'by' to be one of"),
         (lambda: block_bigbird(Tokens(X, bipartite=True), CENTROIDS, 1, 2, block_window=1), ValueError, "with 'block_window' .got a pair"),
-        (lambda: block_bigbird(Tokens(X, X[:, :4], bipartite=False), CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
+        (lambda: block_bigbird(Tokens(X, X[:, :4]), CENTROIDS, 1, 2, global_blocks=1), ValueError, "with 'global_blocks' .got a pair"),
         (lambda: buckets(X[0], 2), ValueError, r"Expected 'x' to be \[H, N, r\]"),
         (lambda: clusters(X, CENTROIDS, 5), ValueError, "Expected 'top' to be at most 4"),
         (lambda: ground_truth_graph(Tokens(X), alpha=1.0), ValueError, r"Expected 'alpha' in \(1, 4\]"),
