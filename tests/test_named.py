@@ -77,9 +77,20 @@ def test_the_options_of_a_name_are_those_that_it_takes(name: str) -> None:
     known = named.options_of(name)
     assert known is not None
     assert known >= {"dropout", "score_bias", "bias", "flow", *NEEDED.get(name, {})}
-    assert not known & {"heads", "source", "scorer", "ptr", "seed", "kwargs", "concat"}
+    assert not known & {"heads", "source", "scorer", "ptr", "generator", "kwargs", "concat"}
+    assert ("seed" in known) is (name in ("random", "bigbird"))
     with pytest.raises(TypeError, match="nothing"):
         named.make_attention(name, 12, 4, 2, nothing=1, **NEEDED.get(name, {}))
+
+
+@pytest.mark.parametrize("name", ["random", "bigbird"])
+def test_a_seed_fixes_the_random_keys_of_a_model(name: str) -> None:
+    model, x = torch_model(), draw(1, 3, 20, 16).float()
+    replace_attention(model, source=name, seed=5, **NEEDED.get(name, {}))
+    layer: Any = model.layers[0].self_attn
+    one, two = (layer(x, x, x, need_weights=False, return_graph=True)[2] for _ in range(2))
+    assert one == two
+    assert not torch.equal(one.head(0).col, one.head(1).col)
 
 
 @pytest.mark.parametrize("name", ["window", "lsh", "routing", "bigbird"])

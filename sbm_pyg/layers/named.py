@@ -30,8 +30,8 @@ SIZES = {  # of sources that have usual ones
     "lsh": {"num_buckets": 16, "chunk_size": 16, "rounds": 2},
     "routing": {"num_clusters": 8},
 }
-GIVEN = ("n", "tokens", "rule", "ptr", "seed", "generator", "sequence_ids", "is_causal", "device")
-"""Arguments of rules that each call passes."""
+GIVEN = ("n", "tokens", "rule", "ptr", "generator", "sequence_ids", "is_causal", "device")
+"""Arguments of rules that each call passes, and those that no config holds."""
 SET = ("channels", "in_channels", "out_channels", "heads", "source", "scorer", "concat", "kwargs", "options")
 """Arguments that are no options, since the model sets them."""
 
