@@ -196,6 +196,8 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
         (lambda: replace_attention(torch_model(), source="indexer", num_blocks=4), TypeError,
          r"Expected options of source='indexer' to be known \(got \['num_blocks'\]\)\. They are \['aggr'.*'index_heads'"),
         (lambda: replace_attention(torch_model(), density=0.1), TypeError, r"\(got \['density'\]\)\. Give the density to a Sp"),
+        (lambda: replace_attention(torch_model(), source="top_k", self_loops=True), TypeError,
+         r"\(got \['self_loops'\]\)\. With window=0 each token attends to itself\. They are \['aggr'"),
         (lambda: replace_attention(torch_model(), source="window", n=3), TypeError, r"to be known \(got \['n'\]\)"),
         (lambda: replace_attention(torch_model(), source="top_k", heads=3), TypeError, r"to be known \(got \['heads'\]\)"),
         (lambda: replace_attention(torch_model(), source="indexer", dropout=0.1, bias=True), TypeError,

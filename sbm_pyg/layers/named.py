@@ -126,6 +126,7 @@ def check_known(what: str, options: Iterable[str], known: Collection[str], error
     unknown = [name for name in options if name not in known]
     if unknown:
         hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
+        hint += " With window=0 each token attends to itself." if {"self_loops", "window"} <= {*unknown, *known} else ""
         raise error(f"Expected {what} to be known (got {unknown}).{hint} They are {sorted(known)}.")
 
 
