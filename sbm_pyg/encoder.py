@@ -368,6 +368,8 @@ class SequenceEncoder(Pretrained):
             checks.floating(tokens=tokens)
             checks.shape("tokens", tokens, (None, self.in_channels), "[N, in_channels]", "They are features.")
             return tokens
+        if isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.shape == (0,):
+            tokens = tokens.long()  # `torch.tensor([])` of an empty text; the check of offsets names the sequence
         plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.dtype in checks.INTEGERS
         if plain and tokens.dim() == 2 and tokens.size(1) == 1:
             tokens = tokens[:, 0]

@@ -357,7 +357,8 @@ def _ptr_of_batch(batch: Tensor, total: int) -> Tensor:
     elif not bool(fits):
         numbers = batch.unique_consecutive()
         ascending = bool(numbers[0] >= 0) and bool((numbers.diff() > 0).all())
-        got = "a sequence without tokens" if ascending else "another order"
+        missing = int((numbers != torch.arange(numbers.numel(), device=numbers.device)).long().argmax())
+        got = f"no token of sequence {missing}" if ascending else "another order"
         way_out = "`batch.unique_consecutive(return_inverse=True)[1]` numbers the sequences of sorted tokens."
         raise ValueError(f"{wanted} (got {got}). {way_out}")
     first = unmerged(step).nonzero().flatten() + 1  # of each sequence but the first one

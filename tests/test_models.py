@@ -246,6 +246,7 @@ def test_embeddings_start_at_unit_spread() -> None:
         ),
         (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
         (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
+        (torch.tensor([]), torch.tensor([0, 0]), ValueError, r"\(got an empty sequence at sequence 0\)"),
         ([1, 2], None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got list\)"),
         (torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 2, 3]), ValueError, "an empty sequence at sequence 1"),
         (torch.zeros(0, dtype=torch.long), None, ValueError, r"at least one token \(got 0 tokens\)"),
