@@ -359,6 +359,17 @@ def test_new_tokens_attend_to_sampled_keys_and_to_their_window() -> None:
     assert 0.1 < density < 0.6
 
 
+class AllTokens(GraphSource):
+    """All pairs, as of one set of tokens."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, tokens: Tokens) -> Choice:
+        return Choice(patterns.full(None, ptr=tokens.key_ptr, is_causal=tokens.is_causal))
+
+
 def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
     model = llama()
     rules: list[dict[str, Any]] = [{"source": name} for name in ("lsh", "routing", "block_top_k")]
@@ -366,6 +377,12 @@ def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
         replace_attention(model, **options)
         assert generate(model, use_cache=False).shape == (3, 22)
         with pytest.raises(ValueError, match=r"rows do not depend on each other, .* Pass use_cache=False"):
+            generate(model)
+    for source in (AllTokens(), AllTokens(window=1)):
+        for layer in model.model.layers:
+            layer.self_attn.sbm.conv.source = source
+        assert generate(model, use_cache=False).shape == (3, 22)
+        with pytest.raises(ValueError, match=r"'source' to return a graph over N = 3 queries .* Pass use_cache=False"):
             generate(model)
     with pytest.raises(ValueError, match=r"Expected a cache that grows .* use_cache=False"):
         generate(model, cache_implementation="static")

@@ -211,8 +211,13 @@ class GraphAttention(nn.Module):
             out = attend(is_causal=mask.is_causal, ptr=keys_side.ptr)
         else:
             ptrs = (keys_side.ptr, query_side.ptr)
-            graph = self._graph_of_last(flat, *ptrs, length, total) if mask.is_causal else None
-            out = attend(edge_index=graph, bipartite=True, ptr=ptrs)
+            if mask.is_causal:
+                self._check_cached(length, total)
+            try:
+                graph = self._graph_of_last(flat, *ptrs) if mask.is_causal else None
+                out = attend(edge_index=graph, bipartite=True, ptr=ptrs)
+            except ValueError as error:  # of a source of a user that chooses among tokens, not for queries
+                raise ValueError(f"{error} {NO_CACHE}") from error
         weights = None
         if return_weights:
             out, graph, (_, alpha) = out
@@ -221,13 +226,8 @@ class GraphAttention(nn.Module):
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
         return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
 
-    def _graph_of_last(
-        self, flat: list[Tensor], key_ptr: Tensor, query_ptr: Tensor, length: int, total: int
-    ) -> AttentionGraph | None:
-        """The graph of one new token per sequence, whose earlier keys are in a cache; None: the layer asks its source.
-
-        All keys are allowed, so nothing is causal. The edges that the source forces are to the last keys.
-        """
+    def _check_cached(self, length: int, total: int) -> None:
+        """Raise ValueError unless the rows of the source, and the new tokens, allow earlier keys in a cache."""
         source: Any = self.conv.source
         if length > 1:
             raise ValueError(f"Expected one new token per step with a cache (got {length} of {total}). {NO_CACHE}")
@@ -238,6 +238,13 @@ class GraphAttention(nn.Module):
                 "Expected a source whose rows do not depend on each other, with 'block_size' 1, for a cache (got "
                 f"{type(source).__name__}). {NO_CACHE}"
             )
+
+    def _graph_of_last(self, flat: list[Tensor], key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph | None:
+        """The graph of one new token per sequence, whose earlier keys are in a cache; None: the layer asks its source.
+
+        All keys are allowed, so nothing is causal. The edges that the source forces are to the last keys.
+        """
+        source: Any = self.conv.source
         if isinstance(source, DensitySource):
             distance = None if source.target_density == 1 else source.forced_distance
         else:
