@@ -265,8 +265,9 @@ def row_distillation(
     trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
     while attention is dense.
 
-    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences. Cost
-    for one sequence of N tokens: the prediction, and O(H N^{3/2} (C + K)).
+    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences; from
+    those with one token, or block, only if there are too few others. Cost for one sequence of N tokens: the prediction,
+    and O(H N^{3/2} (C + K)).
 
     Args:
         source: The source.
@@ -287,9 +288,9 @@ def row_distillation(
     ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
     if scored is not None:
         check_record(scored)
-        scored = sample_sequences(scored.detached(), part)
+        scored = sample_sequences(scored.detached(), part, source.block_size)
     sequences = tokens.query_ptr.numel()
-    tokens = sample_sequences(tokens.detached(), part)
+    tokens = sample_sequences(tokens.detached(), part, source.block_size)
     scored = tokens if scored is None else scored
     graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
     blocks = graph.blocks

@@ -572,6 +572,22 @@ def test_row_distillation_is_the_cross_entropy_of_sampled_rows() -> None:
     assert abs(torch.stack(sampled).mean() - loss) < 5 * spread + 0.05  # fewer rows of longer sequences, so not exact
 
 
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_rows_are_taken_from_sequences_that_have_a_choice_of_keys(block_size: int) -> None:
+    """A single token, or block, has attention weight 1, from which nothing is learned."""
+    lengths = [block_size, block_size, 2 * block_size, 1, block_size, 5 * block_size, 1, block_size]
+    ptr = offsets(torch.tensor(lengths))
+    tokens = Tokens(draw(1, 2, sum(lengths), 4, dtype=torch.float32), query_ptr=ptr)
+    source = SBMSource(SBMHead(4, 2, 3), block_size=block_size)
+    for seed in range(10):
+        few = sample_sequences(replace(tokens, seed=seed), 0.25, block_size)
+        assert sorted(few.query_ptr.diff().tolist()) == [2 * block_size, 5 * block_size]
+        assert sample_sequences(replace(tokens, seed=seed), 0.5, block_size).query_ptr.numel() == 5
+        source.zero_grad()
+        row_distillation(source, replace(tokens, seed=seed)).backward()
+        assert all(bool(each.grad.any()) for each in source.head.parameters())  # type: ignore[union-attr]
+
+
 def test_rows_are_sampled_within_each_sequence() -> None:
     tokens = Tokens(draw(1, 2, 116, 4), query_ptr=torch.tensor([0, 16, 116]), is_causal=True, seed=3)
     graph = sample_rows(tokens, 1.0)

@@ -100,13 +100,15 @@ def _equal_lengths(ptr: Tensor, count: int) -> bool:
 # ------------------------------------------------------------------ what a source learns from
 
 
-def sample_sequences(tokens: Tokens, part: float) -> Tokens:
-    """Tokens of a random part of the sequences, at least one of them."""
+def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Tokens:
+    """Tokens of a random part of the sequences, at least one; first of those with more keys than ``longer_than``."""
     batch = tokens.query_ptr.numel() - 1
     count = math.ceil(batch * part)
     if count == batch:
         return tokens
-    which = torch.randperm(batch, generator=_generator(tokens.seed)).to(tokens.query.device)[:count]
+    order = torch.randperm(batch, generator=_generator(tokens.seed)).to(tokens.query.device)
+    is_short = tokens.key_ptr.diff()[order] <= longer_than
+    which = order[is_short.argsort(stable=True)[:count]]
 
     def take(x: Tensor, ptr: Tensor) -> tuple[Tensor, Tensor]:
         length = ptr.diff()[which]
