@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from sbm_pyg import AttentionConv, AttentionGraph, FullAttention, SequenceEncode
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.random_words import head_generator
 from sbm_pyg.sources import patterns, selectors
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, TopKSource, block_top_k, lsh, routing, top_k
 
 HEADS, CHANNELS = 2, 6
@@ -216,6 +218,19 @@ def test_ranks_keep_a_part_of_the_keys_of_each_query(lengths: tuple[list[int], l
         assert graph == top_k(tokens, torch.tensor(count))
         assert graph.degree.view(HEADS, -1).tolist() == [count] * HEADS
     assert TopKSource(2)(tokens).graph == top_k(tokens, 2)
+
+
+@pytest.mark.parametrize("make", [TopKSource, partial(IndexerSource, Indexer(4))])
+def test_a_loaded_state_decides_between_a_number_of_keys_and_a_density(make: Callable[..., Any]) -> None:
+    tokens = Tokens(draw(1, 1, 20, 4))
+    for saved, density in ((make(k=3), None), (make(k=3, target_density=0.5), 0.5)):
+        for other in (make(k=3), make(k=3, target_density=0.3)):
+            other.load_state_dict(saved.state_dict())
+            assert other.target_density == density
+            assert other(tokens).graph.num_edges == 20 * (3 if density is None else 10)
+    with pytest.raises(ValueError, match=r"'target_density' to be a number in \(0, 1\] without a 'k'"):
+        make(target_density=0.3).load_state_dict(make(k=3).state_dict())
+    assert make(k=3).load_state_dict(saved.state_dict()).missing_keys == []
 
 
 def test_attention_to_the_largest_scores_begins_dense_and_a_sparsifier_makes_it_sparse() -> None:

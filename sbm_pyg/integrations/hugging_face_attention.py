@@ -178,7 +178,9 @@ class GraphAttention(nn.Module):
         """The target density, or NaN."""
         source = self.conv.source
         density = source.state_dict().get("target_density") if isinstance(source, DensitySource) else None
-        return torch.tensor(math.nan, dtype=torch.float64) if density is None else density
+        if density is None or not density.numel():
+            return torch.tensor(math.nan, dtype=torch.float64)
+        return density
 
     def set_extra_state(self, state: Tensor) -> None:
         """Set the target density."""

@@ -234,8 +234,9 @@ class DensitySource(GraphSource):
     """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
     At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, and nothing is chosen.
-    ``state_dict`` contains the density. Subclasses define :meth:`choose`. The density is None until it is set. To begin
-    dense without a Sparsifier too, set ``self.target_density = 1.0`` in ``__init__``.
+    ``state_dict`` contains the density, which is empty for a number of keys ``k`` without one. Subclasses define
+    :meth:`choose`. The density is None until it is set. To begin dense without a Sparsifier too, set
+    ``self.target_density = 1.0`` in ``__init__``.
 
     Example:
         >>> from sbm_pyg import Sparsifier, patterns
@@ -298,11 +299,13 @@ class DensitySource(GraphSource):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._density is not None:
             destination[f"{prefix}target_density"] = torch.tensor(self._density, dtype=torch.float64)
+        elif getattr(self, "k", None) is not None:  # which alone says how many edges there are
+            destination[f"{prefix}target_density"] = torch.empty(0, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         density = state_dict.pop(f"{prefix}target_density", None)
-        if density is not None and torch.as_tensor(density).numel() == 1:
-            self.target_density = float(density)
+        if density is not None and torch.as_tensor(density).numel() <= 1:
+            self.target_density = float(density) if torch.as_tensor(density).numel() else None
         elif density is not None:
             rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
