@@ -440,6 +440,22 @@ def test_trainer_trains_saves_and_loads(name: str, tmp_path: Path) -> None:
     assert torch.equal(run(type(model).from_pretrained(tmp_path / "twice"), given).logits, run(model, given).logits)
 
 
+def test_a_checkpoint_after_an_evaluation_has_the_density_of_training(tmp_path: Path) -> None:
+    """In the dense phase, and later."""
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
+        use_cpu=True, eval_strategy="steps", eval_steps=2, save_steps=2,
+    )  # fmt: skip
+    callback = SparsifierCallback(0.3, every=2, dense_part=0.75)
+    rows = Rows(model)
+    Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback]).train()
+    for step, density in ((2, 1.0), (4, 0.3)):
+        again = type(model).from_pretrained(tmp_path / f"checkpoint-{step}")
+        assert {source.target_density for source in sources(again)} == {density}
+
+
 def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: Path) -> None:
     dense = bert()
     dense.save_pretrained(tmp_path)

@@ -308,6 +308,12 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         self.sparsifier.step(loss)
         self._losses.clear()
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Return to the density of training, which a checkpoint then contains."""
+        if self._hooks:
+            assert self.sparsifier is not None
+            self.sparsifier.set_density()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
         """Add the running losses to the logs."""
         if self.sparsifier is not None and logs is not None:
