@@ -162,11 +162,12 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
 
     Tokens and centroids are scaled to length 1. In each sequence a centroid takes the w queries and the w keys of the
     largest dot products, and each of these queries attends to each of these keys. The lower token wins a tie. A token
-    may have any number of centroids, and a query without one has no keys.
+    may have any number of centroids, and a query without one has no keys. Tokens that are not finite are taken last, if
+    a sequence has fewer than w others.
 
     These ranks depend on later tokens. So in a causal graph each query takes its nearest centroid, and attends to the w
-    keys of the largest dot products with it, up to its own position. Cost O(H (N + M)(K C + log M) + E),
-    and where causal O(H N (K C + w) + H M K).
+    keys of the largest dot products with it, up to its own position, if they are finite. Cost
+    O(H (N + M)(K C + log M) + E), and where causal O(H N (K C + w) + H M K).
 
     Args:
         tokens: Queries and keys.
