@@ -27,7 +27,8 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
 
     A backward pass through such a layer raises RuntimeError if its loss was not taken by this function. Other
     estimators have a loss only while the target density is 1, and then a backward pass without it warns: attention
-    trains, and its source does not.
+    trains, and its source does not. Compiled code checks nothing and adds up the losses of its calls. Without this
+    function the backward pass of the next step then goes through the last one again, for which torch raises an error.
 
     Args:
         model: Module whose submodules are searched.

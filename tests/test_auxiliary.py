@@ -232,6 +232,9 @@ def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
         grads.append([parameter.grad.clone() for parameter in layer.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    run(x, ptr=ptr, seed=5).square().mean().backward()  # without its loss, which the next call adds to its own
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        run(x, ptr=ptr, seed=5).square().mean().backward()
     torch._dynamo.reset()
 
 
