@@ -64,7 +64,8 @@ class LearnedGraph(nn.Module):
 
     Args:
         source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
-            :class:`~sbm_pyg.sources.indexer.IndexerSource`, or your own. It sees the features of all nodes as one head.
+            :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
+            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
         probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
             them. With 0, pairs without an edge get no gradient.
 
