@@ -25,6 +25,7 @@ from sbm_pyg import (
     SBMHead,
     SBMSource,
     SequenceEncoder,
+    Sparsifier,
     Tokens,
     auxiliary_loss,
     sync_statistics,
@@ -236,6 +237,21 @@ def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         run(x, ptr=ptr, seed=5).square().mean().backward()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_running_mean_of_dense_steps_under_activation_checkpointing(use_reentrant: bool) -> None:
+    """The reentrant form predicts in the backward pass alone, so only trial and sparse steps count."""
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, 2, num_blocks=3)
+    source: Any = conv.source
+    sparsifier, x = Sparsifier(conv, 0.2, total_steps=10, every=3), draw(1, 30, 8).float().requires_grad_()
+    for step in range(3):
+        assert source.target_density == (0.2 if step == 2 else 1)
+        checkpoint(conv, x, use_reentrant=use_reentrant).square().mean().backward()
+        assert source.head.clusters.grad.any()
+        assert bool(source.seen.any()) is (not use_reentrant or step == 2)
+        sparsifier.step(1.0)
 
 
 # ------------------------------------------------------------------ NaN
