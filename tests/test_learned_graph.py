@@ -666,6 +666,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "candidates of heads": (lambda: LearnedGraph(block_source())(X8, candidates=patterns.full(6, heads=2)), ValueError, "'candidates' to be edges between the nodes of 'x'. Expected 'graph' to have 1 head (got 2)"),
     "no probabilities": (lambda: LearnedGraph(selectors.SelectorSource(selectors.top_k, k=2))(X8), ValueError, "with probabilities (got SelectorSource"),
     "ranks": (lambda: LearnedGraph(IndexerSource(Indexer(8), select="top_k", k=2))(X8), ValueError, "select='bernoulli'"),
+    "ranks before graphs are sparse": (lambda: LearnedGraph(IndexerSource(Indexer(8)))(X8), ValueError, "select='bernoulli'"),
     "own heads": (lambda: LearnedGraph(Two())(X8), ValueError, "2 heads and blocks of 1"),
     "candidates of a plain source": (lambda: LearnedGraph(Plain())(X8, candidates=patterns.full(6)), TypeError, "LearnedSource with 'candidates' (got Plain)"),
     "a window and candidates": (lambda: LearnedGraph(block_source(window=1, budget=2.0))(X8, candidates=patterns.full(6)), ValueError, "without ['window', 'budget'] with 'candidates'"),

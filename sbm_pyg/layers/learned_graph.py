@@ -236,16 +236,17 @@ class LearnedGraph(nn.Module):
         """Edges and their weights, with probes in training."""
         graph, probability, like = choice.graph, choice.probability, tokens.query
         fixed = graph.edge_index, like.new_ones(graph.num_edges)
-        if probability is None or not self.training or not torch.is_grad_enabled():
+        if not self.training or not torch.is_grad_enabled():
             return fixed
-        p = probability.on(graph)
-        if not p.requires_grad:
-            return fixed
-        if not choice.independent:
+        p = None if probability is None else probability.on(graph)  # None: all pairs, before graphs are sparse
+        ranks = self.source.method == "top_k" or not choice.independent
+        if ranks and any(each.requires_grad for each in (*self.source.parameters(), p) if each is not None):
             raise ValueError(
                 "Expected 'source' to draw edges independently in training (got edges selected by rank). "
                 "Use select='bernoulli'."
             )
+        if p is None or probability is None or not p.requires_grad:
+            return fixed
         probes, chance = _probes_of(tokens, self.probes, among)
         probes = probes.select(~graph.contains(probes.edge_index))
         both = (p, probability.on(probes))
