@@ -489,6 +489,22 @@ def test_gains_are_paired_over_seeds() -> None:
     assert report.gain(ends, ("sbm:frozen=1", "dense", 0.1)) is None
 
 
+def test_an_overview_has_a_column_for_each_task_and_accuracies_at_each_density() -> None:
+    def row(task: str, method: str, density: float, seed: int, accuracy: float) -> dict[str, Any]:
+        known = {"task": task, "method": method, "start": "dense", "density": density, "seed": float(seed)}
+        return known | {"step": 2.0, "length": 64.0, "accuracy": accuracy}
+
+    rows = [row(task, "full", 1.0, 0, 1.0) for task in ("recall", "two-hop")]
+    rows += [row("recall", "sbm", density, seed, 0.5 + density) for density in (0.1, 0.05) for seed in (0, 1)]
+    rows += [row("recall", "sbm:frozen=1", 0.1, seed, 0.1 + 0.1 * seed) for seed in (0, 1)]
+    rows += [row("two-hop", "window", 0.05, 0, 0.25)]
+    lines = report.overview(rows).splitlines()
+    assert lines[0] == "## recall, two-hop: accuracy in percent, 5 / 10 % of the pairs asked, dense at first"
+    assert lines[4:7] == ["| full | 100.0 | 100.0 |", "| sbm | 55.0 / 60.0 |  |", "| window |  | 25.0 /  |"]
+    assert lines[-1] == "| sbm | +45.0 ± 63.5 |  |"  # 12.7062 * 7.0711 / sqrt(2), at 10 %
+    assert report.overview([row for row in rows if row["task"] == "recall"]) == ""
+
+
 @pytest.mark.parametrize(
     ("words", "kept"),
     [

@@ -101,6 +101,38 @@ def tables(rows: Sequence[Row]) -> str:
                 f"{100 * fmean(row['answer_any'] for row in first):.1f}", *cost,
             ])  # fmt: skip
         parts.append(f"## {task}\n\n{markdown(HEADER, lines)}")
+    return "\n\n".join(filter(None, [*parts, overview(rows)]))
+
+
+def overview(rows: Sequence[Row]) -> str:
+    """Two tables over all tasks for each start: mean accuracies at each density, and gains over frozen twins at the density in the middle."""
+    tasks = {task: ends_of(some) for task, some in by(rows, "task").items()}
+    keys = [key for ends in tasks.values() for key in ends]
+    densities = sorted({density for method, _, density in keys if method != "full"})
+    if len(tasks) < 2 or not densities:
+        return ""
+    asked, middle = " / ".join(f"{100 * density:g}" for density in densities), densities[len(densities) // 2]
+    parts = []
+    for start in dict.fromkeys(start for method, start, _ in keys if method != "full"):
+        methods = [*dict.fromkeys(method for method, *_ in keys if not method.endswith(FROZEN))]
+        shown, gains = [], []
+        for method in methods:
+            cells, more = [], []
+            for ends in tasks.values():
+                if method == "full":
+                    each = [next((runs for (name, *_), runs in ends.items() if name == method), {})]
+                else:
+                    each = [ends.get((method, start, density), {}) for density in densities]
+                means = [f"{fmean(map(_accuracy, runs.values())):.1f}" if runs else "" for runs in each]
+                cells.append(" / ".join(means) if any(means) else "")
+                key = (method, start, middle)
+                more.append(_gain_text(gain(ends, key)) if key in ends else "")
+            shown.append([method, *cells])
+            gains += [[method, *more]] if any(more) else []
+        parts.append(f"## {', '.join(tasks)}: accuracy in percent, {asked} % of the pairs asked, {start} at first")
+        parts.append(markdown(["method", *tasks], shown))
+        if gains:
+            parts.append(f"Points over the frozen twin at {100 * middle:g} %:\n\n{markdown(['method', *tasks], gains)}")
     return "\n\n".join(parts)
 
 
