@@ -66,8 +66,14 @@ def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest
     write(tmp_path)
     words = ["--data", str(tmp_path), "--graphs", "chameleon_filtered", "--splits", "0", "1", "--steps", "4"]
     words += ["--channels", "8", "--heads", "2", "--density", "0.2", "--output", str(tmp_path / "runs")]
+    program.main([*words, "--arms", "none", "--splits", "1"])  # other runs are added later
+    capsys.readouterr()
     program.main(words)
-    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        program.main([*words, "--density", "0.3"])
+    captured = capsys.readouterr()
+    shown = captured.out
+    assert "Expected 'density of chameleon_filtered' to be 0.2 as in" in captured.err
     rows = read(tmp_path / "runs" / "rows.csv")
     assert {(row["arm"], row["split"]) for row in rows} == {(arm, split) for arm in program.ARMS for split in (0, 1)}
     assert all(0 <= row["test"] <= 100 for row in rows)

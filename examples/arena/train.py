@@ -142,7 +142,8 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 def train_all(runs: list[Run], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = {name: value for run in runs for name, value in settings_of(run, run.task, ["layers"]).items()}
-    settings = {name: value for name, value in settings.items() if not name.startswith("start")}
+    settings = {
+        name: value for run in runs for name, value in settings_of(run, run.task, ["layers"], run.known).items()
+    }
     settings |= methods.code_of([run.method for run in runs])
     train_missing(folder, "arena", settings, runs, lambda run: train(run, folder))

@@ -189,9 +189,11 @@ def read_record(path: Path, way_out: str = AGAIN, what: str = WRITTEN) -> dict[s
     return content
 
 
-def settings_of(run: Any, group: str = "", shared: Sequence[str] = ()) -> dict[str, Any]:
+NAMED = ("task", "data", "method", "attention", "density", "seed", "bias")
+
+
+def settings_of(run: Any, group: str = "", shared: Sequence[str] = (), named: Iterable[str] = NAMED) -> dict[str, Any]:
     """Settings of a run, a dataclass, that its rows do not name: of all runs of a folder, or of a group such as a task."""
-    named = {"task", "data", "method", "attention", "density", "seed", "bias"}
     found = {name: value for name, value in dataclasses.asdict(run).items() if name not in named}
     of = {name: f" of {group}" if group and name not in shared else "" for name in found}
     return {name.replace("_", "-") + of[name]: value for name, value in found.items()}

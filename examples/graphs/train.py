@@ -133,5 +133,7 @@ def train(run: Run, data: Data, folder: Path) -> list[Row]:
 
 def train_all(runs: list[Run], graphs: dict[str, Data], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = {name: value for run in runs for name, value in settings_of(run, run.graph, ["layers"]).items()}
+    settings = {
+        name: value for run in runs for name, value in settings_of(run, run.graph, ["layers"], run.known).items()
+    }
     train_missing(folder, "graphs", settings, runs, lambda run: train(run, graphs[run.graph], folder))
