@@ -1,4 +1,4 @@
-"""Gives the relative links and pictures of README.md addresses on GitHub, for on PyPI nothing lies next to the page.
+"""Rewrites the relative links and pictures of README.md to addresses on GitHub, since PyPI has the page alone.
 
 ``GITHUB_REPOSITORY=owner/name GITHUB_REF_NAME=v0.1.0 python .ci/readme.py`` rewrites the file. The release does so
 before it builds.
@@ -13,7 +13,7 @@ CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def with_addresses(text: str, repository: str, tag: str) -> str:
-    """A page whose links lead to the files of a tag."""
+    """The page with links to the files of a tag."""
     prose = CODE.split(text)
     for place in range(0, len(prose), 2):
         links = re.sub(r"(?<=\]\()(?!\w+:|#)", f"https://github.com/{repository}/blob/{tag}/", prose[place])

@@ -475,14 +475,15 @@ def test_mistakes_are_named(
 # ------------------------------------------------------------------------------------------------ reports
 
 
-def test_gains_are_paired_over_seeds() -> None:
-    def row(method: str, seed: int, accuracy: float) -> dict[str, Any]:
-        known = {"task": "recall", "method": method, "start": "dense", "density": 0.1, "seed": float(seed)}
-        return known | {"step": 2.0, "length": 64.0, "accuracy": accuracy}
+def row(task: str, method: str, density: float, seed: int, accuracy: float) -> dict[str, Any]:
+    """The last row of a run that begins dense."""
+    known = {"task": task, "method": method, "start": "dense", "density": density, "seed": float(seed)}
+    return known | {"step": 2.0, "length": 64.0, "accuracy": accuracy}
 
-    rows = [row("sbm", seed, 0.5 + 0.1 * seed) for seed in range(3)] + [
-        row("sbm:frozen=1", seed, 0.4) for seed in (2, 0, 1)
-    ]
+
+def test_gains_are_paired_over_seeds() -> None:
+    rows = [row("recall", "sbm", 0.1, seed, 0.5 + 0.1 * seed) for seed in range(3)]
+    rows += [row("recall", "sbm:frozen=1", 0.1, seed, 0.4) for seed in (2, 0, 1)]
     ends = report.ends_of(rows)
     mean, half, count = report.gain(ends, ("sbm", "dense", 0.1)) or (0, 0, 0)
     assert (round(mean, 6), round(half, 3), count) == (20.0, 24.841, 3)  # 4.3027 * 10 / sqrt(3)
@@ -490,10 +491,6 @@ def test_gains_are_paired_over_seeds() -> None:
 
 
 def test_an_overview_has_a_column_for_each_task_and_accuracies_at_each_density() -> None:
-    def row(task: str, method: str, density: float, seed: int, accuracy: float) -> dict[str, Any]:
-        known = {"task": task, "method": method, "start": "dense", "density": density, "seed": float(seed)}
-        return known | {"step": 2.0, "length": 64.0, "accuracy": accuracy}
-
     rows = [row(task, "full", 1.0, 0, 1.0) for task in ("recall", "two-hop")]
     rows += [row("recall", "sbm", density, seed, 0.5 + density) for density in (0.1, 0.05) for seed in (0, 1)]
     rows += [row("recall", "sbm:frozen=1", 0.1, seed, 0.1 + 0.1 * seed) for seed in (0, 1)]

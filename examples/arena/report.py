@@ -57,7 +57,7 @@ def gain(ends: Ends, key: Key) -> tuple[float, float, int] | None:
     """Points of accuracy over the frozen twin on the same seeds, half of their interval, and the number of seeds; None without a twin."""
     twin = twin_of(key[0])
     other = ends.get((twin, *key[1:]), {}) if twin else {}
-    pairs = [_accuracy(rows) - _accuracy(other[seed]) for seed, rows in ends[key].items() if seed in other]
+    pairs = [_accuracy(rows) - _accuracy(other[seed]) for seed, rows in ends.get(key, {}).items() if seed in other]
     return (*interval(pairs), len(pairs)) if pairs else None
 
 
@@ -112,28 +112,24 @@ def overview(rows: Sequence[Row]) -> str:
     if len(tasks) < 2 or not densities:
         return ""
     asked, middle = " / ".join(f"{100 * density:g}" for density in densities), densities[len(densities) // 2]
+    methods = [*dict.fromkeys(method for method, *_ in keys if not method.endswith(FROZEN))]
     parts = []
     for start in dict.fromkeys(start for method, start, _ in keys if method != "full"):
-        methods = [*dict.fromkeys(method for method, *_ in keys if not method.endswith(FROZEN))]
-        shown, gains = [], []
-        for method in methods:
-            cells, more = [], []
-            for ends in tasks.values():
-                if method == "full":
-                    each = [next((runs for (name, *_), runs in ends.items() if name == method), {})]
-                else:
-                    each = [ends.get((method, start, density), {}) for density in densities]
-                means = [f"{fmean(map(_accuracy, runs.values())):.1f}" if runs else "" for runs in each]
-                cells.append(" / ".join(means) if any(means) else "")
-                key = (method, start, middle)
-                more.append(_gain_text(gain(ends, key)) if key in ends else "")
-            shown.append([method, *cells])
-            gains += [[method, *more]] if any(more) else []
+        shown = [[m, *(_accuracies(ends, m, start, densities) for ends in tasks.values())] for m in methods]
+        gains = [[m, *(_gain_text(gain(ends, (m, start, middle))) for ends in tasks.values())] for m in methods]
+        gains = [line for line in gains if any(line[1:])]
         parts.append(f"## {', '.join(tasks)}: accuracy in percent, {asked} % of the pairs asked, {start} at first")
         parts.append(markdown(["method", *tasks], shown))
         if gains:
             parts.append(f"Points over the frozen twin at {100 * middle:g} %:\n\n{markdown(['method', *tasks], gains)}")
     return "\n\n".join(parts)
+
+
+def _accuracies(ends: Ends, method: str, start: str, densities: Sequence[float]) -> str:
+    """Mean accuracy at each density, or that of full attention; nothing where the method has no run."""
+    keys = [key for key in ends if key[0] == "full"] if method == "full" else [(method, start, d) for d in densities]
+    means = [f"{fmean(map(_accuracy, ends[key].values())):.1f}" if key in ends else "" for key in keys]
+    return " / ".join(means) if any(means) else ""
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from examples.arena import methods
 from examples.arena.tasks import TASKS
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import Recaller, evaluate
-from examples.common.runs import settings_of
+from examples.common.runs import settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
 from sbm_pyg import AttentionConv, SBMSource, Sparsifier
@@ -142,8 +142,5 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 def train_all(runs: list[Run], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = {
-        name: value for run in runs for name, value in settings_of(run, run.task, ["layers"], run.known).items()
-    }
-    settings |= methods.code_of([run.method for run in runs])
+    settings = settings_of_all(runs, "task", runs[0].known) | methods.code_of([run.method for run in runs])
     train_missing(folder, "arena", settings, runs, lambda run: train(run, folder))

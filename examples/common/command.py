@@ -77,7 +77,7 @@ class Command(argparse.ArgumentParser):
 
 
 def stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends a program at Ctrl-C with one line, which has the notes of the exception, and the status of shells; other errors as usual."""
+    """An exception hook: Ctrl-C prints one line, with the notes of the exception, and exits with status 130. Other errors are shown as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -199,6 +199,12 @@ def settings_of(run: Any, group: str = "", shared: Sequence[str] = (), named: It
     return {name.replace("_", "-") + of[name]: value for name, value in found.items()}
 
 
+def settings_of_all(runs: Sequence[Any], group: str, named: Iterable[str] = NAMED) -> dict[str, Any]:
+    """The settings of all runs of a folder, each of its group: the task, say, in the field ``group``. All groups share the layers."""
+    each = (settings_of(run, getattr(run, group), ["layers"], named) for run in runs)
+    return {name: value for settings in each for name, value in settings.items()}
+
+
 def fingerprint(parts: Iterable[bytes]) -> str:
     """A short checksum of data that decide a run."""
     found = hashlib.sha256()
@@ -214,7 +220,7 @@ def checksums(**files: Sequence[Path]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Work that the same command goes on with, as the line at Ctrl-C then says (:func:`examples.common.command.stopped`)."""
+    """Notes at Ctrl-C that the same command resumes from a folder; :func:`examples.common.command.stopped` prints it."""
     try:
         yield
     except KeyboardInterrupt as error:

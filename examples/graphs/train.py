@@ -16,7 +16,7 @@ from torch_geometric.nn import GPSConv, SAGEConv
 
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import freeze
-from examples.common.runs import settings_of
+from examples.common.runs import settings_of_all
 from examples.common.tables import Row
 from examples.graphs.data import RANKED
 from sbm_pyg import AttentionConv, DensitySource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
@@ -133,7 +133,5 @@ def train(run: Run, data: Data, folder: Path) -> list[Row]:
 
 def train_all(runs: list[Run], graphs: dict[str, Data], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = {
-        name: value for run in runs for name, value in settings_of(run, run.graph, ["layers"], run.known).items()
-    }
+    settings = settings_of_all(runs, "graph", runs[0].known)
     train_missing(folder, "graphs", settings, runs, lambda run: train(run, graphs[run.graph], folder))

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import Recaller, evaluate, make_recaller, run_name
-from examples.common.runs import settings_of
+from examples.common.runs import settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import TASKS, Examples
 from sbm_pyg import Sparsifier
@@ -96,5 +96,4 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 
 def train_all(runs: list[Run], folder: Path) -> None:
-    settings = {name: value for run in runs for name, value in settings_of(run, run.task, ["layers"]).items()}
-    train_missing(folder, "recall", settings, runs, lambda run: train(run, folder))
+    train_missing(folder, "recall", settings_of_all(runs, "task"), runs, lambda run: train(run, folder))
