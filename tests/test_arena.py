@@ -14,7 +14,7 @@ from torch import Tensor
 from examples.arena import __main__ as program
 from examples.arena import methods, report, rivals, tasks, train
 from examples.common import tables
-from examples.common.hybrid import beyond
+from examples.common.hybrid import Decoder, beyond
 from examples.common.tasks import Examples
 from sbm_pyg import Sparsifier, Tokens
 
@@ -112,6 +112,35 @@ def test_copying_is_exact() -> None:
     solve(examples, lambda seen: [token for token in seen[:30] if token][seen[-1] - 1])
     assert bool((examples.tokens[:, 0] == 0).all())
     assert uniform(examples.answers, 7, 32)
+
+
+def test_compression_is_exact() -> None:
+    examples = tasks.compression(30, 6, 65, 300, generator())
+    assert examples.tokens.shape == (300, 31)
+    check_sources(examples)
+    assert bool((examples.places == 30).all())  # one state tells all
+    assert bool((examples.tokens[:, 30] == 0).all())
+    for tokens, answers in zip(examples.tokens[:, :30].tolist(), examples.answers.tolist(), strict=True):
+        assert sorted(token for token in tokens if token < 49) == answers  # one of eight for each slot, in order
+    assert torch.equal((examples.answers - 1) // 8, torch.arange(6).expand(300, -1))
+    assert uniform(examples.answers, 1, 49)
+
+
+def test_the_decoder_of_compression_knows_one_state_and_the_slot() -> None:
+    run = train.Run("compression", "full", "dense", 1.0, 0, 10, 2, 1e-3, channels=16)
+    model, _ = train.make_model(run)
+    examples = tasks.compression(48, 8, 81, 2, generator())
+    states: list[Tensor] = []
+    assert isinstance(model.decode, Decoder)
+    model.decode.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    logits = model.eval()(examples.tokens, examples.places)[0]
+    (state,) = states
+    assert state.shape == (2, 8, 16)
+    assert torch.equal(state, state[:, :1].expand_as(state))
+    assert bool((logits[:, 1:] != logits[:, :-1]).any(2).all())
+    swapped = model.decode(state).flip(1)
+    model.decode.slot.weight.data = model.decode.slot.weight.data.flip(0)
+    torch.testing.assert_close(model.decode(state), swapped)
 
 
 def test_noisy_recall_is_exact() -> None:

@@ -27,7 +27,7 @@ from examples.common.command import Command, fields_of, program
 
 SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
 # as tasks.py, which brings torch
-TASKS = ("recall", "joint", "two-hop", "copying", "noisy", "fuzzy", "known", "length", *SERVED)
+TASKS = ("recall", "joint", "two-hop", "copying", "compression", "noisy", "fuzzy", "known", "length", *SERVED)
 ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
        "concrete", "sbm", "dash", "hsa", "nsa")  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Tasks of the arena, generated and exact: a batch follows from its sizes and a random generator alone, and nothing is downloaded.
 
 Recall and joint recall are those of ``examples/common/tasks.py``. The code is our own. Two-hop recall is the variable tracking that users
-of block selection report losses on (MoonshotAI/MoBA#29). Copying, noisy, fuzzy and known recall follow the descriptions of selective
-copying, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of Hybrid
+of block selection report losses on (MoonshotAI/MoBA#29). Copying, compression, noisy, fuzzy and known recall follow the descriptions of selective
+copying, compression, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of Hybrid
 Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
 
 A task draws ``count`` = S sequences of L tokens with Q questions each by the generator ``random``, and returns
@@ -81,6 +81,30 @@ def copying(length: int, copied: int, num_tokens: int, count: int, random: torch
     marks = torch.arange(1, copied + 1).expand(count, -1)
     places = (length + torch.arange(copied)).expand(count, -1)
     return Examples(torch.cat([data, marks], 1), places, answers, sources)
+
+
+def compression(
+    length: int, slots: int, num_tokens: int, count: int, random: torch.Generator, noise: int = 16
+) -> Examples:
+    """Compression: the last token gathers the values of all slots, and a decoder tells them from its state alone.
+
+    Each slot has a value, and one token names both. These tokens stand anywhere among noise. MAD has no noise, and its tokens have
+    positions in place of slots, which these models lack.
+
+    Args:
+        length: Tokens before the last; L = length + 1.
+        slots: Slots of a sequence, Q. Their questions all stand at the last token.
+        num_tokens: Token 0, which stands last, then as many values for each slot, then ``noise`` tokens. A uniform guess among the values
+            of a slot is right with probability slots / (num_tokens - 1 - noise).
+        noise: Tokens of the noise.
+    """
+    known = num_tokens - noise
+    choices = (known - 1) // slots  # values of a slot
+    answers = 1 + choices * torch.arange(slots) + torch.randint(choices, (count, slots), generator=random)
+    sources = _order(count, length, random)[:, :slots]
+    data = torch.randint(known, num_tokens, (count, length), generator=random).scatter(1, sources, answers)
+    tokens = torch.cat([data, torch.zeros(count, 1, dtype=torch.int64)], 1)
+    return Examples(tokens, torch.full((count, slots), length), answers, sources)
 
 
 def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Generator, noise: int = 16) -> Examples:
@@ -174,10 +198,15 @@ SERVING = (1, 2, 4, 8, 16)
 
 
 def _task(
-    make: Callable[..., Examples], num_tokens: int, size: tuple[int, ...], steps: int = 600, width: int = 3
+    make: Callable[..., Examples],
+    num_tokens: int,
+    size: tuple[int, ...],
+    steps: int = 600,
+    width: int = 3,
+    slots: int = 0,
 ) -> Task:
     """A task that is trained and tested at one size."""
-    return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width)
+    return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width, slots)
 
 
 TASKS: dict[str, Task] = {
@@ -185,6 +214,7 @@ TASKS: dict[str, Task] = {
     "joint": _task(RECALL["joint-laptop"].make, 50, (8, 8), 1500, width=24),
     "two-hop": Task(two_hop, 64, {(4, 8, 1): 0}, {(4, 8, 0): 200}, 32, 700, 3e-3),
     "copying": _task(copying, 32, (48, 8), 1200, width=24),
+    "compression": _task(compression, 81, (48, 8), 1500, slots=8),
     "noisy": _task(noisy, 80, (16, 8), 400),
     "fuzzy": _task(fuzzy, 64, (12,), 400),
     "known": _task(known, 128, (32,), 200),

@@ -63,7 +63,7 @@ def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
     def make() -> torch.nn.Module:
         return methods.make_attention(run.method, run.channels, run.heads, run.density)
 
-    model = Recaller(task.num_tokens, run.channels, run.layers, make, width=task.width)
+    model = Recaller(task.num_tokens, run.channels, run.layers, make, width=task.width, slots=task.slots)
     if run.method == "full":
         return model, None
     part = DENSE_PART if run.start == "dense" else 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import gelu, pad
 
 from examples.common.command import read_method, require
 from examples.common.tables import Row
@@ -259,11 +259,38 @@ class Layer(nn.Module):
         return x + self.out(out), choice
 
 
+class Decoder(nn.Module):
+    """Q different states of one that is given Q times: an embedding of 0 to Q - 1 is added, then two linear layers."""
+
+    def __init__(self, channels: int, slots: int) -> None:
+        super().__init__()
+        self.slot = nn.Embedding(slots, channels)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(channels),
+            nn.Linear(channels, 4 * channels),
+            nn.Linear(4 * channels, channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States ``[B, Q, C]`` of ``[B, Q, C]``."""
+        return self.outer(gelu(self.inner(self.norm(x + self.slot.weight))))
+
+
 class Recaller(nn.Module):
-    """Two layers or more between an embedding of tokens and a distribution over them, which share their weights."""
+    """Two layers or more between an embedding of tokens and a distribution over them, which share their weights.
+
+    With ``slots`` = Q > 0, the Q questions of a sequence stand at one token, and a :class:`Decoder` tells them apart.
+    """
 
     def __init__(
-        self, num_tokens: int, channels: int, layers: int, make: Callable[[], nn.Module], *, width: int = 3
+        self,
+        num_tokens: int,
+        channels: int,
+        layers: int,
+        make: Callable[[], nn.Module],
+        *,
+        width: int = 3,
+        slots: int = 0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(num_tokens, channels)
@@ -271,6 +298,7 @@ class Recaller(nn.Module):
         self.norm, self.head = nn.LayerNorm(channels), nn.Linear(channels, num_tokens)
         nn.init.normal_(self.embed.weight, std=channels**-0.5)
         self.head.weight = self.embed.weight
+        self.decode = Decoder(channels, slots) if slots else nn.Identity()
 
     def forward(
         self, tokens: Tensor, places: Tensor | None = None, seed: int = 0
@@ -283,7 +311,7 @@ class Recaller(nn.Module):
             x, choice = layer(x, ptr, len(self.layers) * seed + number)
             choices.append(choice)
         if places is not None:
-            x = x[(places + ptr[:-1, None]).flatten()]
+            x = self.decode(x[places + ptr[:-1, None]]).flatten(0, 1)
         return self.head(self.norm(x)).unflatten(0, (batch, -1)), choices
 
 

@@ -45,6 +45,7 @@ class Task:
     steps: int
     learning_rate: float
     width: int = 3  # of the short convolution
+    slots: int = 0  # questions at one token, which a decoder tells apart
 
     def examples(self, split: str, seed: int = 0) -> dict[tuple[int, ...], Examples]:
         """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
