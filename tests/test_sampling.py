@@ -15,6 +15,8 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, Tokens, ops, sample_edges
+from sbm_pyg.ops.cpu import random_simd, simd
+from sbm_pyg.ops.cpu.threads import numba_kernel
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.ragged import draw_seed
@@ -231,6 +233,38 @@ def test_reference_and_numba_choose_the_same_edges(is_causal: bool, queries: int
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, is_causal)
             assert same(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments))
+
+
+# mypy takes the first argument of an intrinsic for one that the caller gives
+quick_gaps, exact_gaps, at = (cast("Any", each) for each in (random_simd.quick_gaps16, random_simd.gaps16, simd.at))
+
+
+@numba_kernel
+def gaps_of(words: Any, spread: float, end: int, sure: Any, quick: Any, exact: Any) -> None:
+    """Positions of all groups of sixteen from -1 on, in float32 and in float64; ``sure`` is what float32 returns."""
+    for group in range(sure.size):
+        sure[group] = quick_gaps(words, 32 * group, spread, -1, end, at(quick, 16 * group))
+        exact_gaps(words, 32 * group, spread, -1, end, at(exact, 16 * group))
+
+
+@pytest.mark.parametrize("end", [50, 2**22])
+@pytest.mark.parametrize(("spread", "most"), [(0.2, 4e-3), (14.3, 5e-3), (1e3, 4e-2), (1e6, 1.0), (math.inf, 1.0)])
+def test_positions_in_float32_are_those_in_float64_or_not_sure(spread: float, most: float, end: int) -> None:
+    groups = 100_000
+    words = np.random.default_rng(0).integers(0, 2**32, (groups, 2, 16), np.uint32)
+    extremes = np.array([0, 1, 2, 3, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 129], np.uint32)
+    words[:8, 0] = extremes[:, None]
+    words[8:80, 0] >>= (
+        np.arange(32, dtype=np.uint32).repeat(36).reshape(72, 16)
+    )  # small ones, of which float32 knows little
+    sure, (quick, exact) = np.empty(groups, np.int64), np.zeros((2, groups, 16), np.int32)
+    gaps_of(words.ravel(), spread, end, sure, quick.ravel(), exact.ravel())
+    known = sure >= 0
+    np.testing.assert_array_equal(quick[known], exact[known])
+    np.testing.assert_array_equal(sure[known], exact[known, 15])
+    assert 1 - known[80:].mean() <= (most if end > 50 else 1)
+    if end > 50 and spread < 1e6:
+        assert len(np.unique(exact[:, 0])) > 1
 
 
 @pytest.mark.parametrize("method", ["bernoulli", "fastrg"])

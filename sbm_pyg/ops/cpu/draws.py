@@ -17,8 +17,20 @@ from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOS
 from ..reference.sampling import KEYS_PER_PANEL
 from . import amx
 from .amx import close_tiles, multiply_tiles, open_tiles
-from .random_simd import append64, below16, bernoulli16, fetch, gaps16, lowest_bit, philox16, pick16, weigh16
-from .simd import WIDE, at, dots16, load, peek, scratch, splat, store
+from .random_simd import (
+    append16,
+    append64,
+    below16,
+    bernoulli16,
+    fetch,
+    gaps16,
+    lowest_bit,
+    philox16,
+    pick16,
+    quick_gaps16,
+    weigh16,
+)
+from .simd import WIDE, at, dots16, load, peek, poke, scratch, splat, store
 from .threads import numba_kernel
 
 ROWS_PER_GROUP = 16 if amx.AVAILABLE else 4
@@ -202,42 +214,53 @@ def by_gaps(
 ):  # fmt: skip
     """Edges of a row whose probabilities are at most ``bound``, by gaps; returns the new end of ``out``.
 
-    ``low_member`` holds two numbers of bfloat16 in each element, and one row behind the last. Positions are drawn
-    sixteen at a time, and thinned while the next sixteen are drawn, when their keys have come.
+    ``low_member`` holds two numbers of bfloat16 in each element, and one row behind the last. Up to 512 positions
+    are drawn at a time, then thinned by approximate probabilities; those that these leave open are decided one by one.
     """
     spread, scale = -1 / np.log1p(-bound), np.float32(bound * 2.0**-32)
     below, above = np.float32(1 - error), np.float32(1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    words, positions = scratch(low_member, 128), scratch(out, 32)
-    number, drawn, end = 0, -1, -1
-    while end < num_keys:
-        new, old = number & 16, 16 - (number & 16)
-        end = drawn
-        if drawn < num_keys:
-            philox16(number, position, sequence_id, head | GAP, seed, words, 4 * new)
-            drawn = gaps16(words, 4 * new, spread, drawn, num_keys, at(positions, new))
-            for t in range(16):
-                for c in range(0, width, 16):
-                    fetch(low_member, np.int64(peek(positions, new + t)) * width + c)
-        number += 16
-        if number == 16:
-            continue
-        here, approx, c = at(positions, old), splat(np.float32(0), 16), 0
-        while 2 * (width - c) >= 128:
-            approx = approx + dots16(load(low_rate, 2 * c, 128), at(low_member, c), width, here)
-            c += 64
-        while c < width:
-            approx = approx + dots16(load(low_rate, 2 * c, 32), at(low_member, c), width, here)
-            c += 16
-        masks = weigh16(approx, words, 4 * old + 32, here, num_keys, scale, below, less, above, more)
-        maybe = masks >> np.uint64(16)
-        while maybe:
-            lane = lowest_bit(maybe)
-            maybe &= maybe - np.uint64(1)
-            p = _prob(rate, at(member, np.int64(peek(here, lane)) * blocks), blocks, exploration)
-            hit = np.float64(peek(words, 4 * old + 32 + lane)) * bound < p * 2.0**32
-            masks |= np.uint64(hit) << np.uint64(lane)
-        used = pick16(masks, here, first_key, out, used)
+    words, positions = scratch(low_member, 2048), scratch(out, 512)
+    masks, doubtful = scratch(out, 32), scratch(out, 528)
+    number, drawn, quick = 0, -1, num_keys <= 2**22
+    far = num_keys * width > 2**17  # more than half of a usual second-level cache
+    while drawn < num_keys:
+        some = 0
+        while some < 512 and drawn < num_keys:
+            philox16(number, position, sequence_id, head | GAP, seed, words, 4 * some)
+            last = quick_gaps16(words, 4 * some, spread, drawn, num_keys, at(positions, some)) if quick else -1
+            if last < 0:
+                last = gaps16(words, 4 * some, spread, drawn, num_keys, at(positions, some))
+            drawn = last
+            number += 16
+            some += 16
+        left = 0
+        for k in range(0, some, 16):
+            if far and k + 16 < some:
+                for t in range(16):
+                    for c in range(0, width, 16):
+                        fetch(low_member, np.int64(peek(positions, k + 16 + t)) * width + c)
+            here, approx, c = at(positions, k), splat(np.float32(0), 16), 0
+            while 2 * (width - c) >= 128:
+                approx = approx + dots16(load(low_rate, 2 * c, 128), at(low_member, c), width, here)
+                c += 64
+            while 2 * (width - c) >= 64:
+                approx = approx + dots16(load(low_rate, 2 * c, 64), at(low_member, c), width, here)
+                c += 32
+            while c < width:
+                approx = approx + dots16(load(low_rate, 2 * c, 32), at(low_member, c), width, here)
+                c += 16
+            both = weigh16(approx, words, 4 * k + 32, here, num_keys, scale, below, less, above, more)
+            poke(masks, k >> 4, np.int32(both & np.uint64(0xFFFF)))
+            left = append16(both >> np.uint64(16), k, doubtful, left)
+        for k in range(left):
+            lane = np.int64(peek(doubtful, k))
+            p = _prob(rate, at(member, np.int64(peek(positions, lane)) * blocks), blocks, exploration)
+            word = peek(words, 4 * (lane & ~15) + 32 + (lane & 15))
+            hit = np.float64(word) * bound < p * 2.0**32
+            poke(masks, lane >> 4, peek(masks, lane >> 4) | np.int32(np.int64(hit) << (lane & 15)))
+        for k in range(0, some, 16):
+            used = pick16(np.uint64(peek(masks, k >> 4)), at(positions, k), first_key, out, used)
     return used
 
 

@@ -18,6 +18,8 @@ from numba.extending import intrinsic
 from .simd import I8, I16, I32, I64, WIDE, call_llvm, peek, pointer, poke, splat_number
 
 LANES = 16
+QUICK_ERROR = 2.0**-21
+"""Upper bound on the error of ``quick_gaps16``: this times the sum of the gap and ``spread``."""
 _BYTES, _WORDS, _LONGS, _FLOATS, _DOUBLES = (
     ir.VectorType(kind, LANES) for kind in (I8, I32, I64, ir.FloatType(), ir.DoubleType())
 )
@@ -153,6 +155,64 @@ def gaps16(typing, words, offset, spread, before, end, positions):
 
 
 @intrinsic
+def quick_gaps16(typing, words, offset, spread, before, end, positions):
+    """As :func:`gaps16`, in float32 and from the first words alone; returns -1 if rounding may have moved a position.
+
+    ``end`` is at most 2^22.
+    """
+
+    def generate(context, builder, signature, args):
+        def number(value):
+            return ir.Constant(_FLOATS, [value] * LANES)
+
+        def integer(value):
+            return ir.Constant(_WORDS, [value] * LANES)
+
+        def fused(factor, other, term):
+            return builder.fadd(builder.fmul(factor, other, flags=("contract",)), term, flags=("contract",))
+
+        def below(one, other):
+            return builder.select(builder.fcmp_ordered("<", one, other), one, other)
+
+        word = builder.load(pointer(context, builder, words, args[0], args[1], _WORDS), align=4)
+        u = builder.bitcast(fused(builder.uitofp(word, _FLOATS), number(2.0**-32), number(2.0**-33)), _WORDS)
+        # u = 2^exponent (1 + f) with 1 + f in sqrt(1/2) .. sqrt(2), then the series of Cephes for log(1 + f)
+        shifted = builder.add(u, integer(0x3F800000 - 0x3F3504F3))
+        exponent = builder.sitofp(builder.sub(builder.lshr(shifted, integer(23)), integer(127)), _FLOATS)
+        fraction = builder.add(builder.and_(shifted, integer(0x007FFFFF)), integer(0x3F3504F3))
+        f = builder.fsub(builder.bitcast(fraction, _FLOATS), number(1.0))
+        square, series = builder.fmul(f, f), number(7.0376836292e-2)
+        factors = (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
+        for factor in (*factors, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1, -0.5):
+            series = fused(series, f, number(factor))
+        logarithm = fused(exponent, number(0.6931471805599453), fused(series, square, f))
+        size = _splat16(builder, builder.fptrunc(args[2], ir.FloatType()))
+        gap = builder.fmul(logarithm, builder.fneg(size))
+        error = builder.fmul(builder.fadd(gap, size), number(QUICK_ERROR))
+        limit = _splat16(builder, builder.sitofp(args[4], ir.FloatType()))
+        floor = f"llvm.floor.v{LANES}f32"
+        low, high = (
+            below(call_llvm(builder, floor, _FLOATS, [operation(gap, error)]), limit)
+            for operation in (builder.fsub, builder.fadd)
+        )
+        # the second words tell more than 2^-20 of the logarithm where the first are small
+        sure = builder.fcmp_ordered(">", logarithm, number(-9.0))
+        sure = builder.bitcast(builder.and_(sure, builder.fcmp_ordered("==", low, high)), I16)
+        position = builder.add(builder.fptosi(high, _WORDS), integer(1))
+        for step in (1, 2, 4, 8):
+            order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
+            position = builder.add(position, builder.shuffle_vector(integer(0), position, order))
+        position = builder.add(position, _splat16(builder, builder.trunc(args[3], I32)))
+        last = _splat16(builder, builder.trunc(args[4], I32))
+        position = builder.select(builder.icmp_signed("<", position, last), position, last)
+        builder.store(position, pointer(context, builder, positions, args[5], ir.Constant(I64, 0), _WORDS), align=4)
+        end = builder.sext(builder.extract_element(position, ir.Constant(I32, LANES - 1)), I64)
+        return builder.select(builder.icmp_signed("==", sure, ir.Constant(I16, -1)), end, ir.Constant(I64, -1))
+
+    return types.int64(words, types.int64, types.float64, types.int64, types.int64, positions), generate
+
+
+@intrinsic
 def weigh16(typing, approx, words, offset, positions, end, scale, below, less, above, more):
     """Compare sixteen words, ``scale`` times each, with numbers known up to a relative error.
 
@@ -205,6 +265,18 @@ def _pick16(typing, mask, numbers, base, out, used):
         return _append(context, builder, args[0], some, out, *args[3:])
 
     return types.int64(types.uint64, numbers, types.int64, out, types.int64), generate
+
+
+@njit(inline="always")
+def append16(mask, base, out, used):
+    """As :func:`append64`, for the mask's lowest 16 bits."""
+    if WIDE:
+        return _append16(mask, base, out, used)
+    while mask:
+        poke(out, used, np.int32(base + lowest_bit(mask)))
+        used += 1
+        mask &= mask - np.uint64(1)
+    return used
 
 
 @njit(inline="always")
