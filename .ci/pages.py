@@ -4,7 +4,8 @@
     python .ci/pages.py docs/_build/html runs/pages
 
 Errors: a page that scrolls sideways, an element past the edge that no box around it scrolls, a picture that is missing,
-an error of a script, a page without a heading, and a search without results. It saves a picture of each page.
+an error of a script, a page without a heading, a search without results, and Python that scrolls on a desktop. It saves
+a picture of each page.
 """
 
 import argparse
@@ -18,12 +19,13 @@ os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
 os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
 
 from PyQt6.QtCore import QEventLoop, QTimer, QUrl
+from PyQt6.QtGui import QImage, QPainter
 from PyQt6.QtWebEngineCore import QWebEnginePage
 from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
 
 WIDTHS = {"desktop": 1280, "phone": 390}  # pixels
-TALLEST = 8000  # pixels of a picture
+PART = 1500  # pixels of the height that are painted at once: Chromium leaves the rest of a tall window blank
 PAUSE = 300  # milliseconds for a page to settle
 FAULTS = """(() => {
   const width = document.documentElement.clientWidth, faults = [];
@@ -38,6 +40,8 @@ FAULTS = """(() => {
   for (const element of document.querySelectorAll("article *"))
     if (element.getBoundingClientRect().right > width + 1 && !scrolls(element))
       faults.push(`past the edge: ${element.tagName} ${element.textContent.trim().slice(0, 60)}`);
+  if (width > 1000) for (const code of document.querySelectorAll(".highlight-python pre"))
+    if (code.scrollWidth > code.clientWidth) faults.push(`code that scrolls: ${code.textContent.trim().slice(0, 60)}`);
   for (const image of document.images) if (!image.naturalWidth) faults.push(`no picture: ${image.src}`);
   const isSearch = location.pathname.endsWith("/search.html");
   if (!isSearch && !document.querySelector("h1")) faults.push("no heading");
@@ -88,6 +92,20 @@ def look(page: Page) -> tuple[list[str], int]:
     return faults + page.errors, height
 
 
+def picture(view: QWebEngineView, page: Page, height: int) -> QImage:
+    """The whole page, painted part by part; what stays in its place while one scrolls is in each part."""
+    part = min(height, PART)
+    view.resize(view.width(), part)
+    whole = QImage(view.width(), height, QImage.Format.Format_RGB32)
+    painter = QPainter(whole)
+    for top in [*range(0, height - part, part), height - part]:
+        page.runJavaScript(f"window.scrollTo({{top: {top}, behavior: 'instant'}})")
+        wait(PAUSE)
+        painter.drawPixmap(0, top, view.grab())
+    painter.end()
+    return whole
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("html", type=Path, help="folder of the built pages")
@@ -113,9 +131,7 @@ def main() -> int:
             page.errors = []
             load(view, url)
             faults, height = look(page)
-            view.resize(width, min(height, TALLEST))
-            wait(PAUSE)
-            view.grab().save(str(folder / f"{title}.png"))
+            picture(view, page, height).save(str(folder / f"{title}.png"))
             for fault in faults:
                 print(f"{title}, {name}: {fault}")
             bad += bool(faults)
