@@ -450,12 +450,16 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, ptrs: tuple[Tensor, Tenso
     return torch.cat(outs, 1)
 
 
+@pytest.mark.parametrize("few", [0, 2**20])  # pairs of padding: groups of similar length, or one group
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys"),
     [([20], [20]), ([5, 5, 5], [5, 5, 5]), ([1, 9, 3, 30], None), ([4, 4], [7, 7]), ([3, 9, 2], [8, 1, 5])],
 )
-def test_dense_attention_of_ragged_sequences(queries: list[int], keys: list[int] | None, is_causal: bool) -> None:
+def test_dense_attention_of_ragged_sequences(
+    queries: list[int], keys: list[int] | None, is_causal: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sbm_pyg.ops.reference.segments.FEW_PAIRS", few)
     query_ptr = offsets(torch.tensor(queries))
     key_ptr = query_ptr if keys is None else offsets(torch.tensor(keys))
     parts = [draw(seed, 2, int(ptr[-1]), 4) for seed, ptr in ((1, query_ptr), (2, key_ptr), (3, key_ptr))]

@@ -27,6 +27,7 @@ from sbm_pyg import (
 )
 from sbm_pyg.analysis import compare_heads
 from sbm_pyg.gradients import row_distillation
+from sbm_pyg.ops.reference import segments
 
 LENGTHS = [4, 9, 1, 20]
 PTR = pointer(LENGTHS)
@@ -162,7 +163,7 @@ def test_full_attention_in_groups_of_lengths_keeps_positions(monkeypatch: pytest
     full, x = FullAttention(6, 4, 2, rotary=Rotary()).double(), draw(3, COUNT, 6)
     places = torch.arange(COUNT) * 3 % 50
     found = [full(x, ptr=PTR), full(x, ptr=PTR, positions=places)]
-    monkeypatch.setattr("sbm_pyg.layers.dense.MAX_PADDED_PAIRS", 0)
+    monkeypatch.setattr(segments, "FEW_PAIRS", 0)
     torch.testing.assert_close(full(x, ptr=PTR), found[0])
     torch.testing.assert_close(full(x, ptr=PTR, positions=places), found[1])
     assert not torch.allclose(*found)

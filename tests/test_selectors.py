@@ -19,6 +19,7 @@ from torch_geometric.data import Batch, Data
 
 from sbm_pyg import AttentionConv, AttentionGraph, FullAttention, SequenceEncoder, SourceGraph, Sparsifier, Tokens
 from sbm_pyg.ops.reference import pairs as reference_pairs
+from sbm_pyg.ops.reference import segments
 from sbm_pyg.ops.reference.random_words import head_generator
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
@@ -128,8 +129,9 @@ def test_rules_are_their_definitions(
         rows = define(*both, head, is_causal, **options, **own)
         for i, keys in enumerate(rows):
             expected[head, start + i, [first + j for j in keys]] = True
-    for chunk in (2**23, 40):  # all rows at once, and few
+    for chunk in (2**23, 40):  # all rows of all sequences at once, and few of sequences of similar length
         monkeypatch.setattr(reference_pairs, "CHUNK", chunk)
+        monkeypatch.setattr(segments, "FEW_PAIRS", 1000 if chunk > 40 else 0)
         monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
         graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)

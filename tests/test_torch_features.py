@@ -416,6 +416,20 @@ def test_export_with_dynamic_length() -> None:
             )
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("attention", ["full", "sbm"])
+def test_dense_attention_exports_with_dynamic_lengths(attention: str, is_causal: bool) -> None:
+    options = {"num_blocks": 4, "target_density": 1.0} if attention == "sbm" else {}
+    made = SequenceEncoder(15, 8, attention=attention, attention_options=options, is_causal=is_causal, max_length=64)
+    model = SequenceClassifier(made, 3).eval()
+    shapes = {"tokens": {0: torch.export.Dim("length", min=2, max=64)}, "ptr": {0: torch.export.Dim("batch", min=3)}}
+    with torch.no_grad():
+        program = torch.export.export(model, (words(30), PTR), dynamic_shapes=shapes).module()
+        for ptr in (torch.tensor([0, 4, 30]), torch.tensor([0, 10, 11, 17, 50])):
+            tokens = words(int(ptr[-1]))
+            torch.testing.assert_close(program(tokens, ptr), model(tokens, ptr))
+
+
 def test_export_without_a_seed_draws_one_in_each_call() -> None:
     model = classifier().eval()
     with torch.no_grad():

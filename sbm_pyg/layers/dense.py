@@ -5,19 +5,15 @@ In: ragged tokens. Out: tokens. Not here: graphs; this layer makes none.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..ops import checks
-from ..ops.reference.segments import group_by_length
-from ..ragged import offsets, pad, resolve_ptr
-from ..sources.learned import attend_padded
+from ..ragged import count_positions, resolve_ptr
+from ..sources.learned import attend_densely
 from .positions import ALiBi, Rotary
 from .propagation import check_tokens
 
 __all__ = ["FullAttention"]
-
-MAX_PADDED_PAIRS = 2**20  # above it, sequences are grouped by length
 
 
 class FullAttention(nn.Module):
@@ -37,7 +33,7 @@ class FullAttention(nn.Module):
 
     Shapes:
         - tokens ``[N, channels]``; output ``[N, H*C]``. Cost O(B L^2 H C) for B sequences of similar length L. If
-          padding would take long, sequences are grouped by length, unless the code is compiled.
+          padding would take long, sequences are grouped by length.
     """
 
     def __init__(
@@ -86,42 +82,16 @@ class FullAttention(nn.Module):
         if positions is not None:
             checks.tensors(positions=positions)
             checks.shape("positions", positions, (x.size(0),), "[N]", "It is one number per token.")
-        attend = self._attend
-        if not torch.compiler.is_compiling():  # compiled code cannot have a variable number of groups
-            ptr = resolve_ptr(x.size(0), ptr, device=x.device)
-            attend = self._attend if _padding(ptr) < MAX_PADDED_PAIRS else self._attend_by_length
-        out = attend(x, ptr, positions)
-        return (out, None) if return_choice else out
-
-    def _attend_by_length(self, x: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
-        """Attend within groups of sequences of similar length, one group after the other."""
-        groups = [*group_by_length(ptr, ptr)]
-        order = torch.cat([tokens[tokens >= 0] for tokens, _, _ in groups])
-        ptrs = [offsets(ptr.diff()[which]) for _, _, which in groups]
-        sizes = [int(each[-1]) for each in ptrs]
-        grouped = x[order].split(sizes)
-        places = [None] * len(ptrs) if positions is None else positions[order].split(sizes)
-        return torch.cat([self._attend(*group) for group in zip(grouped, ptrs, places, strict=True)])[order.argsort()]
-
-    def _attend(self, x: Tensor, ptr: Tensor, positions: Tensor | None) -> Tensor:
-        """Attend within sequences padded to the length of the longest."""
-        padded, mask = pad(x, ptr)  # [B, L, channels], [B, L]
+        ptr = resolve_ptr(x.size(0), ptr, device=x.device)
         query, key, value = (
-            lin(padded).unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, H, L, C]
+            lin(x).unflatten(1, (self.heads, -1)).transpose(0, 1)  # [H, N, C]
             for lin in (self.lin_query, self.lin_key, self.lin_value)
         )
         if self.rotary is not None:
-            at = torch.arange(mask.size(1), device=x.device) if positions is None else pad(positions, ptr)[0][:, None]
+            at = count_positions(ptr, x.size(0)) if positions is None else positions
             query, key = self.rotary(query, at), self.rotary(key, at)
-        # Padding comes after the tokens, so causal tokens do not attend to it.
-        real = None if x.size(0) == mask.numel() or self.is_causal else mask[:, None, None]
-        drop = self.dropout if self.training else 0.0
         bias = None if self.score_bias is None else self.score_bias.dense_bias
-        out = attend_padded(query, key, value, mask=real, is_causal=self.is_causal, bias=bias, dropout_p=drop)
-        return out.transpose(1, 2).flatten(2)[mask]
-
-
-def _padding(ptr: Tensor) -> int:
-    """Number of pairs of tokens that padding to the longest sequence adds."""
-    lengths = ptr.diff()
-    return int(lengths.numel() * lengths.max() ** 2 - lengths.square().sum())
+        drop = self.dropout if self.training else 0.0
+        out = attend_densely(query, key, value, ptr, ptr, is_causal=self.is_causal, dropout=drop, bias=bias)
+        out = out.transpose(0, 1).flatten(1)
+        return (out, None) if return_choice else out

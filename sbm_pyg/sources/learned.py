@@ -52,6 +52,13 @@ def attend_densely(
     """
     attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
     batch = query_ptr.numel() - 1
+    if torch.compiler.is_compiling():  # an exported program has one group, of all pairs of the batch
+        of_query, of_key = (
+            torch.repeat_interleave(torch.arange(batch, device=ptr.device), ptr.diff(), output_size=x.size(1))
+            for x, ptr in ((query, query_ptr), (key, key_ptr))
+        )
+        same = (of_query[:, None] == of_key)[None, None]
+        return attend(query[None], key[None], value[None], mask=same, is_causal=is_causal)[0]
     if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
         parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
         out = attend(*parts, is_causal=is_causal)

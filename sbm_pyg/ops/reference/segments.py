@@ -20,6 +20,8 @@ EDGES_PER_CHUNK = 2**20
 """Edges that are made at a time, which bounds the memory beyond the result."""
 THINGS_PER_THREAD = 128
 """Things that a thread of a GPU reduces one after the other, about, where segments are longer."""
+FEW_PAIRS = 2**20
+"""Pairs of padding that take no longer than a further group of sequences."""
 
 
 class Rows(NamedTuple):
@@ -98,8 +100,14 @@ def compress(parts: list[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, Tensor
 
 
 def group_by_length(query_ptr: Tensor, key_ptr: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are."""
-    size = torch.maximum(query_ptr.diff(), key_ptr.diff()).float().log2().ceil()
+    """Sequences of like length together: the tokens of both sides, padded by -1, and which sequences they are.
+
+    All are one group if padding to the longest adds few pairs.
+    """
+    queries, keys = query_ptr.diff(), key_ptr.diff()
+    size = torch.maximum(queries, keys).float().log2().ceil()
+    if queries.numel() * queries.max() * keys.max() - (queries * keys).sum() < FEW_PAIRS:
+        size = torch.zeros_like(size)
     for like in size.unique():
         (which,) = (size == like).nonzero(as_tuple=True)
         yield _padded(query_ptr, which), _padded(key_ptr, which), which
