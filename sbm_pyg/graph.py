@@ -447,7 +447,7 @@ class AttentionGraph(CompressedRows):
         return EdgeIndex(graph.edge_index, sparse_size=(self.num_keys, self.num_queries), sort_order=order)
 
     def to_scipy(self, head: int | None = None, sequence: int | None = None) -> scipy.sparse.csr_array:
-        """SciPy array in compressed rows, ``[N, M]`` bool, of one head in one sequence or in the whole batch.
+        """SciPy array in compressed rows, ``[N, M]`` bool, of one head in one sequence or in the whole batch, a copy.
 
         Args:
             head: The head; may be None if there is only one.
@@ -468,7 +468,8 @@ class AttentionGraph(CompressedRows):
         graph = self.head(head) if sequence is None else self.sequence(sequence).head(head)
         data = torch.ones(graph.num_edges, dtype=torch.bool).numpy()
         parts = (data, graph.col.cpu().numpy(), graph.rowptr.cpu().numpy())
-        return sparse.csr_array(parts, shape=(graph.num_queries, graph.num_keys))
+        # a copy, because SciPy changes its arrays in place
+        return sparse.csr_array(parts, shape=(graph.num_queries, graph.num_keys), copy=True)
 
     def to_sparse_tensor(self, head: int | None = None, value: Tensor | None = None) -> SparseTensor:
         """torch-sparse ``SparseTensor`` of one head, transposed for PyG layers: ``[N, M]``, rows = queries.
