@@ -622,6 +622,16 @@ def test_expected_graph_of_ragged_heads() -> None:
     assert 0 < graph.num_edges < 60
 
 
+def test_the_expected_graph_of_a_strict_model_has_earlier_keys_alone() -> None:
+    member, ptr = torch.ones(2, 5, 1), torch.tensor([0, 2, 5])
+    causal = SBM(member, member, torch.full((2, 1, 1), 0.9), ptr, is_causal=True)
+    for sbm, edges in ((causal, 2 * (3 + 6)), (causal.strict(), 2 * (1 + 3))):
+        graph = expected_graph(sbm).validate()
+        assert graph.num_edges == edges
+        for sequence in range(2):
+            assert torch.equal(graph.to_dense(sequence), sbm.edge_prob_dense(sequence) > 0.5)
+
+
 # ----------------------------------------------------------------------------------------------------------- Lemma 1
 
 

@@ -263,7 +263,7 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
                 keys, position = sbm.key_membership[head, first_key:end_key], 0
                 for rows in sbm.rate[head, first:end].split(max(EDGES_PER_CHUNK // max(len(keys), 1), 1)):
                     mask = rows @ keys.T > threshold
-                    yield mask.tril_(position) if sbm.is_causal else mask, first_key
+                    yield mask.tril_(position - sbm.is_strict) if sbm.is_causal else mask, first_key
                     position += len(rows)
 
     with torch.no_grad():
