@@ -917,6 +917,15 @@ def test_networkx_views_carry_probabilities_and_communities() -> None:
             assert p == pytest.approx(float(chance[head, b, a]), abs=1e-6)
 
 
+def test_probabilities_of_a_view_are_cut_at_1() -> None:
+    member = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]])
+    sbm = SBM(member, member, torch.tensor([[[1.5, 0.2], [0.2, 0.9]]]))  # as at a target density
+    found = dict(to_networkx(expected_graph(sbm), sbm=sbm).edges).items()
+    assert {pair: round(each["probability"], 6) for pair, each in found} == {
+        (0, 0): 1.0, (1, 1): 0.9, (2, 0): 0.85, (0, 2): 0.85, (2, 1): 0.55, (1, 2): 0.55, (2, 2): 0.7,
+    }  # fmt: skip
+
+
 def test_a_bipartite_view_has_the_probabilities_of_its_queries() -> None:
     """Numbers of keys do not find them, if sequences have other numbers of keys than of queries."""
     random = torch.Generator().manual_seed(0)

@@ -116,6 +116,16 @@ def test_mask_and_expectation_are_shown_as_they_are() -> None:
     assert f"{float(sbm.expected_edges()[0, 1]):,.0f} edges" in right.get_title()
 
 
+def test_expectations_at_a_target_density_are_those_of_drawn_graphs() -> None:
+    sbm = model().with_density(0.8)  # some products exceed 1: such pairs are certain edges
+    assert float(sbm.edge_prob_dense().max()) > 1.1
+    right = plots.plot_mask(sample_edges(sbm, clamp=True, seed=0), sbm).axes[1]
+    picture = np.asarray(right.images[0].get_array())
+    np.testing.assert_allclose(picture, sbm.edge_prob_dense()[0].clamp(max=1), atol=1e-6)
+    assert right.images[0].get_clim() == (0, 1)
+    assert right.get_title().endswith(f"density {100 * float(sbm.cut_density()[0, 0]):.3g} %")
+
+
 def test_masks_of_many_tokens_keep_their_density() -> None:
     graph = random_graph(1, 1001, 903, 0.01)
     axes = plots.plot_mask(graph).axes[0]

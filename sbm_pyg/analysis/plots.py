@@ -81,7 +81,7 @@ def plot_mask(
     pictures = [_mask(one)]
     titles = [f"sampled mask: {one.num_edges:,} edges, density {_density(one)}"]
     if sbm is not None:
-        p = sbm.edge_prob_dense(sequence)[head].detach().cpu().double()
+        p = sbm.edge_prob_dense(sequence)[head].detach().cpu().double().clamp(max=1)  # more with a target density
         rows, columns = graph.sequence(sequence).to("cpu").over_tokens(*(torch.arange(n)[None] for n in p.shape))
         p = p[rows[0]][:, columns[0]]
         chance = (p.tril() if sbm.is_causal else p).numpy()

@@ -258,7 +258,7 @@ def to_networkx(
     every = head == "all"
     head = None if every else resolve_index(head, graph.heads, "head")  # type: ignore[arg-type]
     one, query = graph.sequence(sequence), graph.edge_index[1]
-    probabilities = graph.spread(sbm.on(graph.blocks).detach())
+    probabilities = graph.spread(sbm.on(graph.blocks).detach().clamp(max=1))  # more with a target density
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
     inside = (query >= first) & (query < first + one.num_queries)
     for source, target, number, p in zip(
