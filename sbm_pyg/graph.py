@@ -192,7 +192,7 @@ class AttentionGraph(CompressedRows):
             num_queries = int(query_ptr[-1])
         if num_keys is None and key_ptr is not None:
             num_keys = int(key_ptr[-1])
-        if is_sparse(edge_index) and edge_index.dim() == 2:
+        if is_sparse(edge_index) and edge_index.dim() >= 2:  # entries may be vectors, such as weights of all heads
             known = edge_index.size(0), edge_index.size(1)
         else:
             known = edge_index.sparse_size()[::-1] if isinstance(edge_index, EdgeIndex) else (None, None)

@@ -745,6 +745,19 @@ def test_from_torch_sparse(layout: torch.layout) -> None:
         assert AttentionGraph.from_edge_index(mask.float().to_sparse(layout=layout)) == build([mask[None]])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_a_sparse_adjacency_whose_entries_are_vectors_gives_the_sizes() -> None:
+    edges, values = torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 3)
+    for adjacency in (
+        torch.sparse_coo_tensor(edges, values, (5, 4, 3)),
+        torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 2, 2, 2]), edges[1], values, (5, 4, 3)),
+    ):
+        graph = AttentionGraph.from_edge_index(adjacency)
+        assert (graph.num_queries, graph.num_keys) == (5, 4)
+        assert graph.edge_index.tolist() == [[1, 0], [0, 1]]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     repeated = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
