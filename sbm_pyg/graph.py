@@ -645,6 +645,11 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
     checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
     if is_sparse(adjacency):
+        if isinstance(adjacency, Tensor) and adjacency.dim() - adjacency.dense_dim() != 2:
+            raise ValueError(
+                f"Expected 'edge_index' to be a sparse adjacency [N, M] (got {list(adjacency.shape)}). Convert each "
+                "matrix of a batch, and join the graphs by `AttentionGraph.concatenate`."
+            )
         if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
             adjacency = adjacency.coalesce()  # else `to_edge_index` marks the caller's tensor as coalesced
         return to_edge_index(adjacency)[0].flip(0)  # rows of a transposed adjacency are targets

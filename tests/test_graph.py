@@ -758,6 +758,17 @@ def test_a_sparse_adjacency_whose_entries_are_vectors_gives_the_sizes() -> None:
         assert graph.edge_index.tolist() == [[1, 0], [0, 1]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 3)])
+def test_a_sparse_adjacency_is_a_matrix(shape: tuple[int, ...]) -> None:
+    ones = torch.ones(shape)
+    for adjacency in (ones.to_sparse(), ones.to_sparse_csr()) if len(shape) > 1 else (ones.to_sparse(),):
+        with pytest.raises(
+            ValueError, match=says(f"Expected 'edge_index' to be a sparse adjacency [N, M] (got {[*shape]})")
+        ):
+            AttentionGraph.from_edge_index(adjacency)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     repeated = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
