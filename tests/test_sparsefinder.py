@@ -438,6 +438,22 @@ def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(seeds) == list(range(15))  # five passes from seed 0, if nothing else is asked for
 
 
+def test_samples_of_any_mode_are_fitted_to_and_get_no_gradients() -> None:
+    linear, x, losses = torch.nn.Linear(5, 5), draw(1, HEADS, 6, 5), []
+    with torch.inference_mode():
+        of_inference = linear(x), patterns.window(6, 1)
+    for sample, graph in (
+        (linear(x).detach(), patterns.window(6, 1)),
+        (linear(x), patterns.window(6, 1)),
+        of_inference,
+    ):
+        torch.manual_seed(0)
+        projection = Projection(5, HEADS, dim=2)
+        losses.append(fit_projection(projection, [(sample, sample, graph)], epochs=3, progress=False))
+    assert losses == losses[:1] * 3
+    assert linear.weight.grad is None
+
+
 def test_k_means_takes_seeds_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = noted(monkeypatch, pytest.importorskip("sklearn.cluster"), "KMeans", "random_state")
     x = draw(1, HEADS, 6, 5)

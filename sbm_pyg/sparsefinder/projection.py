@@ -162,7 +162,8 @@ def fit_projection(
 
     Args:
         projection: The projection to fit, in place.
-        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences.
+        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences. They get no
+            gradients.
         epochs: Passes over the samples, each in a new random order.
         learning_rate: Learning rate of Adam.
         margin, per: As in :func:`projection_loss`.
@@ -203,10 +204,11 @@ def fit_projection(
                         f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes "
                         "the graph."
                     )
-                query, key, graph = sample
+                # samples may carry gradients of another model, or be tensors of inference mode
+                query, key = (x.detach().clone() if isinstance(x, Tensor) else x for x in sample[:2])
                 drawn = seed + (epoch * len(samples) + at)
                 x, z = projection(query, key)
-                loss = projection_loss(x, z, graph, margin=margin, per=per, seed=drawn)
+                loss = projection_loss(x, z, sample[2], margin=margin, per=per, seed=drawn)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(projection.parameters(), 1.0)
