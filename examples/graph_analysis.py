@@ -37,7 +37,7 @@ def describe(graph: AttentionGraph, sbm: SBM) -> str:
     known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "community"
     inside = sum(known.nodes[key]["community"] == known.nodes[query]["community"] for key, query in known.edges)
     return f"""{graph}
-  edges inside a block   {inside / known.number_of_edges():.1%}
+  edges inside a block   {inside / max(known.number_of_edges(), 1):.1%}
   strongly connected     {nx.is_strongly_connected(known)}
   Hamiltonian path       {analysis.hamiltonian_path(graph, time_limit=5)}
   universal (sample)     {analysis.universality(graph, self_loops=True, time_limit=5).holds}"""

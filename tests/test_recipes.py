@@ -357,6 +357,9 @@ def test_graph_analysis(lines: Callable[..., list[str]], tmp_path: Path) -> None
     assert re.findall(r"Hamiltonian path +(ABSENT|FOUND)", shown)[-1] == "FOUND"
     assert "Universality of 3 patterns over 64 tokens: HOLDS" in shown
     assert (tmp_path / "graph_analysis.png").stat().st_size > 10000
+    few = lines(graph_analysis.main, "--tokens", "4")
+    assert "0 edges" in few[0]
+    assert few[1].split()[-1] == "0.0%"
 
 
 def test_hugging_face_makes_the_task_that_it_names() -> None:
