@@ -363,6 +363,11 @@ class AttentionGraph(CompressedRows):
         num_queries, num_keys, _ = check_sizes(num_queries, num_keys)
         if not isinstance(edge_index, AttentionGraph):
             edges = edge_list(edge_index)
+            if is_sparse(edge_index) and (edge_index.size(0), edge_index.size(1)) != (num_queries, num_keys):
+                raise ValueError(
+                    f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got a sparse "
+                    f"adjacency [{edge_index.size(0)}, {edge_index.size(1)}]). Its rows are queries."
+                )
             query_ptr, key_ptr = resolve_sides(num_queries, num_keys, ptr, batch, edges.device)
             own: dict[str, Any] = {"edge_head": edge_head, "heads": 1 if edge_head is None else heads}
             graph = cls.from_edge_index(edges, num_queries, num_keys, query_ptr=query_ptr, key_ptr=key_ptr, **own)

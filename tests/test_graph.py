@@ -769,6 +769,15 @@ def test_a_sparse_adjacency_is_a_matrix(shape: tuple[int, ...]) -> None:
             AttentionGraph.from_edge_index(adjacency)
 
 
+def test_a_sparse_adjacency_of_other_tokens_is_refused() -> None:
+    adjacency = torch.eye(4, 5).to_sparse()
+    assert AttentionGraph.over(adjacency, 4, 5).num_edges == 4
+    for num_queries, num_keys in ((5, 5), (4, 6), (5, 4)):
+        message = f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got a sparse adjacency [4, 5])"
+        with pytest.raises(ValueError, match=says(message)):
+            AttentionGraph.over(adjacency, num_queries, num_keys)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_from_torch_sparse_leaves_the_tensor_alone() -> None:
     repeated = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
