@@ -402,6 +402,15 @@ def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: p
     assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path))
 
 
+def test_a_density_of_many_digits_is_found_again(few: None, tmp_path: Path) -> None:
+    words = [*SMALL, "--output", str(tmp_path), "--choosers", "window", "--densities", str(1 / 48)]
+    program.main(words)
+    saved = (tmp_path / "rows.csv").read_text()
+    program.main(words)
+    assert (tmp_path / "rows.csv").read_text() == saved
+    program.main([*words, "--report"])
+
+
 @pytest.mark.slow
 def test_each_task_and_experiment_is_drawn(few: None, tmp_path: Path) -> None:
     words = [*SMALL, "--output", str(tmp_path), "--choosers", "random", "sbm", "--seeds", "0", "1"]

@@ -120,7 +120,8 @@ def train_missing(
     with claim(folder, program, settings):
         for run in runs:
             if not any(all(row[name] == value for name, value in run.known.items()) for row in read(path)):
-                add(path, train(run))
+                known = {name: str(value) for name, value in run.known.items()}  # with all digits, to be found again
+                add(path, [row | known for row in train(run)])
 
 
 def file_name(*words: Any) -> str:
