@@ -60,6 +60,25 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     write(tmp_path, node_labels=np.array([{}] * 40, dtype=object))  # would be unpickled
     with pytest.raises(RunError, match="to be an archive of numpy"):
         data.load(tmp_path, "chameleon_filtered")
+    path.write_bytes(b"")
+    with pytest.raises(RunError, match="to be an archive of numpy"):
+        data.load(tmp_path, "chameleon_filtered")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"node_labels": np.zeros(39, dtype=int)},
+        {"node_features": np.zeros(40)},
+        {"edges": np.zeros((5, 1), dtype=int)},
+        {"edges": np.full((5, 2), 40)},
+        {"val_masks": np.zeros((3, 40), dtype=bool)},
+    ],
+)
+def test_arrays_that_are_of_no_graph_are_refused(parts: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, **parts)
+    with pytest.raises(RunError, match=r"chameleon_filtered\.npz' to hold features \[N, F\].*Download it again"):
+        data.load(tmp_path, "chameleon_filtered")
 
 
 def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ heterophily" (ICLR 2023): https://github.com/yandex-research/heterophilous-graph
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from examples.common.runs import RunError
 
 RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
 PARTS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
+SPLITS = 10
 
 
 def load(folder: Path, name: str) -> Data:
@@ -31,8 +33,14 @@ def load(folder: Path, name: str) -> Data:
                 words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
                 raise RunError(f"{words} Download it again.")
             found = {part: torch.from_numpy(archive[part]) for part in PARTS}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
+    shapes = [[*found[part].shape] for part in PARTS]
+    nodes, edges = shapes[1], found["edges"]  # of labels, [N]
+    right = len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
+    if not (right and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
+        words = f"Expected '{path}' to hold features [N, F], labels [N], edges [E, 2] between N nodes and masks [{SPLITS}, N]"
+        raise RunError(f"{words} (got {dict(zip(PARTS, shapes, strict=True))}). Download it again.")
     data = Data(x=found["node_features"].float(), y=found["node_labels"].long())
     data.edge_index = to_undirected(found["edges"].long().T, num_nodes=data.num_nodes)
     for part in ("train", "val", "test"):
