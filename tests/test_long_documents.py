@@ -97,6 +97,14 @@ def test_damaged_texts_are_named(files: list[str], tmp_path: Path) -> None:
     (tmp_path / "aclImdb" / "test" / "pos" / "3_9.txt").write_text(" ")
     with pytest.raises(ValueError, match="hold a review"):
         [*data.read_reviews(tmp_path, "test")]
+    sentences.write_text("sentence\tlabel\nfine\t1\n")
+    (tmp_path / "aclImdb" / "test" / "pos" / "3_9.txt").write_text(GOOD)
+    with pytest.raises(ValueError, match=r"'sentences' of both labels \(got \{1\}\)"):
+        data.prepare(program.parse([*files, "--sentences", str(sentences)]))
+    for path in (tmp_path / "aclImdb" / "train" / "neg").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match=r"of both labels in train \(got none in neg\)"):
+        data.prepare(program.parse(files))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +113,7 @@ def test_damaged_texts_are_named(files: list[str], tmp_path: Path) -> None:
         ([], "'reviews' and 'fillers'"),
         (["--parts", "3"], "a power of two"),
         (["--density", "1"], "below 1"),
+        (["--part-length", "14"], "at least 15"),  # of which the shortest parts have as many
         (["--methods", "dense"], "'methods' among"),
     ],
 )

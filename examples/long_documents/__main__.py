@@ -28,7 +28,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("density", 0.05, "of graphs", above=0)
     command.option("seeds", [0], least=0)
     command.option("parts", 16, "of the longest documents, a power of two", above=0)
-    command.option("part-length", 255, "in tokens", least=8)
+    command.option("part-length", 255, "in tokens", least=15)
     command.option("tests", 500, "reviews of the test set", above=0)
     sizes = {"vocabulary": 4000, "batch-tokens": 8192, "steps": 1500, "channels": 64, "layers": 2}
     for name, usual in {**sizes, "heads": 2, "threads": 1}.items():

@@ -72,7 +72,15 @@ def prepare(given: Any) -> tuple[dict[str, Texts], int]:
     A tenth of the fillers, the last, is for the test.
     """
     reviews = {part: [*read_reviews(given.reviews, part)] for part in ("train", "test")}
+    for part, pairs in reviews.items():
+        missing = [name for label, name in enumerate(CLASSES) if label not in {each for _, each in pairs}]
+        words = f"'reviews' to have files NUMBER_STARS.txt of both labels in {part}"
+        require(not missing, words, f"none in {' and '.join(missing)}", "Copy or unpack them again.")
     sentences = [*read_sentences(given.sentences)] if given.sentences else []
+    labels = {label for _, label in sentences}
+    require(
+        not given.sentences or len(labels) == 2, "'sentences' of both labels", labels or "none", "Take the whole file."
+    )
     fillers = [line.lower() for path in given.fillers for line in read_lines(path) if len(line) >= 400]
     held_out = len(fillers) // 10
     words = "'fillers' to have 100 passages, lines of at least 400 letters"
