@@ -8,6 +8,7 @@ from typing import Any, cast
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -132,6 +133,31 @@ def test_lightning_continues_once_from_a_checkpoint(tmp_path: Path) -> None:
     assert callback.sparsifier.steps == 6
     fit(tmp_path, 4, callback=callback)
     assert callback.sparsifier.steps == 4
+
+
+def test_lightning_begins_anew_after_the_test_of_a_checkpoint(tmp_path: Path) -> None:
+    module, callback, trainer = fit(tmp_path, 20)
+    trainer.save_checkpoint(tmp_path / "sparse.ckpt")
+    trainer.validate(module, torch.zeros(1, 1), ckpt_path=tmp_path / "sparse.ckpt", weights_only=False, verbose=False)
+    module, callback, _ = fit(tmp_path, 4, callback=callback)
+    assert callback.sparsifier.steps == 4
+    assert module.seen[1] == (True, {1.0})  # after the validation before training
+
+
+class LateStrategy(SingleDeviceStrategy):
+    """Loads checkpoints after it has set up the model, as FSDP does."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+def test_lightning_continues_where_a_strategy_loads_late(tmp_path: Path) -> None:
+    _, _, trainer = fit(tmp_path, 12)
+    trainer.save_checkpoint(tmp_path / "sparse.ckpt")
+    module, callback, _ = fit(tmp_path, 14, tmp_path / "sparse.ckpt", strategy=LateStrategy())
+    assert callback.sparsifier.steps == 14
+    assert [each for training, each in module.seen if training] == [{0.2}] * 2
 
 
 # ------------------------------------------------------------------ Hugging Face

@@ -42,7 +42,7 @@ class SparsifierCallback(lightning.Callback):
         self._steps = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the sparsifier, and continue from the state of a checkpoint."""
+        """Make the sparsifier."""
         steps = self.options.get("total_steps", trainer.estimated_stepping_batches)
         if steps == float("inf"):
             raise ValueError(
@@ -53,13 +53,18 @@ class SparsifierCallback(lightning.Callback):
         usual: dict[str, Any] = {"total_steps": int(steps), "scaler": scaler}
         self.sparsifier = Sparsifier(pl_module, self.density, **usual | self.options)
         self._losses.clear()  # of a training that was interrupted
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue from the state of a checkpoint, which some strategies load only now, and note the first step."""
+        self._steps = trainer.global_step
         if self._state:
+            assert self.sparsifier is not None
             self.sparsifier.load_state_dict(self._state)
             self._state = {}  # another training begins anew
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the number of the first step."""
-        self._steps = trainer.global_step
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the state of a checkpoint that was tested or validated."""
+        self._state = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>` after each step of the optimizer."""
