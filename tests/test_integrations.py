@@ -126,6 +126,19 @@ def test_lightning_with_manual_optimization_needs_the_loss(tmp_path: Path) -> No
         fit(tmp_path, 10, module=module)
 
 
+def test_lightning_with_two_optimizers_needs_the_number_of_batches(tmp_path: Path) -> None:
+    """Of whose steps the trainer counts both."""
+
+    class Two(Constant):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(some, 1e-2) for some in (self.conv.parameters(), [torch.zeros(1)])]
+
+    module = Two()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"Expected 'total_steps' with 'max_steps' and 2 optimizers \(got none\)"):
+        fit(tmp_path, 10, module=module, callback=LightningCallback(0.2))
+
+
 def test_lightning_continues_once_from_a_checkpoint(tmp_path: Path) -> None:
     _, callback, trainer = fit(tmp_path, 3)
     trainer.save_checkpoint(tmp_path / "early.ckpt")

@@ -25,7 +25,8 @@ class SparsifierCallback(lightning.Callback):
 
     Args:
         density: Target density in (0, 1).
-        **options: Options of :class:`~sbm_pyg.Sparsifier`.
+        **options: Options of :class:`~sbm_pyg.Sparsifier`. With several optimizers and ``max_steps``, ``total_steps``
+            is needed: the number of batches.
 
     Example:
         >>> import lightning
@@ -48,6 +49,11 @@ class SparsifierCallback(lightning.Callback):
             raise ValueError(
                 "Expected 'total_steps' for a trainer without an end (got none). Pass it, or `max_steps` or "
                 "`max_epochs` to the trainer."
+            )
+        if "total_steps" not in self.options and steps == trainer.max_steps and len(trainer.optimizers) > 1:
+            raise ValueError(
+                f"Expected 'total_steps' with 'max_steps' and {len(trainer.optimizers)} optimizers (got none). The "
+                "trainer counts the steps of each optimizer: pass the number of batches."
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         usual: dict[str, Any] = {"total_steps": int(steps), "scaler": scaler}
