@@ -311,6 +311,10 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
         (["pretrain", "--texts", str(glue / "SST-2" / "dev.tsv"), *SIZES, *out], "was prepared with (got others)"),
         (["finetune", "--glue", str(glue), "--methods", "dcmm", *tuned, *out], "to be a checkpoint (got no such file)"),
         (["finetune", "--glue", str(glue), *tuned[:-2], "--window", "3", *out], "Take another --output"),
+        (
+            ["finetune", "--glue", str(glue), "--pretrained-seed", "1", *tuned, *out],
+            "'pretrained-seed of sst2' to be 0",
+        ),
         (["finetune", "--glue", str(glue), "--tasks", "qqp", *tuned, *out], "QQP/train.tsv' to be a file of text"),
     ):
         with pytest.raises(SystemExit):

@@ -197,7 +197,7 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         shared = ("vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding", "dropout")
         settings = settings_of(runs[0], f"{name}, scratch" if given.scratch else name, shared)
         settings |= {f"checksum of {name}": fingerprint([examples["train"].tokens.numpy().tobytes()])}
-
+        settings |= {} if given.scratch else {f"pretrained-seed of {name}": given.pretrained_seed}
         of = {"task": task, "data": examples, "num_tokens": tokenizer.get_vocab_size(), "folder": folder}
         of |= {"pretrained": given.output / "pretrain", "pretrained_seed": given.pretrained_seed}
         train_missing(folder, "glue finetune", settings, runs, partial(train.finetune, **of))
