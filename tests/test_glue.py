@@ -158,6 +158,16 @@ def test_documents_are_cut_into_pieces_of_nearly_equal_size(tokenizer: Any) -> N
         data.encode_documents(tokenizer, iter([]), 20, "train")
 
 
+def test_models_are_chosen_by_the_first_of_the_dev_sets(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "MNLI").mkdir()
+    for name in ("train", "dev_mismatched"):
+        text = "sentence1\tsentence2\tgold_label\na film\ta story\tneutral\n"
+        (tmp_path / "MNLI" / f"{name}.tsv").write_text(text)
+    given = argparse.Namespace(glue=tmp_path, length=32, limit=None, hold_out=0.1, skip_damaged=False)
+    with pytest.raises(ValueError, match=r"to have dev_matched\.tsv, .* \(got dev_mismatched alone\)"):
+        data.read_task(given, data.TASKS["mnli"], tokenizer)
+
+
 def test_pairs_lose_the_end_of_their_longest_text(tokenizer: Any) -> None:
     long, short = " ".join(WORDS * 4), "the film"
     few = data.encode_examples(tokenizer, [(long, short), (short, short)], [1, 0], 30)

@@ -276,6 +276,8 @@ def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
     folder = given.glue / task.folder
     found = {name: read_glue(path, task, given.skip_damaged) for name, path in _files(folder, ("train", *task.dev))}
     texts, classes = found.pop("train")
+    words = f"'{folder}' to have {task.dev[0]}.tsv, by which models are chosen"
+    require(not found or task.dev[0] in found, words, f"{', '.join(found)} alone", "Take the official files.")
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
     parts = {"train": order[: given.limit]}
     if not found:
