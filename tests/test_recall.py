@@ -303,6 +303,7 @@ def test_the_program_trains_what_is_missing_and_reports(
         (["--densities", "0"], "Expected 'densities' in (0, 1]"),
         (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
+        (["--batch-size", "64001"], "Expected 'batch-size' of at most 64,000, the examples of a size (got 64001)"),
         (["--report"], "Expected 'output' to hold finished runs"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples.common.command import require
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import Recaller, evaluate, make_recaller, run_name
 from examples.common.runs import settings_of_all
@@ -58,6 +59,13 @@ class Batches:
 
     def __init__(self, run: Run) -> None:
         self.run, self.sizes = run, [*TASKS[run.task].examples("train", run.seed).values()]
+        most = max(len(each.tokens) for each in self.sizes)
+        require(
+            run.batch_size <= most,
+            f"'batch-size' of at most {most:,}, the examples of a size",
+            run.batch_size,
+            "Take fewer.",
+        )
         self.epoch: tuple[int, list[tuple[int, Tensor]]] = (-1, [])
 
     def __call__(self, step: int) -> Examples:
