@@ -315,6 +315,33 @@ def test_parameters_of_pathfinder_are_checked(change: dict, message: str) -> Non
         pathfinder.Parameters(**change)
 
 
+@pytest.mark.parametrize("kept", [40, 150, -1])
+def test_a_damaged_image_of_pathfinder_is_named(kept: int, tmp_path: Path) -> None:
+    pathfinder.generate(tmp_path, pathfinder.Parameters(level="curv_baseline", images=10), progress=False)
+    path = tmp_path / "curv_baseline/imgs/0/sample_3.png"
+    content = path.read_bytes()
+    path.write_bytes(content[:kept] if kept > 0 else content[:60] + bytes(9) + content[69:])
+    with pytest.raises(
+        ValueError, match=r"^Expected '.*sample_3\.png' to be an image in PNG \(got .*generate it again"
+    ):
+        prepare(TASKS["pathfinder"], tmp_path, options={"level": "curv_baseline"})
+
+
+@pytest.mark.parametrize(("task", "name"), [("text", "train/neg/1_3"), ("pathfinder", "curv_baseline/metadata/0")])
+def test_a_file_that_a_file_manager_copied_is_named(task: str, name: str, tmp_path: Path) -> None:
+    options = {}
+    if task == "text":
+        make_text(tmp_path / "aclImdb")
+        name = f"aclImdb/{name}"
+    else:
+        options = {"level": "curv_baseline"}
+        pathfinder.generate(tmp_path, pathfinder.Parameters(level="curv_baseline", images=10), progress=False)
+    kind = ".txt" if task == "text" else ".npy"
+    (tmp_path / f"{name} (copy){kind}").write_bytes(b"a film")
+    with pytest.raises(ValueError, match=r"^Expected '.* \(copy\)\.[a-z]*' to have numbers alone in its name"):
+        prepare(TASKS[task], tmp_path, options=options)
+
+
 def test_an_empty_image_is_left_out_and_counted(tmp_path: Path) -> None:
     make_pathfinder(tmp_path)
     (tmp_path / "curv_baseline/imgs/0/sample_8.png").write_bytes(b"")  # the first of the validation split

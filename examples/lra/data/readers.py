@@ -59,6 +59,14 @@ def _table(
             yield number, fields, value
 
 
+def _numbers(path: Path) -> list[int]:
+    """Returns the numbers in the name of a file, which decide its place."""
+    try:
+        return [*map(int, path.stem.split("_"))]
+    except ValueError:
+        raise malformed(path, None, "have numbers alone in its name", path.name) from None
+
+
 def _tokens(text: bytes) -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16) + 1
 
@@ -106,7 +114,7 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
     for label, name in enumerate(CLASSES):
         for part in ("train", "test"):
             paths = (folder / part / name).glob("[0-9]*_[0-9]*.txt")
-            ordered = [(path, label) for path in sorted(paths, key=lambda path: [*map(int, path.stem.split("_"))])]
+            ordered = [(path, label) for path in sorted(paths, key=_numbers)]
             kept = len(ordered) - len(ordered) // 10 if part == "train" and split == "held-out" else len(ordered)
             parts[part] += ordered[:kept]
             parts["val"] += ordered if part == "test" and split == "lra" else ordered[kept:]
@@ -186,7 +194,7 @@ PATHFINDER_SPLITS = {
 def open_pathfinder(root: Path, *, split: str, level: str) -> dict[str, Rows]:
     """Finds the images of each split; ``split`` is only "80-10-10", and ``level`` one of ``LEVELS``."""
     folder = PATHFINDER.find(root, level)
-    metadata = sorted((folder / "metadata").glob("[0-9]*.npy"), key=lambda path: int(path.stem))
+    metadata = sorted((folder / "metadata").glob("[0-9]*.npy"), key=_numbers)
     lines = itertools.chain(*(_table(path, columns=11, label=3, classes=2) for path in metadata))
     images = [(folder / fields[0].decode() / fields[1].decode(), label) for _, fields, label in lines]
     # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
@@ -204,8 +212,11 @@ def _read_image(image: tuple[Path, int]) -> Row | None:
     path, label = image
     if path.stat().st_size == 0:
         return None
-    with Image.open(path, formats=["PNG"]) as picture:
-        pixels = np.asarray(picture)
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            pixels = np.asarray(picture)
+    except (OSError, SyntaxError) as error:  # the latter of damaged chunks
+        raise malformed(path, None, "be an image in PNG", error) from None
     if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
         raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")
     return pixels.reshape(-1).astype(np.uint16) + 1, label
