@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from examples import language_model
 from examples.benchmarks import steps
-from examples.common import hybrid, tasks
+from examples.common import fit, hybrid, tasks
 from examples.common.corpus import stdlib_files
 from examples.recall import __main__ as program
 from examples.recall import train
@@ -258,6 +258,32 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(
     assert same(ends[0]["optimizer"], ends[1]["optimizer"])
     with pytest.raises(ValueError, match=r"to be of the settings of this run \(got other channels\)"):
         train.train(dataclasses.replace(run, channels=16), broken)
+
+
+def test_checkpoints_between_evaluations_change_no_bit(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train.Run("mqar-small", "sbm", 0.2, 1, **TINY | {"evaluations": 1})
+    rows = train.train(run, tmp_path)
+    whole = torch.load(tmp_path / run.file)
+    (tmp_path / run.file).unlink()
+    taken = train.Batches.__call__
+
+    def until_the_fourth(batches: train.Batches, step: int) -> tasks.Examples:
+        if step == 3:
+            raise Killed
+        return taken(batches, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fit, "PAUSE", -1.0)  # after every step
+        patched.setattr(train.Batches, "__call__", until_the_fourth)
+        with pytest.raises(Killed):
+            train.train(run, tmp_path)
+    state = torch.load(tmp_path / run.file)
+    assert (state["step"], state["rows"]) == (3, [])
+    again = train.train(run, tmp_path)
+    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in rows]
+    assert same(whole["model"], torch.load(tmp_path / run.file)["model"])
 
 
 @pytest.mark.parametrize("method", ["full", "window"])

@@ -20,6 +20,7 @@ from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
 WARMUP, DECAY = 0.05, 0.3  # parts of the steps in which the learning rate rises, and falls to 0
+PAUSE = 120.0  # seconds after which a checkpoint is written even without an evaluation
 
 
 def trapezoid(time: float) -> float:
@@ -39,6 +40,7 @@ def fit(
 ) -> list[Row]:
     """Trains a model, or goes on from its checkpoint; returns the rows of all evaluations, with "step", "loss" and "seconds".
 
+    Checkpoints follow evaluations, and come every two minutes between them.
     With a sparsifier, a picture of its losses is saved next to the checkpoint.
 
     Args:
@@ -51,7 +53,7 @@ def fit(
         source_rate: Factor of the learning rate of graph sources.
 
     Raises:
-        RunError: The loss is no longer finite at an evaluation; no row of it is kept.
+        RunError: The loss is no longer finite at a checkpoint; no row of it is kept.
     """
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (run.weight_decay, 0.0)]
     groups[1]["lr"] = source_rate * run.learning_rate
@@ -68,7 +70,8 @@ def fit(
             part.load_state_dict(state[name])
         rows, step, seconds = state["rows"], state["step"], state["seconds"]
         torch.set_rng_state(state["random"])  # of dropout
-    began = time.perf_counter() - seconds
+    saved = time.perf_counter()
+    began = saved - seconds
     every = max(1, run.steps // run.evaluations)
     with flushed_subnormals(), tqdm(total=run.steps, initial=step, desc=path.stem, unit="step") as bar:
         while step < run.steps:
@@ -82,20 +85,22 @@ def fit(
                 sparsifier.step(loss)
             step += 1
             bar.update()
-            if step % every == 0 or step == run.steps:
+            if (evaluates := step % every == 0 or step == run.steps) or time.perf_counter() - saved > PAUSE:
                 value = loss.item()
                 if not math.isfinite(value):
                     words = f"Expected the loss to stay finite (got {value} at step {step:,} of {path.stem}): training has diverged."
                     raise RunError(f"{words} Take a lower --learning-rate, and another --output.")
-                model.eval()
-                with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
-                    found = measure()
-                model.train()
-                seconds = time.perf_counter() - began
-                rows += [{**row, "step": step, "loss": value, "seconds": seconds} for row in found]
-                bar.set_postfix_str(str(sparsifier or f"loss {value:.3f}"))
+                found = []
+                if evaluates:
+                    model.eval()
+                    with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
+                        found = measure()
+                    model.train()
+                    bar.set_postfix_str(str(sparsifier or f"loss {value:.3f}"))
+                saved = time.perf_counter()
+                rows += [{**row, "step": step, "loss": value, "seconds": saved - began} for row in found]
                 state = {name: part.state_dict() for name, part in parts.items()}
-                state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": seconds}
+                state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": saved - began}
                 write_checkpoint(path, state | {"random": torch.get_rng_state()})
     if sparsifier and sparsifier.history:
         save_figure(path.with_suffix(".png"), plots.plot_losses(sparsifier.history))
