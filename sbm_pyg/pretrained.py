@@ -133,11 +133,14 @@ class Pretrained(nn.Module):
             device: Device of the weights.
 
         Raises:
-            ValueError: A file is missing or has changed, a newer version of the library wrote it, the class is unknown
-                or another one, options or weights do not fit the class, or weights are NaN, infinite or of less than 16
-                bits. Construction stops as soon as it makes more parameters than the file has.
+            ValueError: The device is ``meta``, a file is missing or has changed, a newer version of the library wrote
+                it, the class is unknown or another one, options or weights do not fit the class, or weights are NaN,
+                infinite or of less than 16 bits. Construction stops as soon as it makes more parameters than the file
+                has.
         """
         source, device = _path(folder), checks.device(device)
+        if device.type == "meta":
+            raise ValueError("Expected 'device' to be one that holds weights (got 'meta'). Load the model on 'cpu'.")
         config = _read_config(source)
         weights = source / WEIGHTS
         if not weights.is_file():

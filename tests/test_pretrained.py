@@ -247,6 +247,11 @@ def test_weights_go_to_the_device(saved: Path) -> None:
     } == {torch.device("cpu")}
 
 
+def test_no_weights_go_to_meta(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected 'device' to be one that holds weights \(got 'meta'\)"):
+        SequenceClassifier.from_pretrained(saved, device="meta")
+
+
 def test_nothing_is_pickled_or_executed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("pickle was used")
