@@ -196,7 +196,8 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         runs = [train.FineTune(**own | kind) for kind in kinds]
         shared = ("vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding", "dropout")
         settings = settings_of(runs[0], f"{name}, scratch" if given.scratch else name, shared)
-        settings |= {f"checksum of {name}": fingerprint([examples["train"].tokens.numpy().tobytes()])}
+        parts = [(each.tokens, each.ptr, each.labels) for each in examples.values()]
+        settings |= {f"checksum of {name}": fingerprint(x.numpy().tobytes() for part in parts for x in part)}
         settings |= {} if given.scratch else {f"pretrained-seed of {name}": given.pretrained_seed}
         of = {"task": task, "data": examples, "num_tokens": tokenizer.get_vocab_size(), "folder": folder}
         of |= {"pretrained": given.output / "pretrain", "pretrained_seed": given.pretrained_seed}

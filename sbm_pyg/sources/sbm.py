@@ -150,7 +150,8 @@ class SBM(EdgeProbability):
         if self.is_strict and not (self.is_causal and shared):
             raise ValueError(
                 "Expected 'is_strict' with 'is_causal' and the same offsets of queries and keys (got "
-                f"is_causal={self.is_causal}, N = {self.num_queries} and M = {self.num_keys}). Leave it out."
+                f"is_causal={self.is_causal}, N = {self.num_queries} and M = {self.num_keys}). Leave it out, or pass "
+                "'query_ptr' alone."
             )
 
     def _with(self, **values: Any) -> SBM:
