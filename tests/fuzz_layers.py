@@ -261,7 +261,7 @@ def _head_forward(d: Draw) -> Case:
     lengths, head = d.lengths(), SBMHead(3, 2, 4, tied=d.random() < 0.3)
     keys = lengths if head.tied else [d.randint(1, 6) for _ in lengths]
     arguments = two_sides(d, 2, sum(lengths), sum(keys)) | {"query_ptr": pointer(lengths), "key_ptr": pointer(keys)}
-    return Case(of_tokens(head), arguments)
+    return Case(of_tokens(head), arguments | {"bipartite": not head.tied})
 
 
 def method_of(make: Callable[[], Any], arguments: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], Case]:

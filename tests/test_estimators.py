@@ -725,10 +725,15 @@ def test_assortative_probability_is_that_of_the_same_block() -> None:
 def test_tied_memberships_are_those_of_the_queries() -> None:
     head = SBMHead(8, 1, 4, parameterization="assortative", tied=True)
     query = draw(1, 1, 5, 8, dtype=torch.float32)
-    sbm = head(Tokens(query, draw(2, 1, 5, 8, dtype=torch.float32)))
+    sbm = head(Tokens(query, draw(2, 1, 5, 8, dtype=torch.float32), bipartite=False))
     assert torch.equal(sbm.query_membership, sbm.key_membership)
-    with pytest.raises(ValueError, match="with tied memberships"):
-        head(Tokens(query, draw(2, 1, 6, 8, dtype=torch.float32)))
+    for keys in (5, 6):  # other tokens, even if they are as many
+        with pytest.raises(ValueError, match="with tied memberships"):
+            head(Tokens(query, draw(2, 1, keys, 8, dtype=torch.float32)))
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=3, sbm_options={"tied": True}), torch.randn(6, 8)
+    assert conv(x).shape == (6, 8)
+    with pytest.raises(ValueError, match="Use tied=False"):
+        conv((x, x.clone()))
 
 
 @pytest.mark.parametrize("part", [0.1, 0.25, 0.9])

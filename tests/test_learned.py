@@ -223,7 +223,7 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.testing.assert_close(head(Tokens(query, key)).rate, sbm.rate)
     watched.remove()
     tied = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", tied=True)
-    both = tied(Tokens(query, key.new_zeros(2, 9, 6)))
+    both = tied(Tokens(query, key.new_zeros(2, 9, 6), bipartite=False))
     assert not torch.equal(both.query_membership, both.key_membership)
 
 

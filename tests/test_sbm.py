@@ -207,6 +207,7 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
     head = SBMHead(5, 2, side**groups, "orthogonal", **options, **more).double()
     torch.nn.init.normal_(head.degree_weight)
     query, key = torch.randn(2, 2, 7, 5, dtype=torch.float64, requires_grad=True)
+    tokens = Tokens(query, key, bipartite=not tied)
     theta, eta = head.degrees(query, query if tied else key)
     prob = theta[:, :, None] * eta[:, None]
     for number in range(groups):
@@ -214,12 +215,12 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
         small.mlp = head.mlp
         del small.clusters
         small.clusters = cast(Any, head.clusters[:, number * side : (number + 1) * side])
-        prob = prob * small(Tokens(query, key)).edge_prob_dense()
+        prob = prob * small(tokens).edge_prob_dense()
     learnt = [query, head.clusters, head.degree_weight, *head.mlp.parameters()]
     weight = torch.randn(2, 7, 7, dtype=torch.float64)
     want = torch.autograd.grad((weight * prob).sum(), learnt, retain_graph=True)
     for _ in range(2):
-        sbm = head(Tokens(query, key))
+        sbm = head(tokens)
         assert sbm.num_blocks == side**groups
         torch.testing.assert_close(sbm.edge_prob_dense(), prob, rtol=1e-12, atol=1e-12)
         got = torch.autograd.grad((weight * sbm.edge_prob_dense()).sum(), learnt)

@@ -593,10 +593,11 @@ class SBMHead(torch.nn.Module):
         query, key = tokens.query, tokens.key
         checks.check_query_key(self, query, key, self.heads, self.channels)
         if self.tied:
-            if key.shape != query.shape:
+            if tokens.bipartite:
                 raise ValueError(
-                    f"Expected 'key' to be {list(query.shape)}, as 'query' is, with tied memberships "
-                    f"(got {list(key.shape)}). Use tied=False."
+                    "Expected the same tokens as queries and keys with tied memberships (got bipartite tokens, N = "
+                    f"{query.size(1)} and M = {key.size(1)}). Use tied=False, or Tokens(..., bipartite=False) if they "
+                    "are the same."
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
