@@ -20,6 +20,7 @@ from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, Sequence
 from sbm_pyg.estimators import Imitate
 from sbm_pyg.gradients import distillation, draw_probes
 from sbm_pyg.ops.reference import pairs as reference_pairs
+from sbm_pyg.ops.reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, philox
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
@@ -404,6 +405,18 @@ def test_words_are_those_of_block_models() -> None:
         assert torch.equal(one[0], whole[b, i])
     assert not bernoulli_draws(torch.zeros_like(threshold), place, stream, head, 9).any()
     assert bernoulli_draws(torch.full_like(threshold, 2**32), place, stream, head, 9).all()
+
+
+def test_a_pair_is_drawn_if_its_whole_word_is_less() -> None:
+    keys, seed = 300, 9
+    word = torch.empty(keys, dtype=torch.int64)
+    for j in range(keys):
+        of_bytes, of_rest = torch.tensor(16 * (j // 256) + j // 4 % 16), torch.tensor(j // 4)
+        byte = int(philox(of_bytes, 2, 3, 1 | BERNOULLI_BYTE, seed)[j // 64 % 4]) >> 8 * (j % 4) & 255
+        word[j] = byte << 24 | int(philox(of_rest, 2, 3, 1 | BERNOULLI_REST, seed)[j % 4]) >> 8
+    for above, drawn in ((0, False), (1, True)):  # the first byte alone never decides
+        found = bernoulli_draws(word[None] + above, torch.tensor([2]), 3, 1, seed)
+        assert bool((found == drawn).all())
 
 
 X = torch.ones(2, 5, 3)

@@ -112,6 +112,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "clustering, eight": lambda: predictors.clustering(Tokens(TOKENS), EIGHT),
     "bucketing": lambda: predictors.bucketing(Tokens(TOKENS), 4),
     "block_bigbird": lambda: predictors.block_bigbird(Tokens(TOKENS), EIGHT, 4, 64),
+    "distance, at most": lambda: predictors.distance(Tokens(TOKENS), 100.0, N // 2),
     "distance": lambda: predictors.distance(Tokens(TOKENS), 100.0), "top_k": lambda: selectors.top_k(Tokens(TOKENS), N),
     "block_top_k": lambda: selectors.block_top_k(Tokens(TOKENS), 4, 64), "lsh": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2, N // 4),
     "lsh, buckets": lambda: selectors.lsh(Tokens(TOKENS, seed=0), 2**12, 1),
@@ -131,6 +132,7 @@ def test_what_is_asked_for_is_what_is_taken(name: str, asked: list[int]) -> None
     peak = taken(BUILDERS[name])
     assert peak > 2**20, "this shows nothing"
     assert peak <= max(asked) + LITTLE
+    assert max(asked) <= 4 * peak + LITTLE
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("distance", "ground_truth", "indexer")])

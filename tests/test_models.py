@@ -258,6 +258,15 @@ def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception]
             model(tokens, ptr)
 
 
+def test_features_have_the_channels_of_the_encoder() -> None:
+    features = SequenceEncoder(None, 8, in_channels=3)
+    assert (features.num_tokens, features.in_channels) == (None, 3)
+    with pytest.raises(ValueError, match=r"Expected 'tokens' to be \[N, in_channels\] .* They are features"):
+        features(torch.zeros(4, 2))
+    words = SequenceEncoder(9, 8)
+    assert (words.num_tokens, words.in_channels) == (9, None)
+
+
 @pytest.mark.parametrize("name", ["tokens", "ptr", "batch", "positions"])
 def test_pairs_are_pairs(name: str) -> None:
     given: dict[str, Any] = {"tokens": (TOKENS, TOKENS), "ptr": (PTR, PTR)}

@@ -253,6 +253,7 @@ def test_sorting_makes_communities_visible() -> None:
         np.asarray(middle.images[0].get_array()), patterns.block_diagonal(40, 4).to_dense()[0]
     )
     np.testing.assert_array_equal(np.asarray(right.images[0].get_array()), np.eye(4))
+    assert left.images[0].get_clim() == middle.images[0].get_clim() == (0, 1)
 
 
 def test_colours_of_the_block_matrix_span_its_weights() -> None:

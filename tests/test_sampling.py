@@ -527,6 +527,7 @@ BAD = [
         r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got 72057594037927936 to 72057594037927936\)",
     ),
     ({"sequence_ids": torch.tensor([-1])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
+    ({"seed": -(2**63) - 1}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got -9223372036854775809\)"),
     ({"seed": 2**63}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\). Take it modulo 2\*\*63."),
 ]
 

@@ -253,6 +253,20 @@ def test_the_loss_is_its_definition(per: str) -> None:
     )
 
 
+@pytest.mark.parametrize("per", ["query", "pair"])
+def test_a_graph_without_edges_has_no_loss(per: str) -> None:
+    x = draw(1, HEADS, 5, 3).requires_grad_()
+    loss = projection_loss(x, x, patterns.full(5).select(torch.zeros(25, dtype=torch.bool)), per=per, seed=7)
+    assert float(loss.detach()) == 0
+    loss.backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_projections_have_four_channels_by_default() -> None:
+    assert Projection(8, 2)(draw(1, 2, 5, 8), draw(2, 2, 6, 8))[1].shape == (2, 6, 4)
+
+
 def samples(count: int, seed: int) -> list[Any]:
     """Heads whose scores see four of sixteen channels alone."""
     seen = torch.zeros(16).index_fill_(0, torch.arange(4), 6.0)
