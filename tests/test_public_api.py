@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import inspect
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -153,3 +156,16 @@ def test_a_name_is_defined_in_one_module_but_for_ops_and_what_serves_another_lib
         if len(modules) > 1 and name not in ours:
             assert name in schemas.__dict__, f"{name} is defined in {sorted(modules)}"
             assert all(module.startswith("ops/") for module in modules), f"{name} is defined in {sorted(modules)}"
+
+
+def test_records_do_not_change() -> None:
+    """Classes that are made of fields alone are frozen, so that what was checked stays true."""
+    found = {
+        each
+        for name in files(".", "sources", "layers", "analysis", "sparsefinder")
+        for each in vars(importlib.import_module(f"sbm_pyg.{name.replace('/', '.')}")).values()
+        if dataclasses.is_dataclass(each) and isinstance(each, type) and each.__module__.startswith("sbm_pyg")
+    }
+    assert len(found) > 10
+    changing = [each for each in found if not cast(Any, each).__dataclass_params__.frozen]
+    assert not changing
