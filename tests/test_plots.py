@@ -231,6 +231,7 @@ def test_extremes_are_the_sparsest_and_the_densest() -> None:
     assert plots.density_extremes(density, 2) == ([1, 3], [4, 2])
     assert plots.density_extremes(density, 50) == ([1, 3], [4, 2])
     assert plots.density_extremes(density[:, :1]) == ([0], [0])
+    assert [len(each) for each in plots.density_extremes(torch.rand(1, 9, 1))] == [3, 3]
     figure = plots.plot_extremes(graphs, count=2)
     assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == [
         "input 1",
