@@ -169,12 +169,17 @@ class Sparsifier:
 
         Raises:
             TypeError, ValueError: The loss is not one number, or not finite.
-            RuntimeError: Another Sparsifier has been made for the same sources.
+            RuntimeError: Another Sparsifier has been made for the same sources, or :meth:`sparse` has not ended.
         """
         if any(source._sparsifier != self._number for source in self.sources):
             raise RuntimeError(
                 "Expected one Sparsifier for a source (got a step of one after another was made for the same model). "
                 "Step the last one, and make a new one for each training."
+            )
+        if self._contexts:
+            raise RuntimeError(
+                "Expected a step outside of `sparse()` (got one inside). Evaluate inside, and train outside; a "
+                "Sparsifier with dense_part=0 trains sparse from the first step."
             )
         value = checks.scalar("loss", loss, "Take the mean of several losses.")
         if not math.isfinite(value):
@@ -274,7 +279,7 @@ class Sparsifier:
         """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
 
         Raises:
-            TypeError: The state is not a dict.
+            TypeError: The state is not a dict, or one of its numbers is none.
             ValueError: The state lacks a number, or is that of a model with other layers.
         """
         checks.kind("state", state, Mapping, "a dict", "It is the `state_dict()` of a Sparsifier.")
@@ -286,6 +291,12 @@ class Sparsifier:
                 f"Expected 'state' of a model with {len(self._losses)} layers that have auxiliary losses (got one with "
                 f"{len(state['_passes'])}). Make the model and its attention as they were when it was saved."
             )
+        what = "It is one of the numbers of `state_dict()`."
+        for name in ("steps", "dense_steps"):
+            checks.integer(name, state[name], 0, what)
+        for name in ("_dense", "_sparse"):
+            if state[name] is not None:
+                checks.number(name, state[name], "[-inf, inf]", what)
         dense_steps = self.dense_steps
         for name in STATE:
             setattr(self, name, math.nan if state[name] is None else state[name])

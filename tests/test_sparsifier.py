@@ -79,6 +79,28 @@ def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
     assert repr(sparsifier) == f"Sparsifier(1 source, density=0.1, {sparsifier})"
 
 
+def test_a_step_is_outside_of_the_sparse_context() -> None:
+    conv = layer()
+    sparsifier = Sparsifier(conv, 0.2, total_steps=10)
+    with sparsifier.sparse():
+        with pytest.raises(RuntimeError, match=r"Expected a step outside of `sparse\(\)` \(got one inside"):
+            sparsifier.step(1.0)
+        assert cast(Any, conv.source).target_density == 0.2
+    assert cast(Any, conv.source).target_density == 1
+    assert sparsifier.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("steps", "x", TypeError), ("steps", -1, ValueError), ("dense_steps", 1.5, TypeError), ("_dense", "1", TypeError)],
+)
+def test_numbers_of_a_state_are_numbers(name: str, value: Any, error: type[Exception]) -> None:
+    sparsifier = Sparsifier(layer(), 0.2, total_steps=10)
+    with pytest.raises(error, match=f"Expected '{name}'"):
+        sparsifier.load_state_dict(sparsifier.state_dict() | {name: value})
+    assert sparsifier.steps == 0
+
+
 def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
     model = nn.ModuleList(
         [layer(), layer(detach=True), AttentionConv(8, 4, source=IndexerSource(Indexer(4), select="bernoulli"))]
