@@ -279,7 +279,7 @@ class Sparsifier:
         """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
 
         Raises:
-            TypeError: The state is not a dict, or one of its numbers is none.
+            TypeError: The state is not a dict, or a number in it has another type.
             ValueError: The state lacks a number, or is that of a model with other layers.
         """
         checks.kind("state", state, Mapping, "a dict", "It is the `state_dict()` of a Sparsifier.")
