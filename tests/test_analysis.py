@@ -986,6 +986,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
      r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"),
     (lambda: lemma2(4, 2).s((0, 1, 2)), ValueError,
      r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."),
+    (lambda: lemma2(4, 2).s({1, 2, 3}), ValueError, r"Expected 'order' to be a permutation of 1, 2, 3 \(got \{1, 2, 3\}\)"),  # type: ignore[arg-type]
+    (lambda: lemma2(4, 2).s((1.0, 2.0, 3.0)), ValueError, r"Expected 'order' to be a permutation"),  # type: ignore[arg-type]
     (lambda: graph_statistics(GRAPHS["bipartite"], bipartite=False), ValueError,
      r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\)."),
     (lambda: graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long)), ValueError,

@@ -490,6 +490,10 @@ def test_transform_of_data_without_nodes() -> None:
         FULL_GRAPH(Data())
 
 
+def test_a_transform_takes_one_node() -> None:
+    assert FULL_GRAPH(Data(num_nodes=1)).edge_index.tolist() == [[0], [0]]
+
+
 @every_case_and_random
 def test_transform_by_its_functional_name(case: Case) -> None:
     """On a data pipe, in a Compose, and after pickling (as data loader workers do)."""
