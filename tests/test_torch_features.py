@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 from sbm_pyg import (
+    ALiBi,
     AttentionGraph,
     SBMAttentionConv,
     SBMMultiheadAttention,
@@ -428,6 +429,26 @@ def test_dense_attention_exports_with_dynamic_lengths(attention: str, is_causal:
         for ptr in (torch.tensor([0, 4, 30]), torch.tensor([0, 10, 11, 17, 50])):
             tokens = words(int(ptr[-1]))
             torch.testing.assert_close(program(tokens, ptr), model(tokens, ptr))
+
+
+class Cross(torch.nn.Module):
+    """A layer over a pair of tokens, with positional arguments alone."""
+
+    def __init__(self, conv: SBMAttentionConv) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, key: Tensor, query: Tensor, key_ptr: Tensor, query_ptr: Tensor) -> Tensor:
+        return self.conv((key, query), ptr=(key_ptr, query_ptr), seed=0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dense_cross_attention_exports_with_positions_of_each_side(is_causal: bool, biased: bool) -> None:
+    model = Cross(layer(target_density=1.0, is_causal=is_causal, score_bias=ALiBi(2) if biased else None)).eval()
+    given = tokens(14), tokens(9, seed=2), torch.tensor([0, 8, 14]), torch.tensor([0, 4, 9])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.export(model, given).module()(*given), model(*given))
 
 
 def test_export_without_a_seed_draws_one_in_each_call() -> None:

@@ -21,9 +21,9 @@ from ..blocks import BlockGraph
 from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.blocks import cut_blocks
-from ..ops.reference.segments import allowed_keys, group_by_length, runs
+from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
 from ..ops.values import can_read_without_sync
-from ..ragged import Tokens, count_pairs, offsets
+from ..ragged import Tokens, count_pairs, count_positions, offsets
 from ..rows import index_type
 from .interface import Choice, EdgeProbability, GraphSource
 
@@ -53,12 +53,15 @@ def attend_densely(
     attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
     batch = query_ptr.numel() - 1
     if torch.compiler.is_compiling():  # an exported program has one group, of all pairs of the batch
-        of_query, of_key = (
-            torch.repeat_interleave(torch.arange(batch, device=ptr.device), ptr.diff(), output_size=x.size(1))
-            for x, ptr in ((query, query_ptr), (key, key_ptr))
-        )
-        same = (of_query[:, None] == of_key)[None, None]
-        return attend(query[None], key[None], value[None], mask=same, is_causal=is_causal)[0]
+        sides = (query_ptr, query.size(1)), (key_ptr, key.size(1))
+        of_query, of_key = (edge_row(*side) for side in sides)
+        at_query, at_key = (count_positions(*side) for side in sides)
+        allowed = of_query[:, None] == of_key
+        if is_causal:
+            allowed = allowed & (at_query[:, None] >= at_key)
+        of_pairs = None if bias is None else lambda *sizes: bias(*sizes)[:, at_query[:, None], at_key]
+        parts = (x[None] for x in (query, key, value))
+        return attend(*parts, mask=allowed[None, None], is_causal=False, bias=of_pairs)[0]
     if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
         parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
         out = attend(*parts, is_causal=is_causal)
