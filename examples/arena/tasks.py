@@ -1,9 +1,9 @@
 """Tasks of the arena, generated and exact: a batch follows from its sizes and a random generator alone, and nothing is downloaded.
 
 Recall and joint recall are those of ``examples/common/tasks.py``. The code is our own. Two-hop recall is the variable tracking that users
-of block selection report losses on (MoonshotAI/MoBA#29). Copying, compression, noisy, fuzzy and known recall follow the descriptions of selective
-copying, compression, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of Hybrid
-Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
+of block selection report losses on (MoonshotAI/MoBA#29). Copying, compression, noisy, fuzzy and known recall follow the descriptions of
+selective copying, compression, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of
+Hybrid Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
 
 A task draws ``count`` = S sequences of L tokens with Q questions each by the generator ``random``, and returns
 :class:`~examples.common.tasks.Examples`.

@@ -32,6 +32,19 @@ def _long(number):
     return ir.Constant(_LONGS, [number] * LANES)
 
 
+def _fused(builder, factor, other, term):
+    """``factor * other + term``, in one rounding where the machine can."""
+    return builder.fadd(builder.fmul(factor, other, flags=("contract",)), term, flags=("contract",))
+
+
+def _running_sums(builder, numbers, zeros, add):
+    """The sum of each lane and of those before it."""
+    for step in (1, 2, 4, 8):
+        order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
+        numbers = add(numbers, builder.shuffle_vector(zeros, numbers, order))
+    return numbers
+
+
 @intrinsic
 def philox16(typing, counter, query_position, sequence_id, purpose, seed, out, offset):
     """Philox4x32-10 at counters ``(counter .. counter + 15, query_position, sequence_id, purpose)``.
@@ -109,9 +122,7 @@ def gaps16(typing, words, offset, spread, before, end, positions):
         def double(number):
             return ir.Constant(_DOUBLES, [number] * LANES)
 
-        def fused(factor, other, term):
-            return builder.fadd(builder.fmul(factor, other, flags=("contract",)), term, flags=("contract",))
-
+        fused = partial(_fused, builder)
         high, low = (
             builder.zext(
                 builder.load(
@@ -142,9 +153,7 @@ def gaps16(typing, words, offset, spread, before, end, positions):
         gap = builder.fmul(logarithm, _splat16(builder, builder.fneg(args[2])))
         gap = builder.select(builder.fcmp_ordered("<", gap, limit), gap, limit)
         position = builder.fadd(call_llvm(builder, f"llvm.floor.v{LANES}f64", _DOUBLES, [gap]), double(1.0))
-        for step in (1, 2, 4, 8):
-            order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
-            position = builder.fadd(position, builder.shuffle_vector(double(0.0), position, order))
+        position = _running_sums(builder, position, double(0.0), builder.fadd)
         position = builder.fadd(position, _splat16(builder, builder.sitofp(args[3], ir.DoubleType())))
         position = builder.select(builder.fcmp_ordered("<", position, limit), position, limit)
         position = builder.fptosi(position, _WORDS)
@@ -168,8 +177,7 @@ def quick_gaps16(typing, words, offset, spread, before, end, positions):
         def integer(value):
             return ir.Constant(_WORDS, [value] * LANES)
 
-        def fused(factor, other, term):
-            return builder.fadd(builder.fmul(factor, other, flags=("contract",)), term, flags=("contract",))
+        fused = partial(_fused, builder)
 
         def below(one, other):
             return builder.select(builder.fcmp_ordered("<", one, other), one, other)
@@ -199,9 +207,7 @@ def quick_gaps16(typing, words, offset, spread, before, end, positions):
         sure = builder.fcmp_ordered(">", logarithm, number(-9.0))
         sure = builder.bitcast(builder.and_(sure, builder.fcmp_ordered("==", low, high)), I16)
         position = builder.add(builder.fptosi(high, _WORDS), integer(1))
-        for step in (1, 2, 4, 8):
-            order = ir.Constant(_WORDS, [LANES + lane - step if lane >= step else 0 for lane in range(LANES)])
-            position = builder.add(position, builder.shuffle_vector(integer(0), position, order))
+        position = _running_sums(builder, position, integer(0), builder.add)
         position = builder.add(position, _splat16(builder, builder.trunc(args[3], I32)))
         last = _splat16(builder, builder.trunc(args[4], I32))
         position = builder.select(builder.icmp_signed("<", position, last), position, last)
@@ -272,6 +278,7 @@ def append16(mask, base, out, used):
     """As :func:`append64`, for the mask's lowest 16 bits."""
     if WIDE:
         return _append16(mask, base, out, used)
+    mask &= np.uint64(0xFFFF)  # the instruction that packs lanes would be code of its own for each
     while mask:
         poke(out, used, np.int32(base + lowest_bit(mask)))
         used += 1
@@ -285,14 +292,8 @@ def append64(mask, base, out, used):
 
     ``out`` is int32 and needs room for 64 whatever the mask says.
     """
-    if WIDE:
-        for k in range(0, 64, LANES):
-            used = _append16(mask >> np.uint64(k), base + k, out, used)
-    else:  # the instruction that packs lanes would be code of its own for each
-        while mask:
-            poke(out, used, np.int32(base + lowest_bit(mask)))
-            used += 1
-            mask &= mask - np.uint64(1)
+    for k in range(0, 64, LANES):
+        used = append16(mask >> np.uint64(k), base + k, out, used)
     return used
 
 
