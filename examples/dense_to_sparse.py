@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.common.command import Command, fields_of, program
-from examples.common.corpus import stdlib_files
+from examples.common.corpus import Texts, encode, read_text, stdlib_files
 
 ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "indexer", "random", "window")
 
@@ -60,7 +60,6 @@ from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, deviation, finished, groups, markdown
 from examples.common.tasks import TASKS
-from examples.language_model import Texts, read_texts
 from sbm_pyg import Sparsifier, replace_attention
 from sbm_pyg.analysis import HeadTable, compare_heads
 
@@ -233,7 +232,8 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     texts, known = None, {}
     if given.model == "language":
         given.train, given.test = stdlib_files()
-        texts, known = read_texts(given), checksums(train=given.train, test=given.test)
+        known = checksums(train=given.train, test=given.test)
+        texts = encode(read_text(given.train), read_text(given.test), given.vocabulary)
     own |= {"steps": max(1, given.steps // PART)}
     runs = []
     for seed in given.seeds:

@@ -19,13 +19,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.common.command import Command, fields_of, program, require
-from examples.common.corpus import stdlib_files, train_tokenizer
+from examples.common.corpus import Texts, encode, read_text, stdlib_files
 from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
 
 CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
@@ -77,9 +77,8 @@ from torch.nn.functional import cross_entropy
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
 from examples.common.tables import Row, by, deviation, finished, markdown
+from examples.common.tasks import recalled
 from sbm_pyg import Pretrained, Sparsifier
-
-NEAR = 16  # tokens; what stood before, but not so near, must be looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,38 +103,6 @@ class Run:
     @property
     def known(self) -> Row:
         return {"run": run_name(self.method, self.density), "seed": self.seed}
-
-
-class Texts(NamedTuple):
-    """Tokens of the training and of the test texts, the bytes of each token of the vocabulary, and the tokenizer; none of bytes."""
-
-    train: Tensor
-    test: Tensor
-    width: Tensor
-    tokenizer: Any = None
-
-
-def read_texts(given: argparse.Namespace) -> Texts:
-    """The texts of a command line."""
-    texts = ["\n".join(path.read_text(errors="replace") for path in paths) for paths in (given.train, given.test)]
-    if given.vocabulary == 256:
-        source, test = (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() for text in texts)
-        return Texts(source, test, torch.ones(256))
-    tokenizer = train_tokenizer(texts[0].splitlines(keepends=True), given.vocabulary)
-    # every character of a token stands for a byte
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    source, test = (torch.tensor(tokenizer.encode(text).ids) for text in texts)
-    return Texts(source, test, torch.tensor([float(len(word)) for word, _ in words]), tokenizer)
-
-
-def recalled(tokens: Tensor) -> Tensor:
-    """Where a pair of tokens ends that stood before in its sequence, but not within the last ``NEAR`` tokens, ``[B, L]`` bool."""
-    pair = tokens[:, :-1] * 2**32 + tokens[:, 1:]
-    far, near = torch.ones(2, pair.size(1), pair.size(1), dtype=torch.bool).tril(-1)
-    near = near & ~far.tril(-NEAR - 1)
-    same = pair[:, :, None] == pair[:, None]
-    found = (same & far).any(2) & ~(same & near).any(2)
-    return torch.cat([torch.zeros(len(tokens), 1, dtype=torch.bool), found], 1)
 
 
 def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
@@ -232,7 +199,7 @@ def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
             logits, choices = model(inputs[part], seed=int(part[0]))
             loss = cross_entropy(logits.flatten(0, 1), targets[part].flatten(), reduction="none")
             nats += float(loss.double().sum())
-            mask = recalled(torch.cat([inputs[part], targets[part, -1:]], 1))[:, 1:]
+            mask = recalled(torch.cat([inputs[part], targets[part, -1:]], 1))[:, 1:] >= 0
             bits.append(loss[mask.flatten()] / math.log(2))
             shares.append([1.0 if choice is None else beyond(choice.graph) for choice in choices])
         recall = torch.cat(bits)
@@ -262,7 +229,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     for method in given.methods:
         options_of(method)  # mistakes before the first run
-    texts = read_texts(given)
+    texts = encode(read_text(given.train), read_text(given.test), given.vocabulary)
     for text, name in zip(texts[:2], ("train", "test"), strict=True):
         words = f"'{name}' of more than {given.length} tokens"
         require(len(text) > given.length, words, len(text), "Give a longer text.")

@@ -348,6 +348,30 @@ def test_random_edges_are_drawn_once_or_anew() -> None:
     assert all(torch.equal(dense[0], each) for each in dense)
 
 
+PROSE = "The same name came again, and a door was closed.\nNobody saw who had opened it, or when.\n" * 300
+
+
+def test_passages_ask_for_the_next_token(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text(PROSE)
+    texts = tasks.own_text(tmp_path / "mine.txt")
+    task = tasks.find(str(tmp_path / "mine.txt"))
+    assert len(texts.train) > 15 * len(texts.test) > 0
+    for test, text in enumerate((texts.train, texts.test)):
+        examples = task.make(40, test, task.num_tokens, 30, generator())
+        assert torch.equal(examples.places, torch.arange(40).expand(30, -1))
+        joined = torch.cat([examples.tokens, examples.answers[:, -1:]], 1)
+        assert torch.equal(joined[:, 1:], examples.answers)
+        assert all((text.unfold(0, 41, 1) == row).all(1).any() for row in joined)
+    rows, there = torch.arange(30)[:, None].expand(-1, 40), examples.sources >= 0
+    assert 0 < int(there.sum()) < there.numel()
+    sources = examples.sources[there]
+    assert torch.equal(joined[rows[there], sources], examples.answers[there])  # the same token after the same token
+    assert torch.equal(joined[rows[there], sources - 1], examples.tokens[there])
+    assert int((examples.places[there] + 1 - sources).min()) > 16
+    with pytest.raises(ValueError, match=r"Expected a text of more than 9999 tokens to test on \(got \d+\)"):
+        task.make(9999, 1, task.num_tokens, 1, generator())
+
+
 def run_of(method: str, **changes: Any) -> train.Run:
     return dataclasses.replace(
         train.Run("recall", method, "dense", 0.2, 0, 6, 8, 1e-2, channels=16, evaluations=1), **changes
@@ -400,6 +424,32 @@ def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: p
     assert "(one seed)" in table
     assert (tmp_path / "recall.png").stat().st_size > 5000
     assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path))
+
+
+@pytest.mark.slow
+def test_text_enters_by_its_file_and_is_measured_in_bits(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tasks, "VOCABULARY", 300)
+    Path("text").mkdir()
+    Path("text/mine.txt").write_text(20 * PROSE)
+    words = [*SMALL, "--choosers", "full", "sbm", "--tasks", "code", "text/mine.txt"]
+    program.main(words)
+    rows = rows_of(Path("runs/arena"))
+    assert {row["task"] for row in rows} == {"code", "text/mine.txt"}
+    printed = capsys.readouterr().out
+    full = next(row for row in rows[::-1] if row["task"] == "code" and row["method"] == "full")
+    assert f"| full |  | 100 | 1 | {float(full['bits']):.3f} |" in printed
+    assert "bits per recalled token" in printed
+    assert 4 < float(full["bits"]) < 14
+    score = {row["method"]: float(row["bits"]) for row in rows if row["task"] == "code"}
+    assert f"{score['sbm:frozen=1'] - score['sbm']:+.3f} (one seed)" in printed
+    assert all((Path("runs/arena") / name).stat().st_size > 5000 for name in ("code.png", "mine.txt.png"))
+    Path("text/mine.txt").write_text(PROSE)
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert "Expected 'checksum of text/mine.txt' to be" in capsys.readouterr().err
 
 
 def test_a_density_of_many_digits_is_found_again(few: None, tmp_path: Path) -> None:
@@ -495,6 +545,7 @@ def test_a_source_of_ones_own_learns_and_has_a_twin(start: str, few: None, tmp_p
             "Expected Hungry to take no arguments but channels, heads, density (got food). Give",
         ),
         (["--choosers", "sparse"], "Expected '--choosers' among full, window, random"),
+        (["--tasks", "recall", "mine.txt"], "Expected 'tasks' among recall, joint, two-hop"),
         (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
         (["--report"], "Expected 'output' to hold finished runs"),

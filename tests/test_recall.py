@@ -15,7 +15,8 @@ from torch.testing import assert_close
 from examples import language_model
 from examples.benchmarks import steps
 from examples.common import fit, hybrid, tasks
-from examples.common.corpus import stdlib_files
+from examples.common.corpus import encode, read_text, stdlib_files
+from examples.common.tasks import NEAR, recalled
 from examples.recall import __main__ as program
 from examples.recall import train
 from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
@@ -199,6 +200,17 @@ def test_evaluation_counts_the_edges_to_answers() -> None:
     assert row["density_0"] == pytest.approx(5 / (4 * 16 * 15 / 2))
     full = hybrid.evaluate(hybrid.Recaller(30, 8, 2, lambda: FullAttention(8, 8, 1, is_causal=True)).eval(), examples)
     assert full["answer_0"] == full["density_1"] == 1
+    few = examples._replace(sources=torch.where(torch.arange(2) > 0, examples.sources, -1))
+    partly = hybrid.evaluate(recaller, few, 3)  # in parts of three sequences and of one
+    logits = recaller(few.tokens, few.places)[0].detach()
+    bits = torch.nn.functional.cross_entropy(logits.mT, few.answers, reduction="none") / math.log(2)
+    assert partly["answer_any"] == 1 / 2  # of the questions 1, 3, 5 and 7, 3 and 5 have their edge
+    assert partly["accuracy"] == float((logits.argmax(2) == few.answers).double().mean())
+    assert partly["bits"] == pytest.approx(float(bits.mean()))
+    assert partly["bits_recalled"] == pytest.approx(float(bits[:, 1].mean()))
+    none = hybrid.evaluate(recaller, examples._replace(sources=torch.full_like(examples.sources, -1)))
+    assert math.isnan(none["answer_any"])
+    assert math.isnan(none["bits_recalled"])
 
 
 def test_a_wide_convolution_starts_as_decaying_means() -> None:
@@ -347,24 +359,22 @@ def test_mistakes_are_named(
 
 def test_recalled_tokens_complete_a_pair_that_is_far() -> None:
     tokens = torch.randint(4, (3, 60), generator=generator())
-    found = language_model.recalled(tokens)
+    found = recalled(tokens)
     for row, sequence in enumerate(tokens.tolist()):
         for end in range(60):
             earlier = (
                 [at for at in range(1, end) if sequence[at - 1 : at + 1] == sequence[end - 1 : end + 1]] if end else []
             )
-            wanted = bool(earlier) and end - max(earlier) > language_model.NEAR
-            assert bool(found[row, end]) == wanted
+            far = bool(earlier) and end - max(earlier) > NEAR
+            assert int(found[row, end]) == (max(earlier) if far else -1)
 
 
 @pytest.mark.parametrize("vocabulary", [256, 300])
 def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Path) -> None:
     text = "Ein Wörterbuch, ein Wörterbuch: ein \u2713 für \n jedes Wort.\n" * 20
     (tmp_path / "text").write_text(text)
-    given = language_model.parse(
-        ["--train", str(tmp_path / "text"), "--test", str(tmp_path / "text"), "--vocabulary", str(vocabulary)]
-    )
-    source, test, width, _ = language_model.read_texts(given)
+    read = read_text([tmp_path / "text"])
+    source, test, width, _ = encode(read, read, vocabulary)
     assert torch.equal(source, test)
     assert len(width) == 256 if vocabulary == 256 else 256 < len(width) <= 300
     assert float(width[source].sum()) == len(text.encode())

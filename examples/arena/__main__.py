@@ -1,8 +1,9 @@
-"""Does learning to choose pay? Graph sources at equal densities on generated tasks, each next to its frozen twin.
+"""Does learning to choose pay? Graph sources at equal densities on generated tasks and on text, each next to its frozen twin.
 
 python -m examples.arena                                        all methods on recall, at 5 % of the pairs
 python -m examples.arena --tasks two-hop noisy --densities 0.05 0.1 --seeds 0 1 2 --starts dense sparse
 python -m examples.arena --chooser mine.py:MySource             a source of your own, next to full attention and random edges
+python -m examples.arena --tasks code mine.txt                  predict source code of Python, and a text of your own
 python -m examples.arena --experiment served                    where learning begins to pay: 1 to 16 of 16 values can answer
 python -m examples.arena --report                               tables and pictures of what is there
 
@@ -15,8 +16,9 @@ frozen twin: the same parameters, and those that choose stay as they began.
 A source of your own is a GraphSource in a file. It is made with those of channels, heads and density that its __init__ takes, and its
 attribute ``density`` is set before each call. With --starts dense, all methods attend to all pairs for 70 % of the steps. Densities are
 those of the pairs beyond self-loops, which all graphs have. The task `length` is tested on longer sequences: there block models keep the
-probabilities of training, and queries of other methods keep their number of edges. The same command goes on after a kill, and skips
-what is in rows.csv.
+probabilities of training, and queries of other methods keep their number of edges. A task may be a file of text, plain or gzip, whose
+last twentieth is the test. The measure of text is bits per token, and bits per recalled token: one that ends a pair of tokens which
+stood earlier in its sequence, but not within the last 16. The same command goes on after a kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from examples.common.command import Command, fields_of, program
 
 SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
 # as tasks.py, which brings torch
-TASKS = ("recall", "joint", "two-hop", "copying", "compression", "noisy", "fuzzy", "known", "length", *SERVED)
+TASKS = ("recall", "joint", "two-hop", "copying", "compression", "noisy", "fuzzy", "known", "length", "code", *SERVED)
 ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
        "concrete", "sbm", "dash", "hsa", "nsa")  # fmt: skip
 
@@ -38,7 +40,8 @@ CELLS = {"task": "tasks", "method": "methods", "start": "starts", "density": "de
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.arena", __doc__)
     command.add_argument("--experiment", choices=["served"], help="the tasks and methods of an experiment")
-    command.add_argument("--tasks", nargs="+", choices=TASKS, metavar="T", help="(default: recall)")
+    words = f"among {', '.join(TASKS)}, or files of text (default: recall)"
+    command.add_argument("--tasks", nargs="+", metavar="T", help=words)
     words = "methods, or FILE.py:CLASS (default: all; of an own source, also full and random)"
     command.add_argument("--choosers", "--chooser", nargs="+", metavar="C", dest="methods", help=words)
     command.option("densities", [0.05], "shares of the pairs beyond self-loops")
@@ -56,6 +59,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = command.read(arguments)
     right = 0 < min(given.densities) <= max(given.densities) < 1
     command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
+    other = [task for task in given.tasks or () if not (task in TASKS or Path(task).is_file())]
+    words = f"'tasks' among {', '.join(TASKS)}, or files of text"
+    command.require(not other, words, ", ".join(other), "See --help.")
     divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
     command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     served = given.experiment == "served"
@@ -81,7 +87,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     runs = []
     for seed in given.seeds if not given.report else ():
         for task in given.tasks:
-            usual = tasks.TASKS[task]
+            usual = tasks.find(task)
             own = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, given).items()}
             for name in names:
                 kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]

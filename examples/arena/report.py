@@ -1,4 +1,4 @@
-"""Tables of accuracy and of paired gains over frozen twins, and one picture for each task."""
+"""Tables of accuracy, or of bits per token of text, and of paired gains over frozen twins; one picture for each task."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.arena.methods import FROZEN, is_own, twin_of
+from examples.arena.tasks import is_text
 from examples.common.command import require
 from examples.common.pictures import bare, name_of, plot_extent, save_figure, style
 from examples.common.tables import Row, Rows, by, extent, groups, interval, last, markdown
 
 HEADER = ("method", "start", "asked, %", "seeds", "accuracy, %", "over the frozen twin, points", "densities of layers, %",
           "edge to the answer, %", "training, ms a step", "inference, ms a sequence")  # fmt: skip
+OF_TEXT = {"accuracy, %": "bits per token", "over the frozen twin, points": "below the frozen twin, bits",
+           "edge to the answer, %": "bits per recalled token"}  # fmt: skip
 NAMES = {"dsa": "DSA", "dash": "DashAttention", "hsa": "HSA", "gates": "straight-through gates", "concrete": "concrete edges",
          "indexer": "indexer (local)"}  # fmt: skip
 Key = tuple[str, str, float]  # method, start and density
@@ -48,24 +51,35 @@ def ends_of(rows: Sequence[Row]) -> Ends:
     return found
 
 
-def _accuracy(rows: Sequence[Row]) -> float:
-    """Of the first size of the test, the one that is trained, in percent."""
-    return 100 * float(rows[0]["accuracy"])
+def _score(rows: Sequence[Row]) -> float:
+    """Of the first size of the test, the one that is trained: accuracy in percent, or bits per token of text."""
+    return float(rows[0]["bits"] if is_text(rows[0]["task"]) else 100 * rows[0]["accuracy"])
+
+
+def _digits(task: str) -> int:
+    """Digits of a score."""
+    return 3 if is_text(task) else 1
 
 
 def gain(ends: Ends, key: Key) -> tuple[float, float, int] | None:
-    """Points of accuracy over the frozen twin on the same seeds, half of their interval, and the number of seeds; None without a twin."""
+    """Points of accuracy over the frozen twin on the same seeds, or bits below it, half of their interval, and the number of seeds.
+
+    None without a twin.
+    """
     twin = twin_of(key[0])
     other = ends.get((twin, *key[1:]), {}) if twin else {}
-    pairs = [_accuracy(rows) - _accuracy(other[seed]) for seed, rows in ends.get(key, {}).items() if seed in other]
-    return (*interval(pairs), len(pairs)) if pairs else None
+    pairs = [_score(rows) - _score(other[seed]) for seed, rows in ends.get(key, {}).items() if seed in other]
+    if not pairs:
+        return None
+    mean, half = interval(pairs)
+    return -mean if is_text(next(iter(other.values()))[0]["task"]) else mean, half, len(pairs)
 
 
-def _gain_text(found: tuple[float, float, int] | None) -> str:
+def _gain_text(found: tuple[float, float, int] | None, digits: int) -> str:
     if found is None:
         return ""
     mean, half, count = found
-    return f"{mean:+.1f} (one seed)" if count < 2 else f"{mean:+.1f} ± {half:.1f}"
+    return f"{mean:+.{digits}f} (one seed)" if count < 2 else f"{mean:+.{digits}f} ± {half:.{digits}f}"
 
 
 def _name(method: str) -> str:
@@ -86,26 +100,29 @@ def tables(rows: Sequence[Row]) -> str:
     """One table in Markdown for each task; several sizes of a test stand in one cell, from the first to the last."""
     parts = []
     for task, some in by(rows, "task").items():
-        ends, lines = ends_of(some), []
+        ends, lines, digits = ends_of(some), [], _digits(task)
         for key, seeds in ends.items():
             runs = [*seeds.values()]
             sizes = zip(*([row["accuracy"] for row in run] for run in runs), strict=True)
             several = " / ".join(f"{100 * fmean(each):.1f}" for each in sizes)
-            shown = extent([_accuracy(run) for run in runs], 1) if len(runs[0]) == 1 else several
+            shown = extent([_score(run) for run in runs], digits) if len(runs[0]) == 1 else several
             layers = sorted(name for name in runs[0][0] if name.startswith("density_"))
             first = [run[0] for run in runs]
             cost = [f"{fmean(row[name] for row in first):.3g}" for name in ("train_ms", "infer_ms")]
             lines.append([
-                key[0], "" if key[0] == "full" else key[1], f"{100 * key[2]:g}", len(runs), shown, _gain_text(gain(ends, key)),
+                key[0], "" if key[0] == "full" else key[1], f"{100 * key[2]:g}", len(runs), shown,
+                _gain_text(gain(ends, key), digits),
                 " / ".join(f"{100 * fmean(row[layer] for row in first):.1f}" for layer in layers),
-                f"{100 * fmean(row['answer_any'] for row in first):.1f}", *cost,
+                extent([row["bits_recalled"] for row in first], 3) if is_text(task)
+                else f"{100 * fmean(row['answer_any'] for row in first):.1f}", *cost,
             ])  # fmt: skip
-        parts.append(f"## {task}\n\n{markdown(HEADER, lines)}")
+        header = [OF_TEXT.get(name, name) for name in HEADER] if is_text(task) else HEADER
+        parts.append(f"## {task}\n\n{markdown(header, lines)}")
     return "\n\n".join(filter(None, [*parts, overview(rows)]))
 
 
 def overview(rows: Sequence[Row]) -> str:
-    """Two tables over all tasks for each start: mean accuracies at each density, and gains over frozen twins at the density in the middle."""
+    """Two tables over all tasks for each start: mean scores at each density, and gains over frozen twins at the density in the middle."""
     tasks = {task: ends_of(some) for task, some in by(rows, "task").items()}
     keys = [key for ends in tasks.values() for key in ends]
     densities = sorted({density for method, _, density in keys if method != "full"})
@@ -113,22 +130,25 @@ def overview(rows: Sequence[Row]) -> str:
         return ""
     asked, middle = " / ".join(f"{100 * density:g}" for density in densities), densities[len(densities) // 2]
     methods = [*dict.fromkeys(method for method, *_ in keys if not method.endswith(FROZEN))]
+    header = ["method", *(f"{task}, bits" if is_text(task) else task for task in tasks)]
     parts = []
     for start in dict.fromkeys(start for method, start, _ in keys if method != "full"):
-        shown = [[m, *(_accuracies(ends, m, start, densities) for ends in tasks.values())] for m in methods]
-        gains = [[m, *(_gain_text(gain(ends, (m, start, middle))) for ends in tasks.values())] for m in methods]
+        shown, gains = [], []
+        for m in methods:
+            shown.append([m, *(_scores(task, ends, m, start, densities) for task, ends in tasks.items())])
+            gains.append([m, *(_gain_text(gain(ends, (m, start, middle)), _digits(t)) for t, ends in tasks.items())])
         gains = [line for line in gains if any(line[1:])]
         parts.append(f"## {', '.join(tasks)}: accuracy in percent, {asked} % of the pairs asked, {start} at first")
-        parts.append(markdown(["method", *tasks], shown))
+        parts.append(markdown(header, shown))
         if gains:
-            parts.append(f"Points over the frozen twin at {100 * middle:g} %:\n\n{markdown(['method', *tasks], gains)}")
+            parts.append(f"Points over the frozen twin at {100 * middle:g} %:\n\n{markdown(header, gains)}")
     return "\n\n".join(parts)
 
 
-def _accuracies(ends: Ends, method: str, start: str, densities: Sequence[float]) -> str:
-    """Mean accuracy at each density, or that of full attention; nothing where the method has no run."""
+def _scores(task: str, ends: Ends, method: str, start: str, densities: Sequence[float]) -> str:
+    """Mean score at each density, or that of full attention; nothing where the method has no run."""
     keys = [key for key in ends if key[0] == "full"] if method == "full" else [(method, start, d) for d in densities]
-    means = [f"{fmean(map(_accuracy, ends[key].values())):.1f}" if key in ends else "" for key in keys]
+    means = [f"{fmean(map(_score, ends[key].values())):.{_digits(task)}f}" if key in ends else "" for key in keys]
     return " / ".join(means) if any(means) else ""
 
 
@@ -145,12 +165,12 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     if served:
         figures["served"] = _served(served)
     for name, figure in figures.items():
-        save_figure(folder / f"{name}.png", figure, dpi=110)
-    return [folder / f"{name}.png" for name in figures]
+        save_figure(folder / f"{Path(name).name}.png", figure, dpi=110)
+    return [folder / f"{Path(name).name}.png" for name in figures]
 
 
 def _ranks(task: str, ends: Ends) -> Figure:
-    """Accuracy of each method, a panel for each start and density; hollow marks are frozen twins, and light ones single seeds."""
+    """Score of each method, a panel for each start and density; hollow marks are frozen twins, and light ones single seeds."""
     panels = [*dict.fromkeys(key[1:] for key in ends if key[0] != "full")] or [("dense", 1.0)]
     methods = [*dict.fromkeys(method for method, _, _ in ends)]
     names = [method for method in methods if not method.endswith(FROZEN)]
@@ -161,8 +181,8 @@ def _ranks(task: str, ends: Ends) -> Figure:
     for axes, (start, density) in zip(grid[0], panels, strict=True):
         for place, name in enumerate(reversed(names)):
             seeds = ends.get((name, start, density)) or (full if name == "full" else {})
-            values = [_accuracy(run) for run in seeds.values()]
-            twin = [_accuracy(run) for run in ends.get((twin_of(name) or "", start, density), {}).values()]
+            values = [_score(run) for run in seeds.values()]
+            twin = [_score(run) for run in ends.get((twin_of(name) or "", start, density), {}).values()]
             if values and twin:
                 axes.plot([fmean(twin), fmean(values)], [place, place], color="0.7", lw=2, zorder=1)
             for each, look in ((twin, {"mfc": "white"}), (values, {})):
@@ -171,7 +191,10 @@ def _ranks(task: str, ends: Ends) -> Figure:
                     axes.plot(fmean(each), place, "o", color="tab:blue", ms=8, zorder=3, **look)
         axes.set_yticks(range(len(names)), [_name(name) for name in reversed(names)])
         title = f"{task}: {100 * density:g} % of the pairs, {start} at first"
-        axes.set(xlim=(-3, 103), xlabel="accuracy (%)", title=title)
+        axes.set(
+            title=title,
+            **{"xlabel": "bits per token"} if is_text(task) else {"xlim": (-3, 103), "xlabel": "accuracy (%)"},
+        )
         axes.grid(axis="x", alpha=0.3)
         bare(axes)
     figure.supxlabel("hollow: the frozen twin", fontsize="small")
@@ -198,7 +221,7 @@ def _served(tasks: dict[int, Ends]) -> Figure:
     keys = [*dict.fromkeys(key for ends in tasks.values() for key in ends)]
     for number, key in enumerate(keys):
         there = [(number, ends[key]) for number, ends in sorted(tasks.items()) if key in ends]
-        points = [(number, [_accuracy(run) for run in seeds.values()]) for number, seeds in there]
+        points = [(number, [_score(run) for run in seeds.values()]) for number, seeds in there]
         look: dict[str, Any] = style(number) | {"linestyle": "--" if key[0].endswith(FROZEN) else "-"}
         plot_extent(axes, points, label=_label(key), **look)
     words = f"stored values that answer a question, of {max(tasks)}"

@@ -1,9 +1,10 @@
-"""Tasks of the arena, generated and exact: a batch follows from its sizes and a random generator alone, and nothing is downloaded.
+"""Tasks of the arena: a batch follows from its sizes and a random generator alone, and nothing is downloaded.
 
 Recall and joint recall are those of ``examples/common/tasks.py``. The code is our own. Two-hop recall is the variable tracking that users
 of block selection report losses on (MoonshotAI/MoBA#29). Copying, compression, noisy, fuzzy and known recall follow the descriptions of
 selective copying, compression, noisy and fuzzy in-context recall, and memorization in MAD (Poli et al., "Mechanistic Design and Scaling of
-Hybrid Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question.
+Hybrid Architectures", 2024), with the differences that their docstrings name. In ``served`` several tokens can answer a question. These
+are generated and exact. ``code`` and files of a user are text, whose next token is to be predicted.
 
 A task draws ``count`` = S sequences of L tokens with Q questions each by the generator ``random``, and returns
 :class:`~examples.common.tasks.Examples`.
@@ -12,15 +13,17 @@ A task draws ``count`` = S sequences of L tokens with Q questions each by the ge
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from examples.common.command import require
+from examples.common.corpus import Texts, encode, read_lines, read_text, stdlib_files
 from examples.common.tasks import TASKS as RECALL
-from examples.common.tasks import Examples, Task, distinct, mqar
+from examples.common.tasks import Examples, Task, distinct, mqar, recalled
 
 
 def _order(count: int, size: int, random: torch.Generator) -> Tensor:
@@ -192,6 +195,45 @@ def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.
     return Examples(torch.cat([facts, questions], 1), places, values.gather(1, asked), sources)
 
 
+def passages(
+    texts: Callable[[], Texts], length: int, test: int, num_tokens: int, count: int, random: torch.Generator
+) -> Examples:
+    """Passages of a text, in which each token is asked for the next one.
+
+    In the test, the source of an answer is the last place where it followed the same token, if none of the last 16 places is one.
+
+    Args:
+        texts: Returns the text.
+        length: Tokens of a passage, L = Q.
+        test: 1: passages of the test text; 0: of the training text, whose sources are left out.
+        num_tokens: Of the vocabulary of the text, at most.
+    """
+    tokens = texts().test if test else texts().train
+    words = f"a text of more than {length} tokens to {'test on' if test else 'learn from'}"
+    require(len(tokens) > length, words, len(tokens), "Give a longer text.")
+    starts = torch.randint(len(tokens) - length, (count,), generator=random)
+    found = tokens[starts[:, None] + torch.arange(length + 1)]
+    places = torch.arange(length).expand(count, -1)
+    sources = recalled(found)[:, 1:] if test else torch.full((count, length), -1)
+    return Examples(found[:, :-1], places, found[:, 1:], sources)
+
+
+@cache
+def source_code() -> Texts:
+    """Source code of Python's standard library, in 512 byte pairs."""
+    train, test = stdlib_files()
+    return encode(read_text(train), read_text(test), VOCABULARY)
+
+
+@cache
+def own_text(path: Path) -> Texts:
+    """The text of a file, of which the last twentieth of the lines is the test, in 512 byte pairs."""
+    lines = [*read_lines(path)]
+    cut = len(lines) - len(lines) // 20
+    return encode("\n".join(lines[:cut]), "\n".join(lines[cut:]), VOCABULARY)
+
+
+VOCABULARY = 512
 LENGTHS = (64, 256, 1024, 4096, 16384)
 TESTS = (200, 64, 32, 16, 8)  # sequences of each length
 SERVING = (1, 2, 4, 8, 16)
@@ -209,6 +251,11 @@ def _task(
     return Task(make, num_tokens, {size: 0}, {size: 200}, 32, steps, 3e-3, width, slots)
 
 
+def _text(texts: Callable[[], Texts]) -> Task:
+    make = partial(passages, texts)
+    return Task(make, VOCABULARY, {(256, 0): 0}, {(256, 1): 200}, 16, 2000, 6e-3)
+
+
 TASKS: dict[str, Task] = {
     "recall": _task(partial(mqar, fillers=32), 160, (64, 8), 400),
     "joint": _task(RECALL["joint-laptop"].make, 50, (8, 8), 1500, width=24),
@@ -220,4 +267,15 @@ TASKS: dict[str, Task] = {
     "known": _task(known, 128, (32,), 200),
     # trained at 64 tokens, tested to 16,384; but for block models, a query has as many edges at each length
     "length": Task(partial(mqar, fillers=32), 160, {(64, 8): 0}, dict(zip(product(LENGTHS, [8]), TESTS, strict=True)), 32, 400, 3e-3),
+    "code": _text(source_code),
 } | {f"served-{n}": _task(served, 64, (16, n), 400) for n in SERVING}  # fmt: skip
+
+
+def find(name: str) -> Task:
+    """A task of ``TASKS``, or that of a file of text."""
+    return TASKS[name] if name in TASKS else _text(partial(own_text, Path(name)))
+
+
+def is_text(name: str) -> bool:
+    """Whether a task is text, whose measure is bits per token and not accuracy."""
+    return name == "code" or name not in TASKS

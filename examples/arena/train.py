@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.arena import methods
-from examples.arena.tasks import TASKS
+from examples.arena import methods, tasks
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import Recaller, evaluate
-from examples.common.runs import settings_of_all
+from examples.common.runs import checksums, settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
 from sbm_pyg import AttentionConv, SBMSource, Sparsifier
@@ -52,13 +51,13 @@ class Run:
 
     @property
     def file(self) -> str:
-        return file_name(self.task, self.method.replace("/", "_"), self.start, self.density, self.seed)
+        return file_name(self.task, self.method, self.start, self.density, self.seed)
 
 
 def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
     """The model of a run, and what sets its target densities; full attention has none."""
     torch.manual_seed(run.seed)
-    task = TASKS[run.task]
+    task = tasks.find(run.task)
 
     def make() -> torch.nn.Module:
         return methods.make_attention(run.method, run.channels, run.heads, run.density)
@@ -111,7 +110,7 @@ class Clock:
 def train(run: Run, folder: Path) -> list[Row]:
     """Trains one model of a task, or goes on from its checkpoint; returns the rows of all evaluations."""
     model, sparsifier = make_model(run)
-    task = TASKS[run.task]
+    task = tasks.find(run.task)
     tests = task.examples("test")
     soft = [m.estimator for m in model.modules() if isinstance(m, AttentionConv) and isinstance(m.estimator, Concrete)]
     follows = any(isinstance(m, SBMSource) for m in model.modules())  # pairs keep their probabilities of training
@@ -143,4 +142,6 @@ def train(run: Run, folder: Path) -> list[Row]:
 def train_all(runs: list[Run], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
     settings = settings_of_all(runs, "task", runs[0].known) | methods.code_of([run.method for run in runs])
+    texts = {run.task for run in runs if run.task not in tasks.TASKS}
+    settings |= checksums(**{name: [Path(name)] for name in sorted(texts)})
     train_missing(folder, "arena", settings, runs, lambda run: train(run, folder))

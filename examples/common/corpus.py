@@ -1,4 +1,6 @@
-"""Lines of files of text; text that every machine has, the source code of Python's standard library; and tokenisers that are learned from text."""
+"""Lines of files of text; text that every machine has, the source code of Python's standard library; tokenisers that are learned from text."""
+
+from __future__ import annotations
 
 import gzip
 import random
@@ -6,7 +8,10 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages"}
 
@@ -55,6 +60,34 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def read_text(paths: Iterable[Path]) -> str:
+    """The text of all files, in lines."""
+    return "\n".join(path.read_text(errors="replace") for path in paths)
+
+
+class Texts(NamedTuple):
+    """Tokens of the training and of the test text, the bytes of each token of the vocabulary, and the tokenizer; none of bytes."""
+
+    train: Tensor  # [N] int64
+    test: Tensor
+    width: Tensor  # [num_tokens]
+    tokenizer: Any = None
+
+
+def encode(train: str, test: str, vocabulary: int) -> Texts:
+    """Two texts in byte pairs that are learned from the first, or in bytes if ``vocabulary`` is 256."""
+    import torch
+
+    if vocabulary == 256:
+        source, other = (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long() for text in (train, test))
+        return Texts(source, other, torch.ones(256))
+    tokenizer = train_tokenizer(train.splitlines(keepends=True), vocabulary)
+    # every character of a token stands for a byte
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    source, other = (torch.tensor(tokenizer.encode(text).ids) for text in (train, test))
+    return Texts(source, other, torch.tensor([float(len(word)) for word, _ in words]), tokenizer)
 
 
 def _take(paths: list[Path], size: int) -> list[Path]:

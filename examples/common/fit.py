@@ -131,4 +131,4 @@ def train_missing(
 
 def file_name(*words: Any) -> str:
     """The name of a checkpoint, without characters that shells take for their own."""
-    return "-".join(map(str, words)).translate(str.maketrans(":= ", "+_-")) + ".pt"
+    return "-".join(map(str, words)).translate(str.maketrans(":= /", "+_-_")) + ".pt"

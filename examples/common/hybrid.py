@@ -4,12 +4,13 @@ Each layer is a gated short convolution, which binds neighbours, and then attent
 2023). Every method has the convolution, and every graph the self-loops; densities are those of the pairs beyond.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, pad
+from torch.nn.functional import cross_entropy, gelu, pad
 
 from examples.common.command import read_method, require
 from examples.common.tables import Row
@@ -337,29 +338,34 @@ def beyond(graph: AttentionGraph) -> float:
 
 
 def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
-    """Accuracy; for each layer its density beyond self-loops, and how many questions have an edge to a token that answers them.
+    """Accuracy and bits per question; for each layer its density beyond self-loops, and how many questions have an edge to an answer.
 
-    Full attention has every edge. Where several tokens serve, an edge to any of them counts.
+    Full attention has every edge. Where several tokens serve, an edge to any of them counts. Questions without a source count in
+    accuracy and bits alone, and those with one have bits of their own, ``bits_recalled``.
     """
     layers = len(model.layers)
-    right, density, found = [], [], []
+    parts, density = [], []
     for part in torch.arange(len(examples.tokens)).split(batch_size):
         tokens, places, answers, sources = examples.take(part)
         logits, choices = model(tokens, places, seed=int(part[0]))
-        right.append((logits.argmax(2) == answers).double().mean())
         start = torch.arange(len(part))[:, None, None] * tokens.size(1)
-        served = sources.reshape(*places.shape, -1) + start  # [S, Q, serving tokens]
-        pairs = torch.stack([served.flatten(), (places[..., None] + start).expand_as(served).flatten()])
-        shares, hits = [1.0] * layers, [torch.ones(places.numel(), dtype=torch.bool)] * layers
+        served = sources.reshape(*places.shape, -1)  # [S, Q, serving tokens]
+        asked = (served >= 0).any(2).flatten()
+        pairs = torch.stack(torch.broadcast_tensors(served.clamp(min=0) + start, places[..., None] + start)).flatten(1)
+        shares, hits = [1.0] * layers, [asked] * layers
         for layer, choice in enumerate(choices):
             if choice is not None:
                 graph, head = choice.graph, torch.arange(choice.graph.heads)[:, None]
                 shares[layer] = beyond(graph)
                 held = graph.contains(pairs.repeat(1, graph.heads), head.expand(-1, pairs.size(1)).flatten())
-                hits[layer] = held.view(graph.heads, places.numel(), -1).any(2).any(0)
-        density.append(shares)
-        found.append([*(float(hit.double().mean()) for hit in hits), float(torch.stack(hits).any(0).double().mean())])
-    row = {"accuracy": float(torch.stack(right).mean())}
-    row |= {f"density_{layer}": value for layer, value in enumerate(torch.tensor(density).double().mean(0).tolist())}
+                hits[layer] = held.view(graph.heads, *served.shape).any(0).any(2).flatten() & asked
+        right = (logits.argmax(2) == answers).flatten()
+        bits = cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none") / math.log(2)
+        parts.append(torch.stack([right, bits, bits * asked, asked, *hits, torch.stack(hits).any(0)]).double())
+        density.append(len(part) * torch.tensor(shares, dtype=torch.float64))
+    right, bits, recalled, asked, *found = torch.cat(parts, 1).mean(1).tolist()
+    row = {"accuracy": right, "bits": bits, "bits_recalled": recalled / asked if asked else math.nan}
+    shares = (torch.stack(density).sum(0) / len(examples.tokens)).tolist()
+    row |= {f"density_{layer}": value for layer, value in enumerate(shares)}
     names = [*(f"answer_{layer}" for layer in range(layers)), "answer_any"]
-    return row | dict(zip(names, torch.tensor(found).double().mean(0).tolist(), strict=True))
+    return row | {name: value / asked if asked else math.nan for name, value in zip(names, found, strict=True)}

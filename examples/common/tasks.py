@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 POWER = 0.01  # of the law of the places of questions in MQAR
+NEAR = 16  # tokens; what stood before, but not so near, must be looked for
 
 
 class Examples(NamedTuple):
@@ -27,7 +28,9 @@ class Examples(NamedTuple):
     tokens: Tensor  # [S, L] int64
     places: Tensor  # [S, Q], of the questions
     answers: Tensor  # [S, Q], the token to be predicted there
-    sources: Tensor  # [S, Q], places of the values that tell the answers; [S, Q, R] if each of R values does
+    sources: (
+        Tensor  # [S, Q], places of the values that tell the answers, -1 for none; [S, Q, R] if each of R values does
+    )
 
     def take(self, chosen: Tensor) -> Examples:
         return Examples(*(part[chosen] for part in self))
@@ -114,6 +117,19 @@ def _inverse(outer: Tensor, inner: Tensor) -> Tensor:
     """Where each key stands in its context, given which context and which keys stand where."""
     ranks = inner.argsort(2)  # of the contexts in the order in which they stand
     return ranks.gather(1, outer.argsort(1)[..., None].expand_as(ranks))
+
+
+def recalled(tokens: Tensor) -> Tensor:
+    """Where the last token stood that ended the same pair of tokens, ``[S, L]`` of tokens ``[S, L]``, or -1.
+
+    -1 are also pairs that ended within the last ``NEAR`` tokens, where a window finds them.
+    """
+    pair = tokens[:, :-1] * 2**32 + tokens[:, 1:]
+    length = pair.size(1)
+    before = torch.ones(length, length, dtype=torch.bool).tril(-1) & (pair[:, :, None] == pair[:, None])
+    last = (before * torch.arange(1, length + 1)).amax(2)  # 0 for none
+    far = torch.where(torch.arange(1, length + 1) - last > NEAR, last, 0)
+    return torch.cat([torch.full((len(tokens), 1), -1), torch.where(far > 0, far, -1)], 1)
 
 
 ZOOLOGY_SIZES = [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
