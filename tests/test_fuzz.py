@@ -1,4 +1,4 @@
-"""The fuzz driver in short, in long with ``pytest -m long``, and that it knows every public name and can tell right from wrong."""
+"""The fuzz drivers in short, in long with ``pytest -m long``, and that they know every public name and can tell right from wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fuzz_files
 import pytest
 from fuzz import faults, judge, named, run, share
 from fuzz_cases import Case, Wrong, expect, valid
@@ -129,3 +130,78 @@ def test_the_driver_sees_crashes_hangs_and_wrong_results(
 def test_a_call_is_a_function_of_its_number() -> None:
     first, again = ({**judge(3, 11), "seconds": 0} for _ in range(2))
     assert first == again
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.slow
+def test_some_damaged_files() -> None:
+    found = [*fuzz_files.run(range(480), 0, [*fuzz_files.READERS])]
+    assert len(found) == 480
+    assert not fuzz_files.faults(found), fuzz_files.report(found)
+    for name in fuzz_files.READERS:
+        verdicts = [each["verdict"] for each in found if each["reader"] == name]
+        assert 0 < verdicts.count("refused") <= 30
+
+
+@pytest.mark.long
+def test_twenty_thousand_damaged_files(request: pytest.FixtureRequest) -> None:
+    if "long" not in request.config.option.markexpr:
+        pytest.skip("it takes many minutes: ask for it with `pytest -m long`")
+    found = [*fuzz_files.run(range(20_000), 1, [*fuzz_files.READERS])]
+    assert not fuzz_files.faults(found), fuzz_files.report(found)
+
+
+def write(folder: Path) -> None:
+    (folder / "file").write_bytes(bytes(1000))
+
+
+def error(folder: Path) -> None:
+    raise KeyError(folder)
+
+
+def unclear(folder: Path) -> None:
+    raise ValueError("truncated")
+
+
+def careless(folder: Path) -> bytes:
+    return (folder / "file").read_bytes()
+
+
+def invalid(folder: Path) -> None:
+    fuzz_files.expect(False, "label")
+
+
+def greedy(folder: Path) -> None:
+    bytearray(2**28).find(b"x")
+
+
+@pytest.mark.parametrize(
+    ("read", "verdict"),
+    [
+        (lambda folder: crash(), "crash"),
+        (lambda folder: spin(), "hang"),
+        (error, "error"),
+        (unclear, "unclear"),
+        (careless, "changed"),
+        (invalid, "wrong"),
+        (greedy, "memory"),
+        (lambda folder: None, "read"),
+    ],
+)
+def test_the_driver_of_files_sees_each_fault(read: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_files, "LIMIT", 0.5)
+    monkeypatch.setattr(fuzz_files, "MEMORY", 100)
+    ready = True
+
+    def whole(folder: Path) -> Any:
+        nonlocal ready
+        first, ready = ready, False  # the first call reads valid files
+        return careless(folder) if first else read(folder)
+
+    monkeypatch.setattr(fuzz_files, "READERS", {"only": fuzz_files.Reader(write, whole, guarded=True)})
+    found = [*fuzz_files.run([0, 1], 5, ["only"])]
+    assert len(found) == 2
+    assert verdict in [each["verdict"] for each in found]
+    assert bool(fuzz_files.faults(found)) is (verdict != "read")

@@ -93,7 +93,7 @@ def _read(folder: Path, size: int) -> Images:
         try:
             with Image.open(path) as image:
                 small = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-        except OSError as error:
+        except (OSError, SyntaxError, ValueError) as error:  # the last two of damaged chunks
             raise ValueError(f"Expected {path} to be an image (got {error}). Copy it again, or delete it.") from None
         images[number] = torch.from_numpy(np.array(small)).permute(2, 0, 1)
     labels = torch.tensor([classes.index(path.parent.name) for path in paths])

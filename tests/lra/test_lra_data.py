@@ -296,7 +296,7 @@ def test_what_is_wrong_in_a_folder_of_pathfinder_is_named(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"to have 32 x 32 grey pixels, uint8 \(got \[128, 128, 3\], uint8\)"):
         prepare(TASKS["pathfinder"], tmp_path, options=LEVEL)
     (level / "imgs/0/sample_3.png").unlink()
-    with pytest.raises(ValueError, match=r"to be a place for prepared data \(got: .*No such file.*sample_3\.png"):
+    with pytest.raises(ValueError, match=r"^Expected '.*sample_3\.png' to be an image in PNG \(got .*No such file"):
         prepare(TASKS["pathfinder"], tmp_path, options=LEVEL)
     (level / "metadata" / "1.npy").write_text("imgs/1 sample_0.png 0 2 1.0 6 2 2 0.5 1 1\n")
     with pytest.raises(ValueError, match=r"metadata/1\.npy:1' to have a label from 0 to 1 in column 4 \(got b'2'\)"):

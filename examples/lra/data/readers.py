@@ -14,6 +14,7 @@ A token is a byte or a grey value plus one; 0 is never used, so black is not pad
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -196,7 +197,7 @@ def open_pathfinder(root: Path, *, split: str, level: str) -> dict[str, Rows]:
     folder = PATHFINDER.find(root, level)
     metadata = sorted((folder / "metadata").glob("[0-9]*.npy"), key=_numbers)
     lines = itertools.chain(*(_table(path, columns=11, label=3, classes=2) for path in metadata))
-    images = [(folder / fields[0].decode() / fields[1].decode(), label) for _, fields, label in lines]
+    images = [(folder / os.fsdecode(fields[0]) / os.fsdecode(fields[1]), label) for _, fields, label in lines]
     # Folders change when an image comes, goes or is replaced; 200,000 images are too many to look at each of them every time.
     sources = [*metadata, *sorted({path.parent for path, _ in images})]
 
@@ -210,12 +211,16 @@ def open_pathfinder(root: Path, *, split: str, level: str) -> dict[str, Rows]:
 def _read_image(image: tuple[Path, int]) -> Row | None:
     """Reads one image; None if its file is empty, as one of the release is."""
     path, label = image
-    if path.stat().st_size == 0:
-        return None
     try:
+        if path.stat().st_size == 0:
+            return None
         with Image.open(path, formats=["PNG"]) as picture:
             pixels = np.asarray(picture)
-    except (OSError, SyntaxError) as error:  # the latter of damaged chunks
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+    ) as error:  # SyntaxError of damaged chunks, ValueError of an impossible name
         raise malformed(path, None, "be an image in PNG", error) from None
     if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
         raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")
