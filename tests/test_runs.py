@@ -446,13 +446,13 @@ def test_damaged_models_and_prepared_data_are_named(inputs: dict[str, str], tmp_
         reader()
 
 
-@pytest.mark.parametrize("kind", ["cut", "cut by a line", "a bit", "emptied"])
+@pytest.mark.parametrize("kind", ["cut", "cut by a line", "a bit", "emptied", "a carriage return"])
 def test_a_damaged_table_is_named(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     with runs.claim(tmp_path, "recall", {"channels": 8}):
         tables.add(path, [{"run": "full", "seed": 0, "loss": 0.123456}, {"run": "full", "seed": 1, "loss": 0.7}])
     content = path.read_bytes()
-    path.write_bytes(DAMAGES[kind](content))
+    path.write_bytes(DAMAGES[kind](content) if kind in DAMAGES else content[:20] + b"\r" + content[21:])
     message = re.escape(
         f"Expected '{path}' to be as it was written (got other bytes than settings.json says). It is damaged"
     )
@@ -460,7 +460,7 @@ def test_a_damaged_table_is_named(kind: str, tmp_path: Path) -> None:
         with pytest.raises(runs.RunError, match=message):
             act()
     (tmp_path / "settings.json").unlink()  # without it, as in docs/: what has lost its form is told
-    if kind in ("cut", "emptied"):
+    if kind in ("cut", "emptied", "a carriage return"):
         with pytest.raises(runs.RunError, match=re.escape(f"{path}' to ")):
             tables.read(path)
 

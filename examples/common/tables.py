@@ -27,7 +27,10 @@ def read(path: Path) -> Rows:
     if not path.exists():
         return []
     text = read_table(path)
-    names, *lines = csv.reader(io.StringIO(text)) if text.endswith("\n") else [[]]
+    try:
+        names, *lines = csv.reader(io.StringIO(text)) if text.endswith("\n") else [[]]
+    except csv.Error as error:
+        raise RunError(f"Expected '{path}' to be a table (got: {error}). {AGAIN}") from None
     for number, line in enumerate(lines, 2):
         if len(line) != len(names):
             raise RunError(f"Expected line {number} of '{path}' to have {len(names)} cells (got {len(line)}). {AGAIN}")
