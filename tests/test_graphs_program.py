@@ -54,9 +54,12 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, val_masks=None)
     with pytest.raises(RunError, match="got no val_masks"):
         data.load(tmp_path, "chameleon_filtered")
-    path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(RunError, match="to be an archive of numpy"):
-        data.load(tmp_path, "chameleon_filtered")
+    content = write(tmp_path).read_bytes()
+    entry = content.index(b"PK\1\2")  # of the directory: version, flags, and method of compression
+    for damaged in (content[:300], *(content[: entry + at] + b"\x63" + content[entry + at + 1 :] for at in (6, 8, 10))):
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match="to be an archive of numpy"):
+            data.load(tmp_path, "chameleon_filtered")
     write(tmp_path, node_labels=np.array([{}] * 40, dtype=object))  # would be unpickled
     with pytest.raises(RunError, match="to be an archive of numpy"):
         data.load(tmp_path, "chameleon_filtered")

@@ -67,8 +67,11 @@ IMAGE = Release(
 ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 
 
-class ArraysOnly(pickle.Unpickler):
-    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else, which could run a program, is refused."""
+class ArraysOnly(pickle._Unpickler):
+    """Reads pickles of dictionaries, lists, numbers, bytes and arrays; anything else, which could run a program, is refused.
+
+    The reader in Python, since that in C takes gigabytes where damage makes a number of its memo large.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in ALLOWED:
@@ -86,5 +89,6 @@ def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(f"{images.dtype} {list(images.shape)}, and {len(labels)} labels")
     except Exception as error:  # a damaged pickle can fail in any way
         expected = 'be a pickle of arrays and nothing else, b"data" [n, 3072] uint8 and b"labels" [n] below 10'
-        raise malformed(path, None, expected, str(error) or type(error).__name__) from None
+        got = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise malformed(path, None, expected, got) from None
     return images, labels

@@ -33,7 +33,16 @@ def load(folder: Path, name: str) -> Data:
                 words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
                 raise RunError(f"{words} Download it again.")
             found = {part: torch.from_numpy(archive[part]) for part in PARTS}
-    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        EOFError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
     shapes = [[*found[part].shape] for part in PARTS]
     nodes, edges = shapes[1], found["edges"]  # of labels, [N]

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -236,12 +237,18 @@ def test_a_pickle_that_runs_a_program_is_refused_before_it_runs(tmp_path: Path) 
         pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, 4),
         pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"fine_labels": [1]}, 4),
         pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, 4),
+        b"\x80\x02}r\xff\xff\xff\x01.",  # number 2**25 - 1 of the memo, an array of so many pointers in C
+        b"\x80\x02}\xfe.",
     ],
 )
 def test_image_refuses_other_contents(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "batch").write_bytes(content)
+    tracemalloc.start()
     with pytest.raises(ValueError, match=r"batch' to be a pickle of arrays and nothing else, .* \(got .+\)\. Copy"):
         readers.read_batch(tmp_path / "batch")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25
 
 
 # Pathfinder
