@@ -98,7 +98,8 @@ class AuxiliaryLosses:
         if not in_backward():  # a repeated call of checkpointing: the first call stored its loss
             self.count += 1
             self.calls[self.count] = call
-        reminded: Tensor = _Reminder.apply(out, call)
+        # of frozen attention, the loss gives the output a gradient, and so the call its life
+        reminded: Tensor = _Reminder.apply(out, call, None if out.requires_grad else loss)
         return reminded
 
     def _join(self, out: Tensor, loss: Tensor) -> Tensor:
@@ -155,15 +156,15 @@ class _Reminder(torch.autograd.Function):
     """Identity whose backward pass raises an error, or warns, if the auxiliary loss of the call was not taken."""
 
     @staticmethod
-    def forward(out: Tensor, call: _Call) -> Tensor:
+    def forward(out: Tensor, call: _Call, loss: Tensor | None) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, _Call], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Call, Tensor | None], output: Tensor) -> None:
         ctx.call = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.call.loss is not None and ctx.call.is_needed:
             raise RuntimeError(
                 f"Expected the loss to hold the auxiliary loss of {ctx.call.whose} (got a backward pass without it). "
@@ -177,7 +178,7 @@ class _Reminder(torch.autograd.Function):
                 UserWarning,
                 stacklevel=1,
             )
-        return grad, None
+        return grad, None, None
 
 
 def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:

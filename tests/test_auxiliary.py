@@ -188,6 +188,25 @@ def test_frozen_sources_need_no_auxiliary_loss(options: dict[str, Any]) -> None:
     assert layer.lin_query.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    "options", [{"target_density": 1.0}, {"target_density": 1.0, "estimator": "distill"}, {"estimator": "imitate"}]
+)
+def test_sources_learn_from_frozen_attention(options: dict[str, Any]) -> None:
+    layer, x = sbm(**options), draw(1, 33, 8).float()
+    gradients = []
+    for frozen in (False, True):
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not frozen or name.startswith("source."))
+        layer.zero_grad()
+        out = layer(x, seed=1)
+        loss = auxiliary_loss(layer)
+        assert loss.item() > 0
+        (loss + 0 * out.sum()).backward()
+        gradients.append([cast(Tensor, each.grad) for each in cast(Any, layer.source).parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert layer.lin_query.weight.grad is None
+
+
 def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outputs() -> None:
     layer = make("imitate over all keys")
     x = draw(1, 33, 8)
