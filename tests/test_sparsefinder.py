@@ -450,6 +450,9 @@ def test_each_step_draws_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds.clear()
     fit_projection(Projection(5, HEADS, dim=2), samples, progress=False)
     assert sorted(seeds) == list(range(15))  # five passes from seed 0, if nothing else is asked for
+    seeds.clear()
+    fit_projection(Projection(5, HEADS, dim=2), samples, epochs=1, seed=2**63 - 1, progress=False)
+    assert sorted(seeds) == [0, 1, 2**63 - 1]  # the largest seed and the first ones
 
 
 def test_samples_of_any_mode_are_fitted_to_and_get_no_gradients() -> None:

@@ -206,7 +206,7 @@ def fit_projection(
                     )
                 # samples may carry gradients of another model, or be tensors of inference mode
                 query, key = (x.detach().clone() if isinstance(x, Tensor) else x for x in sample[:2])
-                drawn = seed + (epoch * len(samples) + at)
+                drawn = (seed + epoch * len(samples) + at) % 2**63
                 x, z = projection(query, key)
                 loss = projection_loss(x, z, sample[2], margin=margin, per=per, seed=drawn)
                 optimizer.zero_grad()
