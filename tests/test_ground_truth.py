@@ -156,6 +156,12 @@ def test_layers_are_as_they_were_after_an_error() -> None:
             "Expected 'model' with sparse normalisers .got softmax in layer ''",
         ),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
+        (
+            make_layer(4, 2, 1, edge_dim=3).eval(),
+            None,
+            ValueError,
+            r"Expected 'model' without edge features \(got an 'edge_dim' in layer ''\)",
+        ),
         (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.layers.0"),
         (make_model(), "x", TypeError, "Expected 'layers' to be a collection of names"),
     ],

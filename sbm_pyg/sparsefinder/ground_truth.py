@@ -86,7 +86,8 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: A layer is in training mode, or its normalizer gives all edges a weight; or there is no such layer.
+        ValueError: A layer is in training mode or has an ``edge_dim``, or its normalizer gives all edges a weight; or
+            there is no such layer.
 
     Example:
         >>> from sbm_pyg import patterns
@@ -115,6 +116,11 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
             raise ValueError(
                 f"Expected 'model' with sparse normalisers (got softmax in layer {name!r}). It gives all edges a "
                 "weight; build the layer with normalizer='entmax15', or leave it out of 'layers'."
+            )
+        if conv.lin_edge is not None:
+            raise ValueError(
+                f"Expected 'model' without edge features (got an 'edge_dim' in layer {name!r}). Its weights do not "
+                "follow from queries and keys; leave it out of 'layers'."
             )
         if conv.training:
             raise ValueError(f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `eval()`.")
