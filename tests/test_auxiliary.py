@@ -327,6 +327,25 @@ def test_statistics_of_a_model_in_16_bits(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine / wide.abs().max(), wide / wide.abs().max(), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_16_bits_goes_on_from_its_state(dtype: torch.dtype) -> None:
+    def make() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList([sbm(target_density=0.3), AttentionConv(8, 4, 2, RoutingSource(4, 2, 3))]).to(dtype)
+
+    model, again = make(), make()
+    for seed in range(4):
+        for layer in model:
+            layer(draw(seed, 300, 8).to(dtype), seed=seed)
+    again.load_state_dict(model.state_dict())
+    for seed in (4, 5):
+        for mine, theirs in zip(model, again, strict=True):
+            x = draw(seed, 300, 8).to(dtype)
+            assert torch.equal(mine(x, seed=seed), theirs(x, seed=seed))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
 # ------------------------------------------------------------------ processes
 
 

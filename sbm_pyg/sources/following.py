@@ -53,7 +53,7 @@ class FollowingSource(torch.nn.Module):
     Statistics of calls with the same seed, which are parts of one batch, are summed. They update the state when the
     next seed arrives, so all parts of a batch use the same state. A call during a backward pass is a repetition by
     activation checkpointing: it uses the state of the first call, and its statistics do not count. The state, ``seen``
-    and ``last_seed`` are buffers; training keeps the first two in 32 bits or more, whatever the model has.
+    and ``last_seed`` are buffers; training and loading keep the first two in 32 bits or more, whatever the model has.
     """
 
     state_name: str
@@ -68,6 +68,17 @@ class FollowingSource(torch.nn.Module):
         self.register_buffer("seen", seen)
         self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64, device=seen.device))
         self._states: dict[int, Tensor] = {}  # by seed
+
+    def _widen(self) -> None:
+        """Keep state and statistics in 32 bits: 16 bits hold neither many pairs nor small steps."""
+        for name in (self.state_name, "seen"):
+            buffer = self._buffers.get(name)
+            if buffer is not None and buffer.element_size() < 4:
+                buffer.data = buffer.float()
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._widen()  # of a new model in 16 bits, before it takes those of a trained one
+        super()._load_from_state_dict(*arguments)
 
     def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
         """The state after an update with these statistics; unchanged where they are empty."""
@@ -89,9 +100,7 @@ class FollowingSource(torch.nn.Module):
                     "evaluation mode."
                 )
             return self._states[seed]
-        for buffer in (state, self.seen):
-            if buffer.element_size() < 4:  # of a model in 16 bits, which hold neither many pairs nor small steps
-                buffer.data = buffer.float()
+        self._widen()
         later = self.last_seed != seed
         state.copy_(torch.where(later, self._moved(state, self.seen), state))
         self.seen.mul_(~later)
