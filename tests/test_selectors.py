@@ -375,6 +375,8 @@ X = torch.ones(2, 5, 3)
         (lambda: lsh(Tokens(X), 4, 2, rounds=2**40), ValueError, "Expected 'rounds'"),
         (lambda: routing(Tokens(X), torch.ones(3, 2, 3)), ValueError, r"Expected 'centroids' to be \[2, K, C\] or"),
         (lambda: routing(Tokens(X), torch.ones(2, 2, 4)), ValueError, r"Expected 'centroids' to be \[H, K, C\]"),
+        (lambda: RoutingSource(CHANNELS)(Tokens(draw(1, HEADS, 5, CHANNELS))), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 6\]"),
+        (lambda: RoutingSource(CHANNELS).eval()(Tokens(draw(1, HEADS, 5, CHANNELS))), ValueError, r"Expected 'query' to be \[H, N, C\] = \[1, any, 6\]"),
         (lambda: RoutingSource(4, decay=2), ValueError, r"Expected 'decay' in \[0, 1\] \(got 2\)"),
         (lambda: RoutingSource(4, num_clusters=0), ValueError, "Expected 'num_clusters' to be at least 1"),
         (lambda: SelectorSource(cast(Any, 3)), TypeError, "Expected 'rule' to be callable"),

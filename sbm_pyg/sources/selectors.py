@@ -339,7 +339,8 @@ class RoutingSource(GraphSource, FollowingSource):
         self.last_seed.zero_()
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`GraphSource.forward`."""
+        """As :meth:`GraphSource.forward`; tokens have the heads and channels of the centroids."""
+        pairs.check_vectors(tokens.query, tokens.key, *self.centroids.shape[::2])
         centroids = self._state_for(tokens.seed)
         graph = routing(tokens, centroids, self.size)
         if self._counts:
