@@ -146,6 +146,8 @@ def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
         ([], "Expected 'data'"),
         (["--data", ".", "--density", "1"], "'density' below 1"),
         (["--data", ".", "--splits", "10"], "'splits' below 10"),
+        (["--data", ".", "--dropout", "1"], "Expected 'dropout' below 1 (got 1.0)"),
+        (["--data", ".", "--dense-part", "1"], "Expected 'dense-part' below 1 (got 1.0)"),
         (["--data", ".", "--heads", "3"], "'heads' to divide 'channels'"),
         (["--data", "nowhere"], "folder that holds chameleon_filtered.npz"),
     ],

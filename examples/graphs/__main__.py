@@ -40,7 +40,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.require(given.density < 1, "'density' below 1", given.density, "The arm `full` has all pairs.")
     command.require(max(given.splits) < 10, "'splits' below 10", max(given.splits), "There are ten.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
-    command.require(given.dropout < 1 and given.dense_part < 1, "'dropout' and 'dense-part' below 1", given.dropout)
+    command.require(given.dropout < 1, "'dropout' below 1", given.dropout)
+    command.require(given.dense_part < 1, "'dense-part' below 1", given.dense_part)
     words = "'data' to be the folder of the archives"
     command.require(given.report or given.data is not None, words, "none", "Pass its path, as in --help.")
     return given
