@@ -138,6 +138,7 @@ def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
     assert [row["test"] for row in found["sbm"].values()] == [51.0, 55.0]
     assert report.difference(found["sbm"], found["random"]).startswith("+11.00 ±")
     assert report.difference(found["random"], found["random"]) == ""
+    assert report.difference({0: {"test": 51.0}}, found["random"]) == "+10.00 (one split)"
 
 
 @pytest.mark.parametrize(

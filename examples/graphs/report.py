@@ -26,12 +26,12 @@ def chosen(rows: Rows) -> dict[str, dict[int, Row]]:
 
 
 def difference(mine: dict[int, Row], other: dict[int, Row]) -> str:
-    """Mean of the paired differences of test scores, with its 95 % interval."""
+    """Mean of the paired differences of test scores, with its 95 % interval if there are several splits."""
     both = mine.keys() & other
     if not both or mine is other:
         return ""
     mean, half = interval([mine[split]["test"] - other[split]["test"] for split in both])
-    return f"{mean:+.2f} ± {half:.2f}"
+    return f"{mean:+.2f} (one split)" if len(both) < 2 else f"{mean:+.2f} ± {half:.2f}"
 
 
 def tables(rows: Rows) -> str:
