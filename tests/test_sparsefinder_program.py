@@ -44,6 +44,14 @@ def test_texts_become_sequences_and_hidden_words(tmp_path: Path) -> None:
         model.read_texts([tmp_path / "text"], [tmp_path / "text"], 10, 9999)
 
 
+def test_a_step_in_which_no_word_is_hidden_teaches_nothing(tmp_path: Path) -> None:
+    texts = model.read_texts([make_texts(tmp_path)], [tmp_path / "text"], 30, 16)
+    run = dataclasses.replace(RUN, hidden=1e-9, weight_decay=0.0)
+    before = model.make_model(run).state_dict()
+    after = model.train(run, texts, tmp_path / "model.pt").state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_dense_attention_is_that_over_all_pairs() -> None:
     made = model.make_model(RUN).eval()
     tokens = torch.randint(2, 30, (3, 16), generator=torch.Generator().manual_seed(0))

@@ -185,7 +185,8 @@ def train(run: Run, texts: Texts, path: Path) -> TokenClassifier:
         starts = torch.randint(len(source) - run.length + 1, (run.batch_size,), generator=random)
         tokens = source[starts[:, None] + torch.arange(run.length)]
         seen, hidden = hide(tokens, run.hidden, 2**32 * (run.seed + 1) + step)
-        return cross_entropy(predict(model, seen, hidden), tokens[hidden])
+        logits = predict(model, seen, hidden)
+        return cross_entropy(logits, tokens[hidden], reduction="sum") / max(1, len(logits))  # a mean over none is NaN
 
     fit(model, None, run, path, losses, lambda: [test_model(model, texts.test[:SHOWN], run.hidden, run.batch_size)])
     return model.eval()
