@@ -486,6 +486,7 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
         (["--data", "."], "Expected 'data' with images of two classes or more"),
         (["--pictures", "cat"], "Expected 'pictures' to be a class of the images, among 0, 1"),
         (["--pictures", "3", "--methods", "full"], "Expected 'methods' with a block model"),
+        (["--pictures", "3", "--report"], "Expected 'pictures' without 'report' (got both)"),
         (["--pictures", "3"], "Expected a run of these settings in"),
         (["--report"], "Expected 'output' to hold finished runs"),
         (["--weights", "nothing"], "Expected 'weights' to be a file, or 'timm' to be installed (got 'nothing'"),

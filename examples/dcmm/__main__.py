@@ -55,6 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = command.read(arguments)
     words = "It is a share of the training images."
     command.require(0 < given.validation < 1, "'validation' in (0, 1)", given.validation, words)
+    words = "Pictures need the images and the runs that a report does not."
+    command.require(not (given.report and given.pictures is not None), "'pictures' without 'report'", "both", words)
     return given
 
 
