@@ -197,18 +197,12 @@ def fit_projection(
         for epoch in range(epochs):
             losses = []
             for at in torch.randperm(len(samples), generator=random).tolist():
-                sample = samples[at]
-                if not isinstance(sample, tuple | list) or len(sample) != 3:
-                    got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
-                    raise TypeError(
-                        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes "
-                        "the graph."
-                    )
+                *vectors, graph = _check_sample(samples[at], at, 3)
                 # samples may carry gradients of another model, or be tensors of inference mode
-                query, key = (x.detach().clone() if isinstance(x, Tensor) else x for x in sample[:2])
+                query, key = (x.detach().clone() if isinstance(x, Tensor) else x for x in vectors)
                 drawn = (seed + epoch * len(samples) + at) % 2**63
                 x, z = projection(query, key)
-                loss = projection_loss(x, z, sample[2], margin=margin, per=per, seed=drawn)
+                loss = projection_loss(x, z, graph, margin=margin, per=per, seed=drawn)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(projection.parameters(), 1.0)
@@ -247,10 +241,11 @@ def fit_centroids(
         TypeError, ValueError: An argument has the wrong type or range, or there are fewer tokens than centroids.
     """
     cluster = checks.imported("sklearn.cluster", "examples")
+    checks.kind("projection", projection, nn.Module, "a module such as Projection", "Make one.")
     num_clusters = checks.integer("num_clusters", num_clusters, 1, "It is the number of centroids of a head.")
     if block_size is not None:
         block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
-    parts = [torch.cat(_points(projection, sample, block_size), 1) for sample in samples]
+    parts = [torch.cat(_points(projection, sample, at, block_size), 1) for at, sample in enumerate(samples)]
     if not parts:
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a pair of query and key.")
     points = torch.cat(parts, 1)
@@ -265,15 +260,32 @@ def fit_centroids(
     return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
 
 
-def _points(projection: Projection, sample: tuple[Any, ...], block_size: int | None) -> list[Tensor]:
+def _check_sample(sample: Any, at: int, least: int) -> Sequence[Any]:
+    """Query, key and, if there is one, graph of a sample."""
+    if isinstance(sample, tuple | list) and least <= len(sample) <= 3:
+        return sample
+    got = f"{len(sample)} parts" if isinstance(sample, tuple | list) else type(sample).__name__
+    raise TypeError(
+        f"Expected 'samples[{at}]' to be query, key and graph (got {got}). `ground_truth_graph` makes the graph."
+    )
+
+
+def _points(projection: Projection, sample: tuple[Any, ...], at: int, block_size: int | None) -> list[Tensor]:
     """Projected queries and keys, or the means of their blocks."""
-    query, key, *rest = sample
+    query, key, *rest = _check_sample(sample, at, 2)
     points = projection(query, key)
     if block_size is None:
         return [*points]
     if not rest:
         raise ValueError("Expected 'samples' with graphs for 'block_size' (got pairs). Graphs say where sequences end.")
-    ptrs = (rest[0].query_ptr, rest[0].key_ptr)
+    (graph,) = rest
+    check_graph(graph, f"graph of samples[{at}]")
+    if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
+        raise ValueError(
+            f"Expected 'samples[{at}]' with a graph over {query.size(1)} queries and {key.size(1)} keys (got {graph}). "
+            "It is that of its tokens."
+        )
+    ptrs = (graph.query_ptr, graph.key_ptr)
     return [block_means(x, ptr, block_size)[0] for x, ptr in zip(points, ptrs, strict=True)]
 
 
