@@ -419,3 +419,15 @@ def test_equal_keys_of_a_long_causal_sequence_are_taken_in_their_order(size: int
     graph = routing(Tokens(x, is_causal=True), torch.ones(1, 1, 2), size)
     assert torch.equal(graph.degree[0], torch.arange(1, 3001).clamp(max=size))
     assert torch.equal(graph.col.long(), torch.cat([torch.arange(min(each, size)) for each in range(1, 3001)]))
+
+
+def test_sources_of_one_tensor_load_centroids_of_their_own() -> None:
+    """As the layers of a new model, before it takes the centroids of each from a file."""
+    sources = [SelectorSource(routing, centroids=draw(seed, HEADS, 3, CHANNELS)) for seed in range(2)]
+    start = torch.zeros(HEADS, 3, CHANNELS)
+    again = [SelectorSource(routing, centroids=start) for _ in sources]
+    for source, other in zip(sources, again, strict=True):
+        other.load_state_dict(source.state_dict())
+    tokens = Tokens(draw(2, HEADS, 30, CHANNELS))
+    assert all(source(tokens).graph == other(tokens).graph for source, other in zip(sources, again, strict=True))
+    assert not bool(start.any())

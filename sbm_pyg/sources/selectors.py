@@ -205,7 +205,7 @@ class SelectorSource(GraphSource):
     Args:
         rule: A function of this module, or one of your own, ``rule(tokens, **options) -> AttentionGraph``.
         window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
-        **options: Arguments of the rule, e.g. ``k=16``. Tensors become buffers.
+        **options: Arguments of the rule, e.g. ``k=16``. Copies of tensors become buffers.
 
     Raises:
         TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
@@ -221,8 +221,8 @@ class SelectorSource(GraphSource):
         super().__init__()
         self.rule = patterns.BoundRule(rule, options)
         self.tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
-        for name in self.tensors:  # buffers move with the module
-            self.register_buffer(name, self.rule.options.pop(name))
+        for name in self.tensors:  # buffers move with the module, and load into it alone
+            self.register_buffer(name, self.rule.options.pop(name).detach().clone())
         self.head_dims = {name: 0 for name in self.tensors if name == "centroids"}
         self.window = patterns.check_window(window)
 

@@ -299,7 +299,7 @@ class SparsefinderSource(GraphSource):
         rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or one like them.
         window: Each token also attends to tokens at this distance or less. None: no window.
         num_global: Number of first tokens of a sequence that attend to all tokens and that all tokens attend to.
-        **options: Options of the rule, e.g. ``threshold=1.0``. Tensors, such as centroids, become buffers.
+        **options: Options of the rule, e.g. ``threshold=1.0``. Copies of tensors, such as centroids, become buffers.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or the rule does not take an option.
