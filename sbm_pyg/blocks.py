@@ -150,9 +150,10 @@ class BlockGraph(AttentionGraph):
         count = torch.zeros(2, blocks.rowptr.numel() - 1, dtype=torch.int64, device=self.device)
         for part, which in enumerate((~diagonal, diagonal)):
             count[part].index_add_(0, row[which], key.length[col[which]])
-        slot = torch.arange(1, self.block_size + 1, device=self.device)
-        each = count[0, :, None] + torch.minimum(count[1, :, None], slot)  # [H*n, block_size]
-        return query.join(each[..., None], self.heads)[..., 0]
+        block = torch.repeat_interleave(query.length, output_size=self.num_queries)
+        place = torch.arange(1, self.num_queries + 1, device=self.device) - query.first[block]
+        others, own = count.view(2, self.heads, -1)[..., block]  # [H, N] each
+        return others + torch.minimum(own, place)
 
     @cached_property
     def rowptr(self) -> Tensor:

@@ -162,6 +162,13 @@ def test_attention_and_densities_make_no_edges_of_tokens(graph: BlockGraph) -> N
     assert "_rows" in vars(graph)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_block_may_be_far_longer_than_its_sequence(is_causal: bool) -> None:
+    ptr = torch.tensor([0, 7, 10])
+    blocks = patterns.full(2, ptr=torch.tensor([0, 1, 2]), is_causal=is_causal)
+    assert BlockGraph(blocks, 2**62, query_ptr=ptr) == patterns.full(10, ptr=ptr, is_causal=is_causal)
+
+
 def test_unions_of_blocks_are_blocks_and_of_others_tokens() -> None:
     one, two = make([7, 9], 4, seed=1, density=0.3), make([7, 9], 4, seed=2, density=0.3)
     union, mask = one.union(two)
