@@ -165,8 +165,8 @@ class HeadParallel(torch.nn.Module):
         )
         out, *rest = found if isinstance(found, tuple) else (found,)
         if self.training and not in_backward():
-            for buffer, dim in buffers:
-                self._gather(buffer, dim)
+            for buffer, own, dim in buffers:
+                self._gather(buffer, own, dim)
         out = _AllToAll.apply(out, counts, [x.size(0)] * parts, group)  # [P*n_r, h*C]
         out = out.unflatten(0, (parts, x.size(0))).transpose(0, 1).flatten(1)
         if not conv.concat:
@@ -194,18 +194,18 @@ class HeadParallel(torch.nn.Module):
             )
         return counts, seeds[0]
 
-    def _local(self) -> tuple[AttentionConv, list[tuple[Tensor, int]]]:
-        """A copy of the layer for the heads of this process, and the buffers of heads with their dimensions."""
+    def _local(self) -> tuple[AttentionConv, list[tuple[Tensor, Tensor, int]]]:
+        """A copy of the layer for the heads of this process, and the buffers of heads, their views, and dimensions."""
         memo: dict[int, torch.nn.Module] = {}
-        buffers: list[tuple[Tensor, int]] = []
+        buffers: list[tuple[Tensor, Tensor, int]] = []
         shared = {id(lin) for lin in (self.conv.lin_query, self.conv.lin_key, self.conv.lin_value)}
         local = cast(AttentionConv, self._copy(self.conv, "conv", memo, buffers, shared))
         local.concat, local.first_head = True, self.own_heads.start
         return local, buffers
 
     def _copy(
-        self, module: torch.nn.Module, name: str, memo: dict[int, torch.nn.Module], buffers: list[tuple[Tensor, int]],
-        shared: set[int],
+        self, module: torch.nn.Module, name: str, memo: dict[int, torch.nn.Module],
+        buffers: list[tuple[Tensor, Tensor, int]], shared: set[int],
     ) -> torch.nn.Module:  # fmt: skip
         """A copy of a module and its children, with views of tensors of heads; ``shared`` modules are not copied."""
         if id(module) in shared:
@@ -237,9 +237,10 @@ class HeadParallel(torch.nn.Module):
                     tensor = kind.get(each)
                     if tensor is not None and tensor.size(dim) == total:
                         _check_gathered(tensor, f"{name}.{each}")
-                        kind[each] = cast(Any, tensor.narrow(dim, mine.start, mine.stop - mine.start))
+                        own = tensor.narrow(dim, mine.start, mine.stop - mine.start)
+                        kind[each] = cast(Any, own)
                         if kind is owner._buffers and each not in owner._non_persistent_buffers_set:
-                            buffers.append((tensor, dim))
+                            buffers.append((tensor, own, dim))
         for key, tensor in local._parameters.items():
             _check_gathered(tensor, f"{name}.{key}")
         if getattr(module, "heads", None) == total and dims is not None:
@@ -261,11 +262,13 @@ class HeadParallel(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _gather(self, buffer: Tensor, dim: int) -> None:
-        """Fill a buffer with the heads of all processes."""
-        mine = buffer.narrow(dim, self.own_heads.start, self.own_heads.stop - self.own_heads.start).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.processes)]
-        distributed.all_gather(parts, mine, group=self.process_group)
+    def _gather(self, buffer: Tensor, own: Tensor, dim: int) -> None:
+        """Fill a buffer with the heads of all processes; ``own`` was a view of it, and may be in 32 bits since."""
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.processes)]
+        distributed.all_gather(parts, own, group=self.process_group)
+        if buffer.dtype != own.dtype:
+            buffer.data = buffer.to(own.dtype)
         buffer.copy_(torch.cat(parts, dim))
 
     def reset_parameters(self) -> None:
