@@ -300,7 +300,7 @@ def _digest(x: Tensor | None) -> int:
     """A number that differs between most tensors of integers; -1 for None."""
     if not isinstance(x, Tensor):
         return -1
-    return int((x.long() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) & 2**62 - 1
+    return int((x.long().flatten() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) & 2**62 - 1
 
 
 def _group(group: Any) -> Any:

@@ -304,6 +304,7 @@ def check_errors(rank: int, world: int) -> None:
     refused(r"Expected 'seed' to be the same on all processes \(got \[0, 1\]\)", lambda: layer(x, ptr=PTR, seed=rank))
     refused(r"got \[None, 1\]", lambda: layer(x, ptr=PTR, seed=rank or None))
     refused(r"Expected 'ptr' to run from 0 to 33", lambda: layer(x, ptr=PTR[:-1]))
+    refused(r"Expected 'ptr' to be \[B\+1\]", lambda: layer(x, ptr=torch.stack([PTR, PTR])))
     sync_statistics(layer)
     refused(
         "Expected 'conv.source' to sum its statistics over processes with the same heads", lambda: layer(x, ptr=PTR)
