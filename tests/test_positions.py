@@ -117,6 +117,22 @@ def test_alibi_subtracts_the_distance(heads: int, slopes: list[float], key_lengt
         torch.testing.assert_close(alibi.dense_bias(queries, keys).double(), part)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_slopes_are_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    """So a model that is loaded, whose slopes are made anew, has those of the one that was saved."""
+    alibi, wanted = ALiBi(12).to(dtype), ALiBi(12)
+    assert torch.equal(alibi.slope, wanted.slope)
+    assert torch.equal(alibi.dense_bias(300, 300), wanted.dense_bias(300, 300))
+    slopes = [2 ** -(k + 1) for k in range(8)] + [2 ** -(0.5 + k) for k in range(4)]
+    assert alibi.slope.tolist() == pytest.approx(slopes, rel=1e-14)
+
+
+def test_slopes_are_there_after_a_start_on_no_device() -> None:
+    with torch.device("meta"):
+        alibi = ALiBi(3)
+    assert torch.equal(alibi.to_empty(device="cpu").slope, ALiBi(3).slope)
+
+
 # ------------------------------------------------------------------ layers
 
 

@@ -6,7 +6,7 @@ here: position embeddings that are added to tokens (``models``), and attention.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -130,12 +130,21 @@ class ALiBi(nn.Module):
         super().__init__()
         self.heads = checks.integer("heads", heads, 1, "Each head has a slope.")
         checks.memory("heads", self.heads, 16, torch.get_default_device(), "Take fewer heads.", "slopes")
-        power = 2 ** (self.heads.bit_length() - 1)  # the next lower power of 2
-        first, others = (1 + torch.arange(power)) / power, (0.5 + torch.arange(self.heads - power)) / power
-        self.register_buffer("slope", torch.exp2(-8 * torch.cat([first, others])), persistent=False)
+        self.register_buffer("slope", self._slopes(torch.get_default_device()), persistent=False)
 
     slope: Tensor
-    """Slope of each head, ``[H]``."""
+    """Slope of each head, ``[H]``, in the widest dtype of the device, whichever the layer has."""
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        power = 2 ** (self.heads.bit_length() - 1)  # the next lower power of 2
+        count = torch.arange(self.heads, device=device, dtype=checks.widest(device))
+        return torch.exp2(-8 / power * torch.where(count < power, count + 1, count - power + 0.5))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ALiBi:
+        """Make the slopes anew, since conversions would round them and `to_empty` leaves them open."""
+        super()._apply(fn, recurse)
+        self.slope = self._slopes(self.slope.device)
+        return self
 
     def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
         """The bias of each edge, ``[E]``.
