@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .encoder import EncoderTrace, SequenceEncoder
 from .ops import checks
+from .ops.reference.segments import upcast
 from .pretrained import Pretrained
 from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
 
@@ -22,10 +23,10 @@ __all__ = ["MaskedLM", "PairClassifier", "SequenceClassifier", "TokenClassifier"
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
     """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``."""
-    lengths = ptr.diff()
+    lengths, wide = ptr.diff(), upcast(x)
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
-    total = x.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, x)
-    return total / (lengths[:, None] if length is None else length)
+    total = wide.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, wide)
+    return (total / (lengths[:, None] if length is None else length)).to(x.dtype)
 
 
 class _Head(Pretrained):

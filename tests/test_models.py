@@ -461,6 +461,19 @@ def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
     assert model.constructor_options()["pool_length"] == 12
 
 
+def test_sums_over_the_tokens_do_not_overflow_in_16_bits() -> None:
+    torch.manual_seed(0)
+    encoder = SequenceEncoder(
+        9, 8, num_layers=1, attention="window", attention_options={"size": 1}, position_encoding="none"
+    )
+    model = SequenceClassifier(encoder, 3).eval()
+    nn.init.constant_(encoder.norm.bias, 5.0)
+    tokens = torch.randint(9, (20_000,))
+    with torch.no_grad():
+        wanted, found = model(tokens), model.half()(tokens)
+    torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier])
 def test_classifiers_show_the_arguments_of_the_encoder(kind: type[nn.Module]) -> None:
     assert inspect.signature(kind.forward) == inspect.signature(SequenceEncoder.forward)
