@@ -511,6 +511,14 @@ def test_a_class_without_options_says_so(tmp_path: Path) -> None:
         Silent().save_pretrained(tmp_path / "model")
 
 
+def test_models_load_where_tensors_are_made_on_no_device(tmp_path: Path) -> None:
+    model = encoder(attention_options={"num_blocks": 2, "target_density": 0.5}).eval()
+    model.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        again = SequenceEncoder.from_pretrained(tmp_path / "model")
+    assert torch.equal(run(again), run(model))
+
+
 # ------------------------------------------------------------------------------------------------ misfits
 
 

@@ -308,7 +308,7 @@ class DensitySource(GraphSource):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._density is not None:
-            destination[f"{prefix}target_density"] = torch.tensor(self._density, dtype=torch.float64)
+            destination[f"{prefix}target_density"] = torch.tensor(self._density, dtype=torch.float64, device="cpu")
         elif getattr(self, "k", None) is not None:  # which alone says how many edges there are
             destination[f"{prefix}target_density"] = torch.empty(0, dtype=torch.float64)
 
