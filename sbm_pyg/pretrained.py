@@ -256,6 +256,8 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
+        way_out = "No file of weights holds anything else: keep it in a buffer, or save `model.state_dict()`."
+        checks.kind(name, tensor, Tensor, "a tensor", way_out)
         if is_lazy(tensor) or tensor.is_meta:
             kind = "a lazy parameter" if is_lazy(tensor) else "a meta tensor"
             way_out = "Call the model once" if is_lazy(tensor) else "Load weights"

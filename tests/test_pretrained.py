@@ -501,6 +501,17 @@ def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Counting(Doubled):
+        def get_extra_state(self) -> Any:
+            return {"steps": 3}
+
+    message = "Expected '_extra_state' to be a tensor (got dict). No file of weights holds anything else"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Counting(encoder(), 2).save_pretrained(tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_class_without_options_says_so(tmp_path: Path) -> None:
     class Silent(Pretrained):
         pass
