@@ -190,7 +190,12 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"Expected '{where}' to be a number (got nan). Construct the model with a number.")
     if isinstance(value, float) and math.isinf(value):
-        return str(value)  # JSON has no infinity; no option is the string "inf"
+        return str(value)  # JSON has no infinity
+    if isinstance(value, str) and value in ("inf", "-inf"):
+        raise ValueError(
+            f"Expected '{where}' not to be the text {value!r} (got it). It marks an infinite number: pass "
+            f"float({value!r}), or another text."
+        )
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(

@@ -512,6 +512,14 @@ def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_a_text_that_stands_for_infinity_is_refused(tmp_path: Path) -> None:
+    model = encoder(attention_options={"num_blocks": 2})
+    model._options["attention_options"] = {"norm": "inf"}
+    with pytest.raises(ValueError, match=re.escape("Expected 'SequenceEncoder.attention_options.norm' not to be the")):
+        model.save_pretrained(tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_class_without_options_says_so(tmp_path: Path) -> None:
     class Silent(Pretrained):
         pass
