@@ -157,6 +157,16 @@ def test_lightning_begins_anew_after_the_test_of_a_checkpoint(tmp_path: Path) ->
     assert module.seen[1] == (True, {1.0})  # after the validation before training
 
 
+def test_lightning_keeps_the_state_of_a_training_that_was_over(tmp_path: Path) -> None:
+    _, callback, trainer = fit(tmp_path, 20)
+    trainer.save_checkpoint(tmp_path / "over.ckpt")
+    for strategy in ("auto", LateStrategy()):
+        module, resumed, _ = fit(tmp_path, 20, tmp_path / "over.ckpt", strategy=strategy)
+        assert not module.seen
+        assert densities(module) == {0.2}
+        assert resumed.state_dict() == callback.state_dict()
+
+
 class LateStrategy(SingleDeviceStrategy):
     """Loads checkpoints after it has set up the model, as FSDP does."""
 

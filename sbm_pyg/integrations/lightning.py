@@ -63,6 +63,13 @@ class SparsifierCallback(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue from the state of a checkpoint, which some strategies load only now, and note the first step."""
         self._steps = trainer.global_step
+        self._restore()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the state of a checkpoint after which there was nothing to train."""
+        self._restore()
+
+    def _restore(self) -> None:
         if self._state:
             assert self.sparsifier is not None
             self.sparsifier.load_state_dict(self._state)
