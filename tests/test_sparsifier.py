@@ -358,6 +358,20 @@ def test_a_restored_sparsifier_continues_alike() -> None:
     assert deeper.steps == 0
 
 
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_trial_step_comes_in_whichever_order_states_are_loaded(model_first: bool) -> None:
+    conv, again = layer(), layer()
+    sparsifier, other = (Sparsifier(each, 0.2, total_steps=80, every=5) for each in (conv, again))
+    for _ in range(4):
+        sparsifier.step(1.0)
+    parts: list[Any] = [(again, conv.state_dict()), (other, sparsifier.state_dict())]
+    for part, state in parts if model_first else reversed(parts):
+        part.load_state_dict(state)
+    assert [cast(Any, each).source.target_density for each in (conv, again)] == [0.2, 0.2]
+    other.step(1.0)
+    assert cast(Any, again).source.target_density == 1
+
+
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_copies_of_a_model_with_a_sparsifier_train_alike(is_sparse: bool) -> None:
     conv, x = layer(), torch.randn(30, 8, generator=torch.Generator().manual_seed(1))

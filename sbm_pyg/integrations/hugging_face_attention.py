@@ -186,7 +186,7 @@ class GraphAttention(nn.Module):
         """Set the target density."""
         source, is_none = self.conv.source, math.isnan(float(state))  # as with a number of keys
         if isinstance(source, DensitySource) and not (is_none and source._needs_density):
-            source.target_density = None if is_none else float(state)
+            source._restore_density(None if is_none else float(state))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: PairMask, return_weights: bool

@@ -315,10 +315,16 @@ class DensitySource(GraphSource):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         density = state_dict.pop(f"{prefix}target_density", None)
         if density is not None and torch.as_tensor(density).numel() <= 1:
-            self.target_density = float(density) if torch.as_tensor(density).numel() else None
+            self._restore_density(float(density) if torch.as_tensor(density).numel() else None)
         elif density is not None:
             rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _restore_density(self, density: float | None) -> None:
+        """Set the target density of a file; that of a trial step is the Sparsifier's, and stays."""
+        trial = self.trial_density
+        self.target_density = density
+        self.trial_density = trial
 
 
 class LearnedSource(DensitySource):
