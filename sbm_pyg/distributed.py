@@ -45,10 +45,10 @@ class HeadParallel(torch.nn.Module):
     **Sources.** In a copy of the layer, tensors of all heads are replaced by views of those of this process. Which
     tensors these are is declared by their modules: ``head_dims`` is a dict from the name of a parameter or a buffer, or
     of a ``ParameterList``, to the dimension of the heads. Other tensors are shared by all heads. A module with an
-    attribute ``heads`` needs ``head_dims``, even if it is empty; in the copy, ``heads`` is H / P. A module that keeps
-    the number of heads elsewhere defines ``take_heads(count, total)``, which is called on its copy. In training,
-    persistent buffers of heads, such as running means, are gathered after each call. So each process has all of them,
-    and any one can save a checkpoint.
+    attribute ``heads``, and a score bias, need ``head_dims``, even if it is empty; in the copy, ``heads`` is H / P. A
+    module that keeps the number of heads elsewhere defines ``take_heads(count, total)``, which is called on its copy.
+    In training, persistent buffers of heads, such as running means, are gathered after each call. So each process has
+    all of them, and any one can save a checkpoint.
 
     Dropout, the noise of the estimator "concrete", and what a source draws from torch's default generator have the law,
     but not the values, of one process. Start these generators differently on each process.
@@ -60,7 +60,7 @@ class HeadParallel(torch.nn.Module):
     Raises:
         TypeError: ``conv`` is not an :class:`~sbm_pyg.AttentionConv`.
         ValueError: There is no process group, H is not a multiple of P, the layer has no source, or a module with
-            ``heads`` does not declare its tensors.
+            ``heads``, or a score bias, does not declare its tensors.
 
     Shapes:
         - tokens ``[n_r, C_in]``; output ``[n_r, H*C]``, or ``[n_r, C]`` with ``concat=False``.
@@ -98,6 +98,12 @@ class HeadParallel(torch.nn.Module):
             raise ValueError(
                 "Expected 'conv' with a source (got None). Give it one, such as `PatternSource(patterns.full)` for "
                 "dense attention."
+            )
+        bias = conv.score_bias
+        if bias is not None and not (isinstance(bias, torch.nn.Module) and hasattr(bias, "head_dims")):
+            raise ValueError(
+                f"Expected 'conv.score_bias' to be a module with `head_dims` (got {type(bias).__name__}). It is called "
+                "with the heads of a process, numbered from 0: declare its tensors of heads; see HeadParallel."
             )
         self.conv = conv
         self._local()  # raises an error if a module does not declare its tensors

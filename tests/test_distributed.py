@@ -298,6 +298,9 @@ def check_errors(rank: int, world: int) -> None:
     refused(r"Expected 'conv' with a source \(got None\)", lambda: HeadParallel(AttentionConv(8, 4, 4)))
     message = r"Expected 'conv.source' to declare its tensors of heads \(got OfMine with `heads`"
     refused(message, lambda: HeadParallel(conv(OfMine())))
+    slopes = torch.arange(HEADS)
+    message = r"Expected 'conv.score_bias' to be a module with `head_dims` \(got function\)"
+    refused(message, lambda: HeadParallel(sbm(score_bias=lambda query, key, graph: slopes[graph.edge_head])))
     layer = HeadParallel(sbm(target_density=0.4).double())
     refused(r"Expected 'x' to be \[N, C_in\]", lambda: layer(x[None], ptr=PTR))
     refused(r"Expected 'ptr' to be the same on all processes", lambda: layer(x, ptr=PTR + rank * (PTR == 9)))
