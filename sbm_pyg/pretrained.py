@@ -87,8 +87,8 @@ class Pretrained(nn.Module):
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
                 number.
             ValueError: The folder holds other files or is the current one, a density is out of range, a metric is not
-                finite, an option is NaN, weights are NaN, infinite, of less than 16 bits or not there yet (lazy or on
-                the device ``meta``), or a file cannot be written.
+                finite, an option is NaN, weights are NaN, infinite, of less than 16 bits, sharded or not there yet
+                (lazy or on the device ``meta``), or a file cannot be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -267,6 +267,12 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
             kind = "a lazy parameter" if is_lazy(tensor) else "a meta tensor"
             way_out = "Call the model once" if is_lazy(tensor) else "Load weights"
             raise ValueError(f"Expected '{name}' to hold numbers (got {kind}). {way_out} before it is saved.")
+        if hasattr(tensor, "full_tensor"):  # of FSDP2
+            raise ValueError(
+                f"Expected '{name}' to hold numbers (got a shard of them). Gather them by "
+                "`torch.distributed.checkpoint.state_dict.get_model_state_dict`, load them into a model that is not "
+                "sharded, and save that."
+            )
         _check_type(tensor, f"'{name}'")
         _check_finite(tensor, f"'{name}'", "Training diverged: save an earlier state, or use `model.state_dict()`.")
         tensor = tensor.detach().contiguous()

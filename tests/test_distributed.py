@@ -331,6 +331,9 @@ def check_errors(rank: int, world: int) -> None:
 
     fully_shard(cast(Any, again.conv.source))
     refused("Expected 'conv.source.weight' to be gathered", lambda: again(x, ptr=PTR))
+    sharded = fully_shard(classifier())
+    message = r"Expected 'encoder.token.weight' to hold numbers \(got a shard of them\). Gather them"
+    refused(message, lambda: cast(Any, sharded).save_pretrained("never"))
 
 
 def _process(rank: int, world: int, folder: str, checks: list[Callable[[int, int], None]]) -> None:
