@@ -176,6 +176,22 @@ def test_a_shared_layer_stays_shared() -> None:
     assert isinstance(layer.self_attn, SBMMultiheadAttention)
 
 
+def test_layers_that_share_weights_with_others_are_refused() -> None:
+    """Copies would be trained apart."""
+    model = nn.ModuleDict({"one": torch_layer(), "other": torch_layer(), "last": nn.Linear(16, 16)})
+    one, other, last = (cast(Any, each) for each in model.values())
+    other.in_proj_weight = one.in_proj_weight
+    with pytest.raises(ValueError, match=r"Expected 'one' to have weights of its own \(got \['in_proj_weight'\]"):
+        replace_attention(model)
+    del model["one"]
+    last.weight = other.out_proj.weight
+    with pytest.raises(ValueError, match=r"Expected 'other' to have weights of its own \(got \['out_proj.weight'\]"):
+        replace_attention(model)
+    assert model["other"] is other
+    last.weight = nn.Parameter(last.weight.detach().clone())
+    assert replace_attention(model) == ["other"]
+
+
 def test_copies_of_frozen_projections_are_frozen() -> None:
     def frozen(theirs: nn.MultiheadAttention, *names: str) -> set[str]:
         for name, parameter in theirs.named_parameters():

@@ -6,6 +6,7 @@ Not here: attention (``attention``), and its form for padded tensors (``multihea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -187,7 +188,8 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown or one that the replaced layer sets.
-        ValueError: It contains no such layer, or is one itself, or ``source`` is unknown.
+        ValueError: It contains no such layer, or is one itself, or one that shares weights with other modules, or
+            ``source`` is unknown.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -211,6 +213,19 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
             f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
             "`sbm_pyg.integrations.hugging_face.replace_attention`."
         )
+    owners = Counter(
+        id(each)
+        for module in model.modules()
+        for _, each in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    for name, layer in found.items():
+        attention = cast(nn.Module, layer.attn if isinstance(layer, GPSConv) else layer)
+        shared = [part for part, each in attention.named_parameters() if owners[id(each)] > 1]
+        if shared:
+            raise ValueError(
+                f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
+                "apart: give each place its own weights first."
+            )
     if source == "sbm" and options.get("num_blocks", 1) is not None:
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
