@@ -577,6 +577,13 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
             torch.func.vmap(choose)(many)
 
 
+def test_vmap_over_tokens_without_a_seed_is_refused_alike() -> None:
+    many, conv = torch.randn(2, 10, 6), SBMAttentionConv(6, 4, 2, num_blocks=3)
+    for randomness in ("error", "different"):
+        with pytest.raises(ValueError, match=r"Expected 'query' outside of `torch.vmap`"):
+            torch.func.vmap(conv, randomness=randomness)(many)
+
+
 def test_vmap_over_tokens() -> None:
     graph, x = patterns.window(30, 2), torch.stack([tokens(seed=seed) for seed in range(3)])
     conv: Any = layer()

@@ -21,6 +21,7 @@ from ..estimators import AttentionCall, Estimator, NoEstimator, resolve_estimato
 from ..graph import Adjacency, AttentionGraph
 from ..ops import METHODS, checks
 from ..ops.reference.random_words import GOLDEN
+from ..ops.values import require_unbatched
 from ..ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.sampling import SBMSource
@@ -301,6 +302,8 @@ class AttentionConv(EdgeAttention):
         if edge_attr is not None or self.lin_edge is not None:
             self._check_edge_attr(edge_attr, edge_index, value)
         drop = self.dropout if self.training else 0.0
+        if seed is None and edge_index is None:
+            require_unbatched(query=query, key=key)  # before torch's error about random numbers
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
         noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
         if self.first_head:
