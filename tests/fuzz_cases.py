@@ -317,6 +317,13 @@ function(
 )  # fmt: skip
 
 
+@case("ops.segment_top_k")
+def _segment_top_k(d: Draw) -> Case:
+    lengths = d.lengths()
+    arguments = {"src": d.real(sum(lengths)), "ptr": pointer(lengths), "count": d.whole(4, len(lengths))}
+    return Case(ops.segment_top_k, arguments, unchecked=("ptr",))
+
+
 # ------------------------------------------------------------------ graphs
 
 GRAPH = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")

@@ -146,6 +146,7 @@ def sources(channels: int, heads: int) -> dict[str, Any]:
     return {
         "sbm": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), window=1),
         "sbm, budget": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), budget=2.0, exploration=0.1),
+        "sbm, candidates": SBMSource(SBMHead(channels, heads, 5, initial_density=0.5), candidates=2.0),
         "sbm, fastrg": SBMSource(SBMHead(channels, heads, 5, parameterization="mixed"), method="fastrg"),
         "sbm, degrees": SBMSource(SBMHead(channels, heads, 5, degree_corrected=True)),
         "full": patterns.PatternSource(patterns.full),

@@ -45,6 +45,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "entmax_support",
         "segment_entmax",
         "segment_entmax_backward",
+        "segment_top_k",
         "sample_queries",
         "sample_systematic",
         "invalid_row",

@@ -159,6 +159,49 @@ def test_pairs_of_a_head_compete_for_its_density(is_causal: bool) -> None:
     assert not any(buffer.any() for buffer in source.buffers())
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("density", "candidates", "drawn"), [(0.1, 4.0, 0.4), (0.3, 4.0, 1.0), (None, 3.0, None)])
+def test_each_query_keeps_the_candidates_of_the_largest_scores(
+    density: float | None, candidates: float, drawn: float | None, is_causal: bool
+) -> None:
+    head, ptr = SBMHead(4, 2, 3, initial_density=0.5), torch.tensor([0, 8, 20])
+    query, key = (draw(seed, 2, 20, 4).float().round() for seed in (1, 2))  # with ties
+    tokens = Tokens(query, key, ptr, ptr, bipartite=True, is_causal=is_causal, seed=3)
+    every = SBMSource(head, target_density=drawn if drawn != 1 else 0.999999).eval()(tokens).graph
+    source = SBMSource(head, target_density=density, candidates=candidates).eval()
+    choice = source(tokens)
+    score = (query @ key.mT).flatten(0, 1)[every.edge_row, every.col.long()]
+    kept = torch.zeros(every.num_edges, dtype=torch.bool)
+    share = 1 / candidates if density is None else max(1 / candidates, density)
+    for first, last in pairwise(every.rowptr.tolist()):
+        best = sorted(range(first, last), key=lambda edge: (-float(score[edge]), edge))
+        kept[best[: math.ceil((last - first) * share - 1e-9)]] = True
+    assert torch.equal(choice.graph.col, every.select(kept).col)
+    assert torch.equal(choice.graph.rowptr, every.select(kept).rowptr)
+    assert 0 < choice.graph.num_edges < every.num_edges
+    assert choice.independent
+    windowed = SBMSource(head, target_density=density, candidates=candidates, window=1).eval()(
+        replace(tokens, bipartite=False)
+    )
+    near = patterns.window(None, 1, ptr=ptr, is_causal=is_causal)
+    assert torch.equal(windowed.graph.to_dense(0), (choice.graph | near).to_dense(0))
+
+
+def test_candidates_of_one_keep_all_that_is_drawn() -> None:
+    tokens = Tokens(draw(1, 2, 20, 4).float(), seed=3)
+    head = SBMHead(4, 2, 3)
+    graphs = [
+        source(tokens).graph
+        for source in (SBMSource(head, target_density=0.3), SBMSource(head, target_density=0.3, candidates=1))
+    ]
+    assert torch.equal(graphs[0].col, graphs[1].col)
+    assert "candidates=2.5" in repr(SBMSource(head, candidates=2.5))
+    with pytest.raises(ValueError, match=r"Expected 'candidates' in \[1, inf\) \(got 0.5\)"):
+        SBMSource(head, candidates=0.5)
+    with pytest.raises(ValueError, match=r"Expected 'candidates' to be 1 with blocks of tokens \(got 2 with block"):
+        SBMSource(head, candidates=2, block_size=4)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_source_has_the_mean_and_the_gradients_of_an_eager_one() -> None:

@@ -769,6 +769,10 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
         (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
         (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
+        (lambda: ops.segment_top_k(x[0, 0], ptr, ptr), r"Expected 'ptr' to be \[S\+1\]"),
+        (lambda: ops.segment_top_k(x[0, 0], ptr, ptr[1:].int()), r"Expected 'count' to be int64"),
+        (lambda: ops.segment_top_k(x[0, 0], ptr, -ptr[1:]), r"Expected 'count' to be 0 or more \(got -"),
+        (lambda: ops.segment_top_k(x, ptr, ptr[1:]), r"Expected 'src' to be \[E\]"),
         (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
         (lambda: best(weight=1.0), "Expected 'weight' to be a tensor"),
         (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
@@ -1111,6 +1115,7 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
+        "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
         "index_score": (small, weight, key, *rows),
         "index_score_backward": (plain[3], small.detach(), weight.detach(), plain[1], *rows),
         "edge_cross_entropy": (*plain[:2], plain[3].clone().requires_grad_(), *rows, plain[4], 0.5),
@@ -1361,6 +1366,33 @@ def test_the_best_keys_are_those_of_the_largest_scores(
     wanted = best_keys(query.double(), weights, key.double(), ptrs, count, is_causal)
     for rowptr, col in (ops.index_top_k(*given), reference_pairs.index_top_k(*given)):
         assert [part.tolist() for part in col.split(rowptr.diff().tolist())] == wanted
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.sampled_from([1, 9, 70, 700]), st.integers(1, 40))
+def test_the_largest_values_of_segments(seed: int, segments: int, most: int, distinct: int) -> None:
+    """Few distinct values have many ties."""
+    random = torch.Generator().manual_seed(seed)
+    size = torch.randint(0, most + 1, (segments,), generator=random)
+    ptr = torch.cat([size.new_zeros(1), size.cumsum(0)])
+    dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
+    src = torch.randint(-distinct, distinct + 1, (int(ptr[-1]),), generator=random).to(dtype)
+    src[torch.rand(src.numel(), generator=random) < 0.1] = (torch.nan, torch.inf, -torch.inf)[seed // 3 % 3]
+    count = torch.randint(0, 2 + most // (1 + seed % 5), (segments,), generator=random)
+    wanted = []
+    for first, last, few in zip(ptr[:-1].tolist(), ptr[1:].tolist(), count.tolist(), strict=True):
+        known = [place for place in range(first, last) if not src[place].isnan()]
+        wanted.append(sorted(sorted(known, key=lambda place: (-float(src[place]), place))[:few]))
+    for kept_ptr, kept in (ops.segment_top_k(src, ptr, count), reference_pairs.segment_top_k(src, ptr, count)):
+        assert [part.tolist() for part in kept.split(kept_ptr.diff().tolist())] == wanted
+
+
+def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:
+    src, ptr = torch.randn(60_000).round(decimals=1), torch.arange(0, 60_001, 100)
+    found = []
+    for threads in (1, 4):
+        with on_threads(threads):
+            found.append(ops.segment_top_k(src, ptr, torch.full((600,), 20)))
+    assert same(*found)
 
 
 def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:

@@ -24,7 +24,7 @@ __all__ = [
     "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention",
     "edge_cross_entropy", "edge_dot", "edge_effect", "edge_entmax", "edge_gate", "index_score", "index_top_k",
     "invalid_row", "local_expectation", "reach_dot", "sample_queries", "sample_sbm", "sample_systematic",
-    "segment_entmax",
+    "segment_entmax", "segment_top_k",
 ]  # fmt: skip
 
 METHODS = ("bernoulli", "fastrg")
@@ -755,6 +755,41 @@ def segment_entmax(
     counts = torch.bincount(index, minlength=segments)
     sorted_out = _entmax_columns(src[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), alpha)
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+
+
+def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest values of consecutive segments. The earlier value wins a tie, and NaN is never chosen.
+
+    Cost O(E), and no gradient.
+
+    Args:
+        src: Values, ``[E]`` floating point.
+        ptr: Offsets of the segments, ``[S+1]`` int64, from 0 to E.
+        count: Values of each segment, ``[S]`` int64, 0 or more. A segment with fewer values takes all of them.
+
+    Returns:
+        Offsets of the segments in what is chosen, ``[S+1]`` int64, and the numbers of the chosen values, ascending.
+
+    Raises:
+        TypeError, ValueError: Shapes or types do not fit, or a count is negative.
+
+    Example:
+        >>> segment_top_k(torch.tensor([3.0, 1.0, 2.0, 5.0]), torch.tensor([0, 3, 4]), torch.tensor([2, 1]))
+        (tensor([0, 2, 3]), tensor([0, 2, 3]))
+    """
+    checks.tensors(src=src, ptr=ptr, count=count)
+    checks.floating(src=src)
+    checks.shape("src", src, (None,), "[E]", "It holds the values of all segments.")
+    checks.shape("count", count, (None,), "[S]", "It is the number of values of each segment.")
+    checks.shape("ptr", ptr, (count.size(0) + 1,), "[S+1]", "It holds the offsets of the segments.")
+    checks.same_device("src", src, ptr=ptr, count=count)
+    for name, x in (("ptr", ptr), ("count", count)):
+        if x.dtype != torch.int64:
+            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
+    values.require_unbatched(src=src, ptr=ptr, count=count)
+    if values.can_read(count) and count.numel() and int(count.min()) < 0:
+        raise ValueError(f"Expected 'count' to be 0 or more (got {int(count.min())}). It counts values.")
+    return schemas.segment_top_k(src, ptr, count)
 
 
 def _alphas(

@@ -139,6 +139,10 @@ def _fake_top_k(query: Tensor, weight: Tensor | None, key: Tensor, *_: Any) -> t
     return rowptr, query.new_empty(num_edges, dtype=torch.int32)
 
 
+def _fake_largest(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ptr), ptr.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
 def _fake_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
     return query_ptr.new_empty(num_queries, dtype=torch.bool)
 
@@ -186,6 +190,7 @@ sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
 index_top_k = _declare("index_top_k", _fake_top_k, "pairs", ("cpu",))
+segment_top_k = _declare("segment_top_k", _fake_largest, "pairs", ("cpu",))
 index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
 index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
 edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")

@@ -170,6 +170,11 @@ class SBMSource(LearnedSource, FollowingSource):
         pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
+        candidates: Number of edges that are drawn for each one that is kept, at least 1. Of its drawn keys, each query
+            keeps those with the largest dot products, one in ``candidates``, rounded up. With a target density, so many
+            times as many edges are drawn, at most all pairs. So the block model finds keys and attention's own scores
+            choose among them. Above 1, probabilities are those of drawn edges, and estimators take their gradients from
+            the kept ones, as if no other key took the place of one that is missing. Not for blocks of tokens.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -198,6 +203,7 @@ class SBMSource(LearnedSource, FollowingSource):
         block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
+        candidates: float = 1.0,
     ) -> None:
         super().__init__()
         checks.kind("head", head, torch.nn.Module, "a module such as SBMHead", "It makes an SBM.")
@@ -213,6 +219,13 @@ class SBMSource(LearnedSource, FollowingSource):
         self.block_size = checks.integer("block_size", block_size, 1, "It is a number of tokens.")
         checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
+        checks.number("candidates", candidates, "[1, inf)", "It is a number of drawn edges for each one that is kept.")
+        if candidates > 1 and block_size > 1:
+            raise ValueError(
+                f"Expected 'candidates' to be 1 with blocks of tokens (got {candidates} with block_size={block_size}). "
+                "Scores are those of tokens: leave out one of the two."
+            )
+        self.candidates = candidates
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.self_loops, self.window = self_loops, window
@@ -261,10 +274,11 @@ class SBMSource(LearnedSource, FollowingSource):
     def choose(self, tokens: Tokens) -> Choice:
         """Scale the model to the target density, sample its graph, and note its statistics."""
         values.require_unbatched(query=tokens.query, key=tokens.key)
-        sbm, saw = self._predict(tokens), None
-        if self.target_density is not None:
-            sbm, saw = self._scale_to_target_density(sbm, self.target_density, tokens.seed)
-        choice = self._draw(sbm, tokens)
+        sbm, saw, density, drawn = self._predict(tokens), None, self.target_density, self.candidates
+        if density is not None:
+            drawn = min(drawn, 1 / density)
+            sbm, saw = self._scale_to_target_density(sbm, density * drawn, tokens.seed)
+        choice = self._draw(sbm, tokens, drawn)
         if saw is not None and self._counts:  # last, so that a failed call does not change the running mean
             self._note(saw)
         if self.block_size == 1:
@@ -272,13 +286,19 @@ class SBMSource(LearnedSource, FollowingSource):
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
         return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
-    def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
-        """Sample the graph of a scaled model, and add forced edges."""
-        sbm = sbm if self.budget is None else sbm.limit(self.budget / self.block_size)
+    def _draw(self, sbm: SBM, tokens: Tokens, drawn: float) -> Choice:
+        """Sample the graph of a scaled model, keep one in ``drawn`` edges of each query, and add forced edges."""
+        sbm = sbm if self.budget is None else sbm.limit(self.budget * drawn / self.block_size)
         exploration = self._exploration
         # probabilities exceed 1 only by a target density, or by rounding in low precision
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
         graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
+        if drawn > 1:
+            with torch.no_grad():
+                score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
+            count = (graph.rowptr.diff() / drawn - 1e-9).ceil().long()  # 1e-9: for quotients that rounding raises
+            rowptr, edge = ops.segment_top_k(score, graph.rowptr, count)
+            graph = graph._with(rowptr, graph.col[edge], graph.heads)
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
         size = size if size is None else -(-size // self.block_size)
@@ -318,6 +338,7 @@ class SBMSource(LearnedSource, FollowingSource):
         parts |= {"target_density": self.target_density, "window": self.window}
         parts |= {"block_size": self.block_size} if self.block_size > 1 else {}
         parts |= {"detach": True} if self.detach else {}
+        parts |= {"candidates": self.candidates} if self.candidates > 1 else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 

@@ -1,6 +1,6 @@
 """The best keys of each query by dot products or the scores of an indexer, on the CPU: some rows stay in cache.
 
-In and out: the tensors of ``index_top_k`` in :mod:`sbm_pyg.ops`. Not here: the reference
+In and out: the tensors of ``index_top_k`` and ``segment_top_k`` in :mod:`sbm_pyg.ops`. Not here: the reference
 (:mod:`sbm_pyg.ops.reference.pairs`).
 """
 
@@ -18,7 +18,7 @@ from .channels import to_array
 from .random_simd import above16, append64, count_bits, pick16
 from .sampling import even_ranges, pack_lanes
 from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
-from .threads import numba_kernel, run, task_count
+from .threads import numba_kernel, run, split, task_count
 
 KEYS_AT_ONCE = 64 if WIDE else 16
 """Keys whose products with four vectors are summed at once; the sums stay in registers."""
@@ -342,3 +342,40 @@ def index_top_k(
     np.cumsum(degree, out=rowptr[1:])  # fewer than wanted where scores are NaN
     ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))
     return torch.from_numpy(rowptr), torch.from_numpy(np.concatenate([*ends]))
+
+
+@numba_kernel
+def _rank_segments(first, last, src, ptr, count, degree, out):
+    """Write the places of the largest numbers of segments ``first .. last-1``, and how many there are in each.
+
+    Places count from 0 in each segment.
+    """
+    longest, used = 0, 0
+    for s in range(first, last):
+        longest = max(longest, ptr[s + 1] - ptr[s])
+    width = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    numbers, best = np.empty(width, src.dtype), np.empty(width, src.dtype)
+    where = np.empty(width + KEYS_PER_PANEL, np.int32)
+    for s in range(first, last):
+        before, size = used, ptr[s + 1] - ptr[s]
+        if count[s] > 0 and size > 0:
+            end = (size + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+            numbers[:size] = src[ptr[s] : ptr[s + 1]]
+            numbers[size:end] = np.nan
+            used = _write_best(at(numbers, 0), size, end, min(count[s], size), False, best, where, 0, out, used)
+        degree[s] = used - before
+
+
+def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    numbers = to_array(src, src.new_empty(0, dtype=torch.promote_types(src.dtype, torch.float32)))
+    before, wanted = ptr.contiguous().numpy(), count.contiguous().numpy()
+    degree, most = np.empty(wanted.size, np.int64), np.minimum(wanted, np.diff(before)).clip(0)
+    ends = np.concatenate([[0], most.cumsum()])
+    pieces = split(before, task_count(4 * numbers.size)) or [(0, 0)]
+    outs = [np.empty(ends[last] - ends[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
+    tasks = [(*piece, numbers, before, wanted, degree, out) for piece, out in zip(pieces, outs, strict=True)]
+    run(_rank_segments, tasks)
+    kept = np.concatenate([[0], degree.cumsum()])  # fewer than wanted where numbers are NaN
+    found = [out[: kept[last] - kept[first]] for (first, last), out in zip(pieces, outs, strict=True)]
+    edge = np.concatenate(found) + np.repeat(before[:-1], degree)
+    return torch.from_numpy(kept), torch.from_numpy(edge)

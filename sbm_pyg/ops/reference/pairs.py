@@ -1,7 +1,8 @@
 """All pairs of queries and keys, tile by tile, and the best keys of each query, in plain torch.
 
 In: offsets of sequences, and scores. Out: tiles of pairs; masks of the largest scores; and the tensors of
-:func:`sbm_pyg.ops.index_top_k`. Not here: graphs, and other rules that keep pairs.
+:func:`sbm_pyg.ops.index_top_k` and :func:`sbm_pyg.ops.segment_top_k`. Not here: graphs, and other rules that keep
+pairs.
 """
 
 from __future__ import annotations
@@ -126,3 +127,29 @@ def index_top_k(
 
         found.append(tile.select(scores, best, row, dtype))
     return compress(found, row.numel())
+
+
+def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    degree, known = ptr.diff(), ~src.isnan()
+    value = src.masked_fill(~known, -torch.inf)
+    least = torch.where(count > 0, -torch.inf, torch.inf).to(src.dtype)  # that a segment keeps
+    some = (count > 0) & (count < degree)
+    width = 2 * (degree - 1).clamp(min=0).to(torch.float64).log2().floor().exp2().long()  # a power of 2 that holds it
+    for size in width[some].unique().tolist():
+        for segment in (some & (width == size)).nonzero().flatten().split(max(1, CHUNK // size)):
+            place = torch.arange(size, device=src.device)
+            padded = value[(ptr[segment, None] + place).clamp(max=src.numel() - 1)]
+            padded.masked_fill_(place >= degree[segment, None], -torch.inf)
+            wanted = count[segment, None]
+            least[segment] = padded.topk(int(wanted.max())).values.gather(1, wanted - 1)[:, 0]
+    bound = least.repeat_interleave(degree, output_size=src.numel())
+    above, equal = (value > bound) & known, (value == bound) & known
+    larger, before = _before(above), _before(equal)
+    last = before[ptr[:-1]] + count - (larger[ptr[1:]] - larger[ptr[:-1]])  # of the equal ones that are kept
+    kept = above | (equal & (before[1:] <= last.repeat_interleave(degree, output_size=src.numel())))
+    return _before(kept)[ptr], kept.nonzero().flatten()
+
+
+def _before(mask: Tensor) -> Tensor:
+    """How many are True before each element and in all, ``[n + 1]``."""
+    return torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
