@@ -171,10 +171,11 @@ class SBMSource(LearnedSource, FollowingSource):
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
         candidates: Number of edges that are drawn for each one that is kept, at least 1. Of its drawn keys, each query
-            keeps those with the largest dot products, one in ``candidates``, rounded up. With a target density, so many
-            times as many edges are drawn, at most all pairs. So the block model finds keys and attention's own scores
-            choose among them. Above 1, probabilities are those of drawn edges, and estimators take their gradients from
-            the kept ones, as if no other key took the place of one that is missing. Not for blocks of tokens.
+            keeps those with the largest dot products: one in ``candidates``, rounded up. With a target density, so many
+            times as many edges are drawn, at most all pairs, and a query with few drawn keys keeps its part of the
+            density. So the block model finds keys, and attention's own scores choose among them. Above 1, probabilities
+            are those of drawn edges, and estimators take their gradients from the kept ones, as if no other key took
+            the place of one that is missing. Not for blocks of tokens.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -296,8 +297,12 @@ class SBMSource(LearnedSource, FollowingSource):
         if drawn > 1:
             with torch.no_grad():
                 score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
-            count = (graph.rowptr.diff() / drawn - 1e-9).ceil().long()  # 1e-9: for quotients that rounding raises
-            rowptr, edge = ops.segment_top_k(score, graph.rowptr, count)
+            count = graph.rowptr.diff().to(checks.widest(graph.device)) / drawn
+            if self.target_density is not None:
+                share = self.target_density * sbm._allowed_keys()
+                count = count.maximum(share.expand(graph.heads, -1).flatten())
+            kept = (count - 1e-6).ceil().long()  # 1e-6: for numbers that rounding raises
+            rowptr, edge = ops.segment_top_k(score, graph.rowptr, kept)
             graph = graph._with(rowptr, graph.col[edge], graph.heads)
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
