@@ -142,6 +142,7 @@ def _conv(d: Draw) -> Case:
     options |= {"is_causal": d.random() < 0.2, "sbm_options": None, "probes": 4.0, "exploration": d.maybe(0.1)}
     options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "method": "bernoulli", "budget": d.maybe(2.0)}
     options |= {"self_loops": d.random() < 0.3, "window": d.maybe(1), "normalizer": "softmax"}
+    options |= {"candidates": d.choice((1.0, 1.0, 2.5))}
     if d.random() < 0.2:
         options |= {"normalizer": d.choice(("entmax15", "sparsemax", "entmax"))}
         options |= {"estimator": d.choice(("mask", "none"))}
@@ -715,6 +716,7 @@ for _name, _source in SOURCES.items():
 def _sbm_source(d: Draw) -> dict[str, Any]:
     arguments = {"head": SBMHead(4, 2, 3), "method": "bernoulli", "exploration": 0.1, "budget": d.maybe(2.0)}
     arguments |= {"self_loops": False, "window": d.maybe(1), "block_size": d.randint(1, 4), "pool": "mean"}
+    arguments |= {"candidates": 3 if arguments["block_size"] == 1 else 1}
     return arguments | {"detach": d.random() < 0.5}
 
 

@@ -61,6 +61,7 @@ LAYERS: dict[str, Callable[[], AttentionConv]] = {
     "degrees and mixed memberships": partial(
         sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}, budget=4.0
     ),
+    "candidates": partial(sbm, target_density=0.2, candidates=3, is_causal=True),
     "blocks of tokens": partial(sbm, target_density=0.4, block_size=3, pool="learned"),
     "blocks of tokens, causal": partial(sbm, target_density=0.4, block_size=2, is_causal=True),
     "dense, distilled": partial(sbm, target_density=1.0, estimator="distill"),

@@ -197,6 +197,11 @@ def test_candidates_of_one_keep_all_that_is_drawn() -> None:
         for source in (SBMSource(head, target_density=0.3), SBMSource(head, target_density=0.3, candidates=1))
     ]
     assert torch.equal(graphs[0].col, graphs[1].col)
+    for density, candidates, exploration in ((0.1, 4.0, 0.16), (0.5, 4.0, 1.0), (0.1, 1.0, 0.01), (None, 4.0, 0.0)):
+        source = SBMSource(head, target_density=density, candidates=candidates)
+        assert source(tokens).exploration == pytest.approx(exploration)
+        assert SBMSource(head, target_density=density, exploration=0.3, candidates=2)(tokens).exploration == 0.3
+        assert source.eval()(tokens).exploration == 0
     assert "candidates=2.5" in repr(SBMSource(head, candidates=2.5))
     with pytest.raises(ValueError, match=r"Expected 'candidates' in \[1, inf\) \(got 0.5\)"):
         SBMSource(head, candidates=0.5)

@@ -150,8 +150,8 @@ class SBMSource(LearnedSource, FollowingSource):
     Args:
         head: Module from tokens to an SBM, such as :class:`~sbm_pyg.SBMHead`.
         method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
-        exploration: Added to every probability, in training only, in [0, 1]. None: the square of the target density, or
-            0 without one.
+        exploration: Added to every probability, in training only, in [0, 1]. None: the square of the target density
+            (times ``candidates``), or 0 without one.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         target_density: Density that the pairs of each attention head compete for, in (0, 1]. 1 is dense attention;
             below it, probabilities are divided by their mean and multiplied by the target. The mean is a running mean
@@ -275,11 +275,10 @@ class SBMSource(LearnedSource, FollowingSource):
     def choose(self, tokens: Tokens) -> Choice:
         """Scale the model to the target density, sample its graph, and note its statistics."""
         values.require_unbatched(query=tokens.query, key=tokens.key)
-        sbm, saw, density, drawn = self._predict(tokens), None, self.target_density, self.candidates
+        sbm, saw, density = self._predict(tokens), None, self.target_density
         if density is not None:
-            drawn = min(drawn, 1 / density)
-            sbm, saw = self._scale_to_target_density(sbm, density * drawn, tokens.seed)
-        choice = self._draw(sbm, tokens, drawn)
+            sbm, saw = self._scale_to_target_density(sbm, density * self._drawn, tokens.seed)
+        choice = self._draw(sbm, tokens)
         if saw is not None and self._counts:  # last, so that a failed call does not change the running mean
             self._note(saw)
         if self.block_size == 1:
@@ -287,8 +286,19 @@ class SBMSource(LearnedSource, FollowingSource):
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
         return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
-    def _draw(self, sbm: SBM, tokens: Tokens, drawn: float) -> Choice:
-        """Sample the graph of a scaled model, keep one in ``drawn`` edges of each query, and add forced edges."""
+    @property
+    def _drawn(self) -> float:
+        """How many edges are drawn for each one that is kept; no more than there are pairs."""
+        density = self.target_density
+        return self.candidates if density is None else min(self.candidates, 1 / density)
+
+    @property
+    def _exploration(self) -> float:
+        return super()._exploration * (self._drawn**2 if self.exploration is None else 1)
+
+    def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
+        """Sample the graph of a scaled model, keep the best edges of each query, and add forced edges."""
+        drawn = self._drawn
         sbm = sbm if self.budget is None else sbm.limit(self.budget * drawn / self.block_size)
         exploration = self._exploration
         # probabilities exceed 1 only by a target density, or by rounding in low precision
