@@ -394,6 +394,18 @@ def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_pa
     assert any("lin_query" in name for name in learned)
 
 
+def test_methods_of_one_seed_begin_with_the_same_weights() -> None:
+    full = train.make_model(run_of("full"))[0].state_dict()
+    for method in ("sbm", "indexer", "dash", "window"):
+        mine = train.make_model(run_of(method))[0].state_dict()
+        assert all(torch.equal(mine[name], value) for name, value in full.items())
+        assert len(mine) > len(full)
+        other = train.make_model(run_of(method, seed=1))[0].state_dict()
+        assert not torch.equal(
+            mine["layers.0.attention.lin_query.weight"], other["layers.0.attention.lin_query.weight"]
+        )
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of two examples."""

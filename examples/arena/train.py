@@ -55,16 +55,24 @@ class Run:
 
 
 def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
-    """The model of a run, and what sets its target densities; full attention has none."""
-    torch.manual_seed(run.seed)
+    """The model of a run, and what sets its target densities; full attention has none.
+
+    All but graph sources begin with the weights that full attention has with this seed, so that methods are paired.
+    """
     task = tasks.find(run.task)
 
-    def make() -> torch.nn.Module:
-        return methods.make_attention(run.method, run.channels, run.heads, run.density)
+    def make(method: str) -> Recaller:
+        torch.manual_seed(run.seed)
 
-    model = Recaller(task.num_tokens, run.channels, run.layers, make, width=task.width, slots=task.slots)
+        def attention() -> torch.nn.Module:
+            return methods.make_attention(method, run.channels, run.heads, run.density)
+
+        return Recaller(task.num_tokens, run.channels, run.layers, attention, width=task.width, slots=task.slots)
+
+    model = make(run.method)
     if run.method == "full":
         return model, None
+    model.load_state_dict(make("full").state_dict(), strict=False)
     part = DENSE_PART if run.start == "dense" else 0.0
     return model, Sparsifier(model, run.density, total_steps=run.steps, dense_part=part)
 
