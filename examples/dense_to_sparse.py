@@ -5,10 +5,11 @@
 
 A model with torch's attention is trained. Then attention keeps its largest scores alone, and nothing is trained ("at-once"); or the model
 is trained for a fifth of the steps again: as it is ("dense"), with its largest scores ("top-k"), with block models that learn from dense
-attention in the first half of these steps and are sparse in the second ("sparse"), likewise with indexers, which score all pairs and
-choose by rank ("indexer"), with block models that do not learn ("random"), or with a window of the same density ("window"). The table
-has the loss of each on test data; a file next to each checkpoint has what its layers and heads lose. Two hours on a core of a busy
-machine. The same command goes on after a kill, and skips what is in rows.csv.
+attention in the first half of these steps and are sparse in the second ("sparse"), likewise with block models that draw four times as
+many edges, of which the largest scores are kept ("candidates"), with indexers, which score all pairs and choose by rank ("indexer"), with
+block models that do not learn ("random"), or with a window of the same density ("window"). The table has the loss of each on test data; a
+file next to each checkpoint has what its layers and heads lose. Two hours on a core of a busy machine. The same command goes on after a
+kill, and skips what is in rows.csv.
 """
 
 import argparse
@@ -26,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
 from examples.common.command import Command, fields_of, program
 from examples.common.corpus import Texts, encode, read_text, stdlib_files
 
-ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "indexer", "random", "window")
+ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "candidates", "indexer", "random", "window")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -157,9 +158,11 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
     model = Model(num_tokens, run)
     if trained is not None:
         model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
-    if run.method in ("sparse", "random"):
-        estimator = "none" if run.method == "random" else None
-        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator)
+    if run.method in ("sparse", "candidates", "random"):
+        own = (
+            {"estimator": "none"} if run.method == "random" else {"candidates": 4 if run.method == "candidates" else 1}
+        )
+        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, **own)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
     elif run.method in ("at-once", "top-k"):
@@ -178,7 +181,7 @@ def train(run: Run, texts: Texts | None, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns its row."""
     num_tokens, batch, test, count = recall(run) if texts is None else language(run, texts)
     model = make_model(run, num_tokens, None if run.method == "trained" else folder / trained_run(run).file)
-    has_source = run.method in ("top-k", "sparse", "indexer", "random")
+    has_source = run.method in ("top-k", "sparse", "candidates", "indexer", "random")
     dense_part = 0.0 if run.method == "top-k" else 0.5  # sources have to learn first
     sparsifier = Sparsifier(model, run.density, run.steps, dense_part=dense_part) if has_source else None
 
