@@ -20,12 +20,13 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.common.command import Command, fields_of, program
-from examples.common.corpus import Texts, encode, read_text, stdlib_files
+from examples.common.corpus import Texts, encode, read_files, stdlib_files
 
 ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "candidates", "indexer", "random", "window")
 
@@ -159,10 +160,9 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
     if trained is not None:
         model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
     if run.method in ("sparse", "candidates", "random"):
-        own = (
-            {"estimator": "none"} if run.method == "random" else {"candidates": 4 if run.method == "candidates" else 1}
-        )
-        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, **own)
+        estimator, candidates = "none" if run.method == "random" else None, 4 if run.method == "candidates" else 1
+        options: dict[str, Any] = {"self_loops": True, "estimator": estimator, "candidates": candidates}
+        replace_attention(model, num_blocks=run.num_blocks, **options)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
     elif run.method in ("at-once", "top-k"):
@@ -236,7 +236,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     if given.model == "language":
         given.train, given.test = stdlib_files()
         known = checksums(train=given.train, test=given.test)
-        texts = encode(read_text(given.train), read_text(given.test), given.vocabulary)
+        texts = encode(read_files(given.train), read_files(given.test), given.vocabulary)
     own |= {"steps": max(1, given.steps // PART)}
     runs = []
     for seed in given.seeds:

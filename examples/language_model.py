@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: the root of the clone holds the 
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.common.command import Command, fields_of, program, require
-from examples.common.corpus import Texts, encode, read_text, stdlib_files
+from examples.common.corpus import Texts, encode, read_files, stdlib_files
 from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
 
 CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
@@ -229,7 +229,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
     for method in given.methods:
         options_of(method)  # mistakes before the first run
-    texts = encode(read_text(given.train), read_text(given.test), given.vocabulary)
+    texts = encode(read_files(given.train), read_files(given.test), given.vocabulary)
     for text, name in zip(texts[:2], ("train", "test"), strict=True):
         words = f"'{name}' of more than {given.length} tokens"
         require(len(text) > given.length, words, len(text), "Give a longer text.")

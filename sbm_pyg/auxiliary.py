@@ -98,7 +98,7 @@ class AuxiliaryLosses:
         if not in_backward():  # a repeated call of checkpointing: the first call stored its loss
             self.count += 1
             self.calls[self.count] = call
-        # of frozen attention, the loss gives the output a gradient, and so the call its life
+        # if attention is frozen, the output requires a gradient only because of the loss, and keeps the call alive
         reminded: Tensor = _Reminder.apply(out, call, None if out.requires_grad else loss)
         return reminded
 

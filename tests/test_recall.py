@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from examples import language_model
 from examples.benchmarks import steps
 from examples.common import fit, hybrid, tasks
-from examples.common.corpus import encode, read_text, stdlib_files
+from examples.common.corpus import encode, read_files, stdlib_files
 from examples.common.tasks import NEAR, recalled
 from examples.recall import __main__ as program
 from examples.recall import train
@@ -373,7 +373,7 @@ def test_recalled_tokens_complete_a_pair_that_is_far() -> None:
 def test_bytes_of_all_tokens_are_those_of_the_text(vocabulary: int, tmp_path: Path) -> None:
     text = "Ein Wörterbuch, ein Wörterbuch: ein \u2713 für \n jedes Wort.\n" * 20
     (tmp_path / "text").write_text(text)
-    read = read_text([tmp_path / "text"])
+    read = read_files([tmp_path / "text"])
     source, test, width, _ = encode(read, read, vocabulary)
     assert torch.equal(source, test)
     assert len(width) == 256 if vocabulary == 256 else 256 < len(width) <= 300

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from examples.common.command import require
-from examples.common.corpus import Texts, encode, read_lines, read_text, stdlib_files
+from examples.common.corpus import Texts, encode, read_files, read_lines, stdlib_files
 from examples.common.tasks import TASKS as RECALL
 from examples.common.tasks import Examples, Task, distinct, mqar, recalled
 
@@ -222,7 +222,7 @@ def passages(
 def source_code() -> Texts:
     """Source code of Python's standard library, in 512 byte pairs."""
     train, test = stdlib_files()
-    return encode(read_text(train), read_text(test), VOCABULARY)
+    return encode(read_files(train), read_files(test), VOCABULARY)
 
 
 @cache

@@ -62,7 +62,7 @@ def train_tokenizer(
     return tokenizer
 
 
-def read_text(paths: Iterable[Path]) -> str:
+def read_files(paths: Iterable[Path]) -> str:
     """The text of all files, in lines."""
     return "\n".join(path.read_text(errors="replace") for path in paths)
 

@@ -18,6 +18,8 @@ from examples.common.runs import RunError
 RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
 PARTS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
 SPLITS = 10
+UNREADABLE = (EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
+"""Errors of numpy and zipfile about damaged archives."""
 
 
 def load(folder: Path, name: str) -> Data:
@@ -33,16 +35,7 @@ def load(folder: Path, name: str) -> Data:
                 words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
                 raise RunError(f"{words} Download it again.")
             found = {part: torch.from_numpy(archive[part]) for part in PARTS}
-    except (
-        EOFError,
-        MemoryError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except UNREADABLE as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
     shapes = [[*found[part].shape] for part in PARTS]
     nodes, edges = shapes[1], found["edges"]  # of labels, [N]

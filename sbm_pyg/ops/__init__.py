@@ -760,7 +760,7 @@ def segment_entmax(
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """The largest values of consecutive segments. The earlier value wins a tie, and NaN is never chosen.
 
-    Cost O(E), and no gradient.
+    Cost O(E) on the CPU, two sorts on other devices, and no gradient.
 
     Args:
         src: Values, ``[E]`` floating point.

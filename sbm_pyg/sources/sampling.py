@@ -311,7 +311,7 @@ class SBMSource(LearnedSource, FollowingSource):
             if self.target_density is not None:
                 share = self.target_density * sbm._allowed_keys()
                 count = count.maximum(share.expand(graph.heads, -1).flatten())
-            kept = (count - 1e-6).ceil().long()  # 1e-6: for numbers that rounding raises
+            kept = (count - 1e-6).ceil().long()  # without 1e-6, rounding could add an edge
             rowptr, edge = ops.segment_top_k(score, graph.rowptr, kept)
             graph = graph._with(rowptr, graph.col[edge], graph.heads)
         choice = Choice(graph, sbm, exploration=exploration)

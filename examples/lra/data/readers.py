@@ -216,11 +216,7 @@ def _read_image(image: tuple[Path, int]) -> Row | None:
             return None
         with Image.open(path, formats=["PNG"]) as picture:
             pixels = np.asarray(picture)
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-    ) as error:  # SyntaxError of damaged chunks, ValueError of an impossible name
+    except (OSError, SyntaxError, ValueError) as error:  # the last two of damaged chunks and impossible names
         raise malformed(path, None, "be an image in PNG", error) from None
     if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
         raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")

@@ -130,26 +130,11 @@ def index_top_k(
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    degree, known = ptr.diff(), ~src.isnan()
-    value = src.masked_fill(~known, -torch.inf)
-    least = torch.where(count > 0, -torch.inf, torch.inf).to(src.dtype)  # that a segment keeps
-    some = (count > 0) & (count < degree)
-    width = 2 * (degree - 1).clamp(min=0).to(torch.float64).log2().floor().exp2().long()  # a power of 2 that holds it
-    for size in width[some].unique().tolist():
-        for segment in (some & (width == size)).nonzero().flatten().split(max(1, CHUNK // size)):
-            place = torch.arange(size, device=src.device)
-            padded = value[(ptr[segment, None] + place).clamp(max=src.numel() - 1)]
-            padded.masked_fill_(place >= degree[segment, None], -torch.inf)
-            wanted = count[segment, None]
-            least[segment] = padded.topk(int(wanted.max())).values.gather(1, wanted - 1)[:, 0]
-    bound = least.repeat_interleave(degree, output_size=src.numel())
-    above, equal = (value > bound) & known, (value == bound) & known
-    larger, before = _before(above), _before(equal)
-    last = before[ptr[:-1]] + count - (larger[ptr[1:]] - larger[ptr[:-1]])  # of the equal ones that are kept
-    kept = above | (equal & (before[1:] <= last.repeat_interleave(degree, output_size=src.numel())))
-    return _before(kept)[ptr], kept.nonzero().flatten()
-
-
-def _before(mask: Tensor) -> Tensor:
-    """How many are True before each element and in all, ``[n + 1]``."""
-    return torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+    known = (~src.isnan()).nonzero().flatten()
+    segment = torch.repeat_interleave(ptr.diff(), output_size=src.numel())[known]
+    order = src[known].argsort(descending=True, stable=True)
+    order = order[segment[order].argsort(stable=True)]  # by segment, then the largest first, then the earlier first
+    first = torch.searchsorted(segment, torch.arange(count.numel(), device=src.device))  # of each segment
+    rank = torch.arange(known.numel(), device=src.device) - first[segment]
+    kept = known[order[rank < count[segment]]].sort().values
+    return torch.searchsorted(kept, ptr), kept
