@@ -150,6 +150,7 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
     ("attention", "options"),
     [
         ("sbm", {"num_blocks": 4, "target_density": 0.3}),
+        ("sbm", {"num_blocks": 4, "target_density": 0.3, "candidates": 2}),
         ("sbm", {"num_blocks": 4, "block_size": 4}),
         ("full", {}),
         ("window", {"size": 3}),
@@ -194,9 +195,10 @@ def test_one_graph_for_ragged_batches_and_options(compile_whole: Callable[..., A
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # torch's own, of any autograd function it traces
-def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"candidates": 2}], ids=["sampled", "candidates"])
+def test_one_graph_for_a_whole_model(compile_whole: Callable[..., Any], options: dict[str, Any]) -> None:
     """Sampling is an op of the graph: its number of edges is not known before it runs."""
-    model = classifier()
+    model = classifier(**options)
     compiled = compile_whole(model)
     for n in (30, 40, 25):
         arguments = (words(n), torch.tensor([0, 10, 17, n]))

@@ -369,11 +369,17 @@ class LearnedSource(DensitySource):
         return super().forward(tokens.detached() if detach else tokens)
 
     @property
+    def _drawn(self) -> float:
+        """How many edges are drawn for each one that is kept."""
+        return 1.0
+
+    @property
     def _exploration(self) -> float:
         """What the current call adds to each probability; 0 in evaluation."""
         if not self.training:
             return 0.0
-        return (self.target_density or 0.0) ** 2 if self.exploration is None else self.exploration
+        density = self.target_density or 0.0
+        return (self._drawn * density) ** 2 if self.exploration is None else self.exploration
 
     def _teach(self, taught: bool) -> None:
         """Detach the source while dense attention teaches it; afterwards, restore its own option."""

@@ -292,10 +292,6 @@ class SBMSource(LearnedSource, FollowingSource):
         density = self.target_density
         return self.candidates if density is None else min(self.candidates, 1 / density)
 
-    @property
-    def _exploration(self) -> float:
-        return super()._exploration * (self._drawn**2 if self.exploration is None else 1)
-
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a scaled model, keep the best edges of each query, and add forced edges."""
         drawn = self._drawn
