@@ -39,6 +39,10 @@ LIBRARY = "sbm_pyg"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 EXTRA_PARAMETERS = 1000  # parameters, and numbers in them, that a constructor may make and replace
 RESTORE = "Restore the file as it was saved."
+WRAPPERS = {  # parts of names that no constructor makes again
+    "_orig_mod": "Save the model that `torch.compile` was given, or compile in place by `module.compile()`.",
+    "parametrizations": "Call `torch.nn.utils.parametrize.remove_parametrizations` on the module first.",
+}
 
 
 class Pretrained(nn.Module):
@@ -87,8 +91,8 @@ class Pretrained(nn.Module):
             TypeError: A constructor option is not plain data, such as an attention factory, or a metric is not a
                 number.
             ValueError: The folder holds other files or is the current one, a density is out of range, a metric is not
-                finite, an option is NaN, weights are NaN, infinite, of less than 16 bits, sharded or not there yet
-                (lazy or on the device ``meta``), or a file cannot be written.
+                finite, an option is NaN, weights are NaN, infinite, of less than 16 bits, sharded, of a parametrized or
+                compiled part, or not there yet (lazy or on the device ``meta``), or a file cannot be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -263,6 +267,12 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         way_out = "No file of weights holds anything else: keep it in a buffer, or save `model.state_dict()`."
         checks.kind(name, tensor, Tensor, "a tensor", way_out)
+        wrapped = {*name.split(".")} & WRAPPERS.keys()
+        if wrapped:
+            raise ValueError(
+                f"Expected '{name}' to have the name that the constructor gives it (got one of a wrapped module). "
+                f"{WRAPPERS[wrapped.pop()]}"
+            )
         if is_lazy(tensor) or tensor.is_meta:
             kind = "a lazy parameter" if is_lazy(tensor) else "a meta tensor"
             way_out = "Call the model once" if is_lazy(tensor) else "Load weights"

@@ -286,14 +286,22 @@ class Sparsifier:
         missing = [name for name in (*STATE, "history") if name not in state]
         if missing:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
+        what = "It is a part of `state_dict()`."
+        for name in ("_passes", "history"):
+            checks.kind(name, state[name], list | tuple, "a list", what)
         if len(state["_passes"]) != len(self._losses):
             raise ValueError(
                 f"Expected 'state' of a model with {len(self._losses)} layers that have auxiliary losses (got one with "
                 f"{len(state['_passes'])}). Make the model and its attention as they were when it was saved."
             )
-        what = "It is one of the numbers of `state_dict()`."
-        for name in ("steps", "dense_steps"):
-            checks.integer(name, state[name], 0, what)
+        for name in ("steps", "dense_steps", "_passes"):
+            for count in state[name] if name == "_passes" else [state[name]]:
+                checks.integer(name, count, 0, what)
+        wrong = [
+            each for each in state["history"] if not isinstance(each, list | tuple) or len(each) != len(Loss._fields)
+        ]
+        if wrong:
+            raise ValueError(f"Expected 'history' of {len(Loss._fields)} numbers a step (got {wrong[0]!r}). {what}")
         for name in ("_dense", "_sparse"):
             if state[name] is not None:
                 checks.number(name, state[name], "[-inf, inf]", what)

@@ -176,6 +176,19 @@ def test_a_shared_layer_stays_shared() -> None:
     assert isinstance(layer.self_attn, SBMMultiheadAttention)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("part", ["self_attn", "self_attn.out_proj"])
+def test_layers_with_hooks_are_refused(register: str, part: str) -> None:
+    """Their copies would have none."""
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    hook = getattr(layer.get_submodule(part), register)(lambda *_: None)
+    with pytest.raises(ValueError, match="Expected 'self_attn' to have no hooks"):
+        replace_attention(layer)
+    assert isinstance(layer.self_attn, nn.MultiheadAttention)
+    hook.remove()
+    assert replace_attention(layer) == ["self_attn"]
+
+
 def test_layers_that_share_weights_with_others_are_refused() -> None:
     """Copies would be trained apart."""
     model = nn.ModuleDict({"one": torch_layer(), "other": torch_layer(), "last": nn.Linear(16, 16)})

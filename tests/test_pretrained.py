@@ -501,6 +501,16 @@ def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("wrapper", [torch.compile, torch.nn.utils.parametrizations.weight_norm])
+def test_a_wrapped_part_is_refused(wrapper: Any, tmp_path: Path) -> None:
+    """Its weights have names that the constructor does not make again."""
+    model: Any = encoder()
+    model.layers[0].ffn[0] = wrapper(model.layers[0].ffn[0])
+    with pytest.raises(ValueError, match=r"Expected 'layers.0.ffn.0.* to have the name"):
+        model.save_pretrained(tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     class Counting(Doubled):
         def get_extra_state(self) -> Any:

@@ -92,9 +92,19 @@ def test_a_step_is_outside_of_the_sparse_context() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
-    [("steps", "x", TypeError), ("steps", -1, ValueError), ("dense_steps", 1.5, TypeError), ("_dense", "1", TypeError)],
+    [
+        ("steps", "x", TypeError),
+        ("steps", -1, ValueError),
+        ("dense_steps", 1.5, TypeError),
+        ("_dense", "1", TypeError),
+        ("_passes", 1, TypeError),
+        ("_passes", ["x"], TypeError),
+        ("history", "abcd", TypeError),
+        ("history", [1.0], ValueError),
+        ("history", [(1, 2.0, 3.0)], ValueError),
+    ],
 )
-def test_numbers_of_a_state_are_numbers(name: str, value: Any, error: type[Exception]) -> None:
+def test_a_damaged_state_is_refused(name: str, value: Any, error: type[Exception]) -> None:
     sparsifier = Sparsifier(layer(), 0.2, total_steps=10)
     with pytest.raises(error, match=f"Expected '{name}'"):
         sparsifier.load_state_dict(sparsifier.state_dict() | {name: value})

@@ -24,6 +24,8 @@ from .propagation import channel_pair
 
 __all__ = ["SparseGPSConv", "replace_attention"]
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module of torch
+
 
 class SparseGPSConv(GPSConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GPSConv`, whose global attention runs over sampled or given graphs.
@@ -189,7 +191,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown or one that the replaced layer sets.
         ValueError: It contains no such layer, or is one itself, or one that shares weights with other modules, or
-            ``source`` is unknown.
+            ``source`` is unknown, or a layer has forward or backward hooks.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -225,6 +227,12 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
             raise ValueError(
                 f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
                 "apart: give each place its own weights first."
+            )
+        hooks = [kind for part in {layer, *attention.modules()} for kind in HOOKS if getattr(part, kind)]
+        if hooks:
+            raise ValueError(
+                f"Expected '{name}' to have no hooks (got some in {hooks[0]}). They would be lost: register them on "
+                "the new layer."
             )
     if source == "sbm" and options.get("num_blocks", 1) is not None:
         options.setdefault("target_density", 1.0)
