@@ -58,8 +58,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
         given.train, given.test = stdlib_files()
     command.require_files(train=given.train or [], test=given.test or [])
-    right = 0 < min(given.densities) <= max(given.densities) <= 1
-    command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
+    right = 0 < min(given.densities) <= max(given.densities) < 1
+    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     if given.save:
         command.attempt(check_model_folder, "save", given.save)

@@ -59,8 +59,8 @@ class HeadParallel(torch.nn.Module):
 
     Raises:
         TypeError: ``conv`` is not an :class:`~sbm_pyg.AttentionConv`.
-        ValueError: There is no process group, H is not a multiple of P, the layer has no source, or a module with
-            ``heads``, or a score bias, does not declare its tensors.
+        ValueError: There is no process group, H is not a multiple of P, the layer has no source or takes edge features,
+            or a module with ``heads``, or a score bias, does not declare its tensors.
 
     Shapes:
         - tokens ``[n_r, C_in]``; output ``[n_r, H*C]``, or ``[n_r, C]`` with ``concat=False``.
@@ -98,6 +98,11 @@ class HeadParallel(torch.nn.Module):
             raise ValueError(
                 "Expected 'conv' with a source (got None). Give it one, such as `PatternSource(patterns.full)` for "
                 "dense attention."
+            )
+        if conv.lin_edge is not None:
+            raise ValueError(
+                "Expected 'conv' without 'edge_dim' (got one). Processes share tokens, and edge features belong to a "
+                "given graph: attend to it on one process."
             )
         bias = conv.score_bias
         if bias is not None and not (isinstance(bias, torch.nn.Module) and hasattr(bias, "head_dims")):

@@ -297,6 +297,7 @@ def check_errors(rank: int, world: int) -> None:
         lambda: HeadParallel(SBMAttentionConv(8, 4, 3, num_blocks=2)),
     )
     refused(r"Expected 'conv' with a source \(got None\)", lambda: HeadParallel(AttentionConv(8, 4, 4)))
+    refused(r"Expected 'conv' without 'edge_dim' \(got one\)", lambda: HeadParallel(sbm(edge_dim=3)))
     message = r"Expected 'conv.source' to declare its tensors of heads \(got OfMine with `heads`"
     refused(message, lambda: HeadParallel(conv(OfMine())))
     slopes = torch.arange(HEADS)

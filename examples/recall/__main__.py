@@ -35,8 +35,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("output", Path("runs/recall"), "of rows.csv, checkpoints and figures")
     command.add_argument("--report", action="store_true", help="train nothing")
     given = command.read(arguments)
-    right = 0 < min(given.densities) <= max(given.densities) <= 1
-    command.require(right, "'densities' in (0, 1]", given.densities, "They are shares of the pairs.")
+    right = 0 < min(given.densities) <= max(given.densities) < 1
+    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
     command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     return given
