@@ -4,7 +4,7 @@
     python examples/language_model.py --train train.txt --test test.txt --methods full sbm:estimator=local --densities 0.1
 
 Texts are yours, or the source code of Python's standard library. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing
-and sbm; all share the tokens, the steps, and layers of a gated short convolution and then attention, as in examples/recall. With
+and sbm; all share tokens, steps, initial weights, and layers of a gated short convolution and then attention, as in examples/recall. With
 --window, sbm and random attend to the last tokens and to others; both count in the density. sbm:estimator=none does not learn its graphs.
 top-k:control=sparsifier is dense first, as sbm is; other rules likewise.
 --corpus has other usual values: 1,500 steps of 8 sequences of 512 tokens, 128 channels, a density of 7.5 %, and a window of 6.
@@ -17,6 +17,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -75,7 +76,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import DENSE, RULES, Recaller, beyond, beyond_window, make_recaller, options_of, run_name
+from examples.common.hybrid import (
+    DENSE,
+    RULES,
+    Recaller,
+    beyond,
+    beyond_window,
+    control_of,
+    make_recaller,
+    options_of,
+    paired,
+    run_name,
+)
 from examples.common.tables import Row, by, deviation, finished, markdown
 from examples.common.tasks import recalled
 from sbm_pyg import Pretrained, Sparsifier
@@ -106,13 +118,14 @@ class Run:
 
 
 def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
-    """The model, and what makes it sparse."""
-    model, options = make_recaller(run, num_tokens, run.window)
-    if options is None:
+    """The paired model, and what makes it sparse."""
+    model = paired(run, partial(make_recaller, num_tokens=num_tokens, window=run.window))
+    control = control_of(run.method)
+    if control == "none":
         return model, None
     rule = run.method.partition(":")[0] in RULES  # their density has no window in it
     final = run.density if rule else beyond_window(run.density, run.window, run.length)
-    return model, make_sparsifier(model, final, options["control"], run.steps)
+    return model, make_sparsifier(model, final, control, run.steps)
 
 
 class LanguageModel(Pretrained):
@@ -126,7 +139,7 @@ class LanguageModel(Pretrained):
     def __init__(self, num_tokens: int, **run: Any) -> None:
         super().__init__()
         self.num_tokens, self.run = num_tokens, Run(**run)
-        self.model, _ = make_recaller(self.run, num_tokens, self.run.window)
+        self.model = make_recaller(self.run, num_tokens, self.run.window)
 
     def constructor_options(self) -> dict[str, Any]:
         """The arguments of the constructor."""

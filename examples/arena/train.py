@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.arena import methods, tasks
 from examples.common.fit import file_name, fit, train_missing
-from examples.common.hybrid import Recaller, evaluate
+from examples.common.hybrid import Recaller, evaluate, paired
 from examples.common.runs import checksums, settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
@@ -55,24 +56,17 @@ class Run:
 
 
 def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
-    """The model of a run, and what sets its target densities; full attention has none.
-
-    All but graph sources begin with the weights that full attention has with this seed, so that methods are paired.
-    """
+    """The paired model of a run, and what sets its target densities; full attention has none."""
     task = tasks.find(run.task)
 
-    def make(method: str) -> Recaller:
+    def make(run: Run) -> Recaller:
         torch.manual_seed(run.seed)
-
-        def attention() -> torch.nn.Module:
-            return methods.make_attention(method, run.channels, run.heads, run.density)
-
+        attention = partial(methods.make_attention, run.method, run.channels, run.heads, run.density)
         return Recaller(task.num_tokens, run.channels, run.layers, attention, width=task.width, slots=task.slots)
 
-    model = make(run.method)
+    model = paired(run, make)
     if run.method == "full":
         return model, None
-    model.load_state_dict(make("full").state_dict(), strict=False)
     part = DENSE_PART if run.start == "dense" else 0.0
     return model, Sparsifier(model, run.density, total_steps=run.steps, dense_part=part)
 

@@ -4,6 +4,7 @@ Each layer is a gated short convolution, which binds neighbours, and then attent
 2023). Every method has the convolution, and every graph the self-loops; densities are those of the pairs beyond.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -317,19 +318,31 @@ class Recaller(nn.Module):
         return self.head(self.norm(x)).unflatten(0, (batch, -1)), choices
 
 
-def make_recaller(run: Any, num_tokens: int, window: int = 0, width: int = 3) -> tuple[Recaller, dict[str, Any] | None]:
-    """The model of a run, and the options of its method if its sources have target densities, else None.
-
-    ``window`` is that of the block models and indexers, ``width`` that of the convolution.
-    """
+def make_recaller(run: Any, num_tokens: int, window: int = 0, width: int = 3) -> Recaller:
+    """The model of a run. ``window`` is that of the block models and indexers, ``width`` that of the convolution."""
     torch.manual_seed(run.seed)
     kind, options = options_of(run.method)
 
     def make() -> nn.Module:
         return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
 
-    model = Recaller(num_tokens, run.channels, run.layers, make, width=width)
-    return model, options if options and options["control"] != "none" else None
+    return Recaller(num_tokens, run.channels, run.layers, make, width=width)
+
+
+def paired(run: Any, make: Callable[[Any], Recaller]) -> Recaller:
+    """The model of a run. All but its graph sources begin with the weights that full attention has with this seed.
+
+    So methods of one seed differ by what they choose, and not by how they begin, which moves results as much.
+    """
+    model = make(run)
+    if run.method != "full":
+        model.load_state_dict(make(dataclasses.replace(run, method="full")).state_dict(), strict=False)
+    return model
+
+
+def control_of(method: str) -> str:
+    """What sets the target densities of a method during training: one of ``CONTROLS``."""
+    return str(options_of(method)[1].get("control", "none"))
 
 
 def beyond(graph: AttentionGraph) -> float:

@@ -1,6 +1,7 @@
 """Trains models of recall, one for each task, method, density and seed; ``rows.csv`` gets a row for each size of the test at each evaluation."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.command import require
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import Recaller, evaluate, make_recaller, run_name
+from examples.common.hybrid import Recaller, control_of, evaluate, make_recaller, paired, run_name
 from examples.common.runs import settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import TASKS, Examples
@@ -48,10 +49,10 @@ class Run:
 
 
 def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
-    """A model, and what makes it sparse."""
+    """A paired model, and what makes it sparse."""
     task = TASKS[run.task]
-    model, options = make_recaller(run, task.num_tokens, width=task.width)
-    return model, make_sparsifier(model, run.density, options["control"] if options else "none", run.steps)
+    model = paired(run, partial(make_recaller, num_tokens=task.num_tokens, width=task.width))
+    return model, make_sparsifier(model, run.density, control_of(run.method), run.steps)
 
 
 class Batches:
