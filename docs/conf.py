@@ -40,7 +40,7 @@ html_theme = "furo"
 html_title = f"sbm_pyg {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_domain_indices = False
 pygments_style, pygments_dark_style = "friendly", "native"
 
 

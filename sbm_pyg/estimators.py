@@ -99,9 +99,9 @@ class Estimator:
     """
 
     exploration: float | None = 0.01
-    """Default exploration of the source in training. None: the source's own default."""
+    """Default exploration of the source in training. None stands for the source's own default."""
     gate_form = "score"
-    """How :func:`sbm_pyg.ops.edge_attention` applies the gate: to the ``"score"`` or to the ``"weight"``."""
+    """What :func:`sbm_pyg.ops.edge_attention` applies the gate to, the ``"score"`` or the ``"weight"``."""
     softmax_only = False
     """True if the estimator is derived for softmax only."""
     methods: tuple[str, ...] = (*ops.METHODS, "top_k")

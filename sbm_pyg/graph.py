@@ -71,7 +71,7 @@ class AttentionGraph(CompressedRows):
 
     @property
     def block_size(self) -> int:
-        """Tokens per block: 1, except for a :class:`~sbm_pyg.BlockGraph`."""
+        """Tokens per block; 1, except for a :class:`~sbm_pyg.BlockGraph`."""
         return 1
 
     @property

@@ -161,7 +161,7 @@ class Tokens:
 
     @property
     def first_head(self) -> int:
-        """Number of head 0 in random words: 0, unless the heads of a layer are divided among processes."""
+        """Number of head 0 in random words; 0, unless the heads of a layer are divided among processes."""
         return 0 if self.sequence_ids is None else int(self.sequence_ids[0] >> 32)
 
     @property

@@ -140,7 +140,7 @@ class CompressedRows:
 
     @property
     def edge_index(self) -> Tensor:
-        """Edges in PyG's form, ``[2, E]`` int64: row 0 the keys (sources), row 1 the queries (targets)."""
+        """Edges in PyG's form, ``[2, E]`` int64. Row 0 holds the keys (sources), row 1 the queries (targets)."""
         return torch.stack([self.col.long(), self.edge_row % self.num_queries])
 
     @property

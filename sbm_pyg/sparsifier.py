@@ -215,7 +215,7 @@ class Sparsifier:
 
     @property
     def next_density(self) -> float:
-        """Target density of the next step: 1 while attention is dense."""
+        """Target density of the next step; 1 while attention is dense."""
         return self.density if self.is_sparse or self._is_trial else 1.0
 
     def set_density(self, density: float | None = None) -> None:

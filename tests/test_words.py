@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ SEARCHED = sorted(
     for path in ROOT.glob(pattern)
     if "_build" not in path.parts
 )
+DOCUMENTED = sorted(path for path in (ROOT / "sbm_pyg").glob("**/*.py") if "ops" not in path.parts)
 WORDS = re.compile(rf"(?<![\w-])(?:{'|'.join(RETIRED)})(?![\w-])", re.IGNORECASE)
 
 
@@ -54,6 +57,22 @@ def test_the_search_finds_retired_words() -> None:
     assert retired("a\nedges foretold by whoever chose a grain of 4") == ["2: foretold", "2: whoever", "2: grain"]
     assert not retired("golden retrievers ingrained in a besides-the-point whole")
     assert len(SEARCHED) > 100
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_attribute_has_a_colon_where_sphinx_reads_a_type(path: Path) -> None:
+    """Napoleon takes what stands before a colon in the first line of an attribute or property as its type."""
+    lines: dict[str, str] = {}
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    for cls in classes:
+        for node, after in pairwise([*cls.body, ast.Pass()]):
+            if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(x) for x in node.decorator_list):
+                lines[f"{cls.name}.{node.name}"] = ast.get_docstring(node) or ""
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                lines[f"{cls.name}.{ast.unparse(node)}"] = str(ast.literal_eval(after.value))
+    lines = {name: text.partition("\n")[0] for name, text in lines.items()}
+    wrong = {name: line for name, line in lines.items() if ":" in re.sub(r"(:\w+)?(:\w+:)?`[^`]*`", "", line)}
+    assert not {name: line for name, line in wrong.items() if not re.search(r"(^|\.)_", name)}
 
 
 def test_the_glossary_names_what_there_is() -> None:

@@ -482,7 +482,7 @@ class Lemma1:
 
     @property
     def log10_cycles(self) -> Array:
-        """Decimal logarithm of the expected number of Hamiltonian cycles, ``[P]``: the quantity of the lemma."""
+        """Decimal logarithm of the expected number of Hamiltonian cycles, ``[P]``, the quantity of the lemma."""
         return log10_cycles(self.n, self.probabilities)
 
     @property

@@ -53,7 +53,7 @@ class Head(NamedTuple):
     kept: float
     """Part of the dense attention weights that lie on edges."""
     possible: float
-    """The same for the best graph with as many edges in each row: that of the largest weights."""
+    """The same for the best graph with as many edges in each row, that of the largest weights."""
     error: float
     """Norm of the difference between sparse and dense output, divided by the norm of the dense one."""
 

@@ -81,9 +81,9 @@ class SBMMultiheadAttention(nn.Module):
     """
 
     in_proj_bias = None
-    """Always None: :class:`torch.nn.TransformerEncoderLayer` then does not replace the layer by a fused kernel."""
+    """Always None, so that :class:`torch.nn.TransformerEncoderLayer` does not replace the layer by a fused kernel."""
     _qkv_same_embed_dim = False
-    """Always False: :class:`torch.nn.TransformerEncoder` then does not convert its inputs to nested tensors."""
+    """Always False, so that :class:`torch.nn.TransformerEncoder` does not convert its inputs to nested tensors."""
 
     def __init__(
         self,

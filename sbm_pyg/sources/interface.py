@@ -237,10 +237,10 @@ class GraphSource(torch.nn.Module, ABC):
     """
 
     reads_vectors = True
-    """False if the graph depends on offsets and seed only: then :class:`~sbm_pyg.SourceGraph` needs no features."""
+    """False if the graph depends on offsets and seed only; :class:`~sbm_pyg.SourceGraph` then needs no features."""
     method: str = "bernoulli"
-    """How edges are drawn, which decides the estimators that fit: ``"bernoulli"``, ``"fastrg"`` or, by rank,
-    ``"top_k"``."""
+    """How edges are drawn, ``"bernoulli"``, ``"fastrg"`` or, by rank, ``"top_k"``. It decides the estimators that
+    fit."""
 
     def __call__(self, tokens: Tokens) -> Choice:
         """Call :meth:`forward`, and check what it returns.

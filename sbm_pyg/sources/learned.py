@@ -352,7 +352,7 @@ class LearnedSource(DensitySource):
     """
 
     exploration: float | None = None
-    """Added to each probability in training. None: the square of the target density, or 0 without one."""
+    """Added to each probability in training. None is the square of the target density, or 0 without one."""
     detach = False
     """Stop gradients from the probabilities to queries and keys."""
     block_size = 1

@@ -509,7 +509,7 @@ class PatternSource(GraphSource):
     reads_vectors = False
     _GIVEN = ("ptr", "seed", "sequence_ids", "is_causal")
     for_all_heads = False
-    """True in a copy for some heads of a layer, if one graph is for all heads: it then draws the words of head 0."""
+    """True in a copy for some heads of a layer, if one graph is for all heads. It then draws the words of head 0."""
 
     def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
