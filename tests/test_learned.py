@@ -177,7 +177,7 @@ def test_each_query_keeps_the_candidates_of_the_largest_scores(
         best = sorted(range(first, last), key=lambda edge: (-float(score[edge]), edge))
         place, size = (row % 20, 8) if row % 20 < 8 else (row % 20 - 8, 12)
         least = (density or 0) * (place + 1 if is_causal else size)
-        kept[best[: math.ceil(max((last - first) * share, least) - 1e-6)]] = True
+        kept[best[: max(1, round(max((last - first) * share, least)))]] = True
     assert torch.equal(choice.graph.col, every.select(kept).col)
     assert torch.equal(choice.graph.rowptr, every.select(kept).rowptr)
     assert 0 < choice.graph.num_edges < every.num_edges

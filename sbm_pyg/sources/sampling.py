@@ -171,8 +171,8 @@ class SBMSource(LearnedSource, FollowingSource):
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
         candidates: Number of edges that are drawn for each one that is kept, at least 1. Of its drawn keys, each query
-            keeps those with the largest dot products: one in ``candidates``, rounded up. With a target density, so many
-            times as many edges are drawn, at most all pairs, and a query with few drawn keys keeps its part of the
+            keeps those with the largest dot products, one in ``candidates`` and at least one. With a target density, so
+            many times as many edges are drawn, at most all pairs, and a query with few drawn keys keeps its part of the
             density. So the block model finds keys, and attention's own scores choose among them. Above 1, probabilities
             are those of drawn edges, and estimators take their gradients from the kept ones, as if no other key took
             the place of one that is missing. Not for blocks of tokens.
@@ -307,8 +307,7 @@ class SBMSource(LearnedSource, FollowingSource):
             if self.target_density is not None:
                 share = self.target_density * sbm._allowed_keys()
                 count = count.maximum(share.expand(graph.heads, -1).flatten())
-            kept = (count - 1e-6).ceil().long()  # without 1e-6, rounding could add an edge
-            rowptr, edge = ops.segment_top_k(score, graph.rowptr, kept)
+            rowptr, edge = ops.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
             graph = graph._with(rowptr, graph.col[edge], graph.heads)
         choice = Choice(graph, sbm, exploration=exploration)
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
