@@ -162,6 +162,15 @@ def test_planted_paths_are_found(degree: float, record_property: Any) -> None:
         print(f"N = 2048, mean degree {degree}: {answer.seconds:.3f} s")
 
 
+@pytest.mark.parametrize(("kind", "axis"), [("sources", 0), ("sinks", 1)])
+def test_a_certificate_names_two_of_many_tokens_without_edges(kind: str, axis: int) -> None:
+    mask = torch.ones(1, 6, 6, dtype=torch.bool)
+    mask.select(axis + 1, 1)[:], mask.select(axis + 1, 3)[:], mask.select(axis + 1, 4)[:] = False, False, False
+    certificate = hamiltonian_path(AttentionGraph.from_dense(mask)).certificate
+    assert certificate is not None
+    assert (certificate.kind, certificate.tokens) == (kind, (1, 3))
+
+
 def test_a_disconnected_graph_is_absent_with_a_certificate() -> None:
     halves = [random_graph(1, 1024, 1024, 12 / 1024, seed) | patterns.window(1024, 1) for seed in (0, 1)]
     graph = AttentionGraph.from_edge_index(AttentionGraph.concatenate(halves).edge_index, 2048, 2048)
