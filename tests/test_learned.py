@@ -657,6 +657,15 @@ def test_rows_are_sampled_within_each_sequence() -> None:
     assert sample_sequences(tokens, 1.0) is tokens
 
 
+def test_rows_of_blocks_attend_to_all_keys_of_their_sequence() -> None:
+    ptrs = torch.tensor([0, 3, 7]), torch.tensor([0, 8, 12])
+    tokens = Tokens(draw(1, 2, 7, 2), draw(2, 2, 12, 2), *ptrs, bipartite=True, seed=0)
+    graph = sample_rows(tokens, math.inf, block_size=2)
+    assert graph.block_size == 2
+    assert [graph.to_dense(sequence).shape for sequence in (0, 1)] == [(2, 3, 8), (2, 4, 4)]
+    assert all(bool(graph.to_dense(sequence).all()) for sequence in (0, 1))
+
+
 def test_sampled_rows_have_the_keys_of_their_sequence() -> None:
     """Also if sequences have other numbers of keys than of queries."""
     ptr, key_ptr = torch.tensor([0, 2, 7]), torch.tensor([0, 6, 9])
