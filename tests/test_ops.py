@@ -700,6 +700,13 @@ def test_other_sizes_that_kernels_trust() -> None:
         block_expectation(chance=ONES)
 
 
+@pytest.mark.parametrize(("rowptr", "col"), [(ROWS.int(), COL), (ROWS, COL.double()), (ROWS, COL.short())])
+def test_offsets_and_keys_of_a_graph_are_integers(rowptr: Tensor, col: Tensor) -> None:
+    message = rf"Expected 'rowptr' to be int64 and 'col' int32 or int64 \(got {rowptr.dtype} and {col.dtype}\)"
+    with pytest.raises(TypeError, match=message):
+        ops.invalid_row(rowptr, col, PTR, PTR, 2)
+
+
 def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
     given = arguments()
     x, rowptr, col = given["query"], given["rowptr"], given["col"]
