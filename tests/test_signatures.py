@@ -45,7 +45,8 @@ def interface() -> Iterator[str]:
             yield f"{name}.{public}{arguments(thing)}"
             for method, member in vars(thing).items() if inspect.isclass(thing) else ():
                 call = getattr(member, "__func__", member)  # of a class method
-                if inspect.isfunction(call) and not method.startswith("_"):
+                written = inspect.isfunction(call) and call.__module__ == thing.__module__  # PyG adds others to layers
+                if written and not method.startswith("_"):
                     yield f"{name}.{public}.{method}{arguments(call)}"
     yield from (f"source {name!r}: {sizes}" for name, sizes in named.SIZES.items())
 
