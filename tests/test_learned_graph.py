@@ -492,6 +492,14 @@ def test_candidates_are_drawn_independently_with_their_probabilities() -> None:
     assert bool(((frequency - eta).abs() < 5 * (eta * (1 - eta) / absent.sum(0)).sqrt()).all())
 
 
+def test_one_candidate_has_its_probability_as_density() -> None:
+    learned, x, ptr = LearnedGraph(PairSource(6).double()), draw(1, 6, 8), torch.tensor([0, 4, 6])
+    among = AttentionGraph.from_edge_index(torch.tensor([[0, 1, 5], [2, 3, 4]]), 6, 6, query_ptr=ptr)
+    _, _, choice = learned(x, candidates=among, ptr=ptr, seed=0, return_choice=True)
+    p = choice.probability.on(among)
+    torch.testing.assert_close(choice.probability.expected_density()[:, 0], torch.stack([p[:2].mean(), p[2]]))
+
+
 @pytest.mark.parametrize("kind", ["block model", "indexer", "own"])
 def test_a_target_density_is_one_of_the_candidates(kind: str) -> None:
     torch.manual_seed(0)

@@ -207,6 +207,12 @@ def test_density_bars_are_means_and_deviations_over_inputs() -> None:
     assert segments[1][:, 1] == pytest.approx([0, 5 + deviation[1]])  # cut: no share is negative
     heads = [line.get_ydata() for line in axes.lines if line.get_marker() == "D"]
     assert heads[0] == pytest.approx([15.0, 35.0])
+    assert axes.get_ylim()[0] == 0
+
+
+def test_a_mask_without_edges_has_the_colours_of_0_to_1() -> None:
+    figure = plots.plot_mask(patterns.full(6).select(torch.zeros(36, dtype=torch.bool)))
+    assert figure.axes[0].images[0].get_clim() == (0, 1)
 
 
 def test_pixels_show_how_many_attend_to_them(trace: EncoderTrace) -> None:
