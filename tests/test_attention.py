@@ -732,8 +732,12 @@ def test_edge_features_with_other_options(options: dict[str, Any]) -> None:
     edge_attr.requires_grad_()
     if conv.is_causal:  # the same as without the edges from later keys
         kept = edge_index[0] <= edge_index[1]
-        less = conv(x, edge_index[:, kept], edge_attr=edge_attr[kept])
-        torch.testing.assert_close(conv(x, edge_index, edge_attr=edge_attr), less, rtol=1e-10, atol=1e-12)
+        head = torch.arange(edge_index.size(1)) % 2
+        for heads in (None, head):
+            given = {"edge_attr": edge_attr, "edge_head": heads}
+            fewer = {"edge_attr": edge_attr[kept], "edge_head": None if heads is None else heads[kept]}
+            less = conv(x, edge_index[:, kept], **fewer)
+            torch.testing.assert_close(conv(x, edge_index, **given), less, rtol=1e-10, atol=1e-12)
 
     def call(fuse: bool) -> Tensor:
         conv.fuse = fuse
