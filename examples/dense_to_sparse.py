@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -161,8 +160,7 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
         model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
     if run.method in ("sparse", "candidates", "random"):
         estimator, candidates = "none" if run.method == "random" else None, 4 if run.method == "candidates" else 1
-        options: dict[str, Any] = {"self_loops": True, "estimator": estimator, "candidates": candidates}
-        replace_attention(model, num_blocks=run.num_blocks, **options)
+        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator, candidates=candidates)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
     elif run.method in ("at-once", "top-k"):

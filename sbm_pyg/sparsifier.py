@@ -294,14 +294,13 @@ class Sparsifier:
                 f"Expected 'state' of a model with {len(self._losses)} layers that have auxiliary losses (got one with "
                 f"{len(state['_passes'])}). Make the model and its attention as they were when it was saved."
             )
-        for name in ("steps", "dense_steps", "_passes"):
-            for count in state[name] if name == "_passes" else [state[name]]:
-                checks.integer(name, count, 0, what)
-        wrong = [
-            each for each in state["history"] if not isinstance(each, list | tuple) or len(each) != len(Loss._fields)
-        ]
-        if wrong:
-            raise ValueError(f"Expected 'history' of {len(Loss._fields)} numbers a step (got {wrong[0]!r}). {what}")
+        for name in ("steps", "dense_steps"):
+            checks.integer(name, state[name], 0, what)
+        for count in state["_passes"]:
+            checks.integer("_passes", count, 0, what)
+        for each in state["history"]:
+            if not isinstance(each, list | tuple) or len(each) != len(Loss._fields):
+                raise ValueError(f"Expected 'history' of {len(Loss._fields)} numbers a step (got {each!r}). {what}")
         for name in ("_dense", "_sparse"):
             if state[name] is not None:
                 checks.number(name, state[name], "[-inf, inf]", what)

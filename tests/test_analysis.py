@@ -164,8 +164,7 @@ def test_planted_paths_are_found(degree: float, record_property: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "axis"), [("sources", 0), ("sinks", 1)])
 def test_a_certificate_names_two_of_many_tokens_without_edges(kind: str, axis: int) -> None:
-    mask = torch.ones(1, 6, 6, dtype=torch.bool)
-    mask.select(axis + 1, 1)[:], mask.select(axis + 1, 3)[:], mask.select(axis + 1, 4)[:] = False, False, False
+    mask = torch.ones(1, 6, 6, dtype=torch.bool).index_fill(axis + 1, torch.tensor([1, 3, 4]), False)
     certificate = hamiltonian_path(AttentionGraph.from_dense(mask)).certificate
     assert certificate is not None
     assert (certificate.kind, certificate.tokens) == (kind, (1, 3))

@@ -228,7 +228,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
                 f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
                 "apart: give each place its own weights first."
             )
-        hooks = [kind for part in {layer, *attention.modules()} for kind in HOOKS if getattr(part, kind)]
+        hooks = [kind for part in (layer, *attention.modules()) for kind in HOOKS if getattr(part, kind)]
         if hooks:
             raise ValueError(
                 f"Expected '{name}' to have no hooks (got some in {hooks[0]}). They would be lost: register them on "
