@@ -76,7 +76,7 @@ class AuxiliaryLosses:
         self.scaled = scaled
         """Whether the weight follows a GradScaler."""
         self.passes = 0
-        """Calls that had a loss, since it was set to 0."""
+        """Backward passes of calls that had a loss, since it was set to 0; in compiled code, the calls."""
 
     def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[float | None, bool]]:
         return AuxiliaryLosses, (self.weight, self.scaled)
@@ -109,9 +109,10 @@ class AuxiliaryLosses:
                 "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
                 "`Sparsifier(model, density, total_steps, scaler=scaler)`."
             )
-        if not in_backward():
+        counted = None if torch.compiler.is_compiling() else self  # a traced backward pass does not count
+        if counted is None and not in_backward():
             self.passes += 1
-        joined: Tensor = _Join.apply(out, loss, self.weight)
+        joined: Tensor = _Join.apply(out, loss, self.weight, counted)
         return joined
 
     def take(self) -> list[Tensor]:
@@ -124,19 +125,22 @@ class AuxiliaryLosses:
 
 
 class _Join(torch.autograd.Function):
-    """Identity of an output whose backward pass is also that of a loss, times a weight."""
+    """Identity of an output whose backward pass is also that of a loss, times a weight, and is counted."""
 
     @staticmethod
-    def forward(out: Tensor, loss: Tensor, weight: float) -> Tensor:
+    def forward(out: Tensor, loss: Tensor, weight: float, counted: AuxiliaryLosses | None) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        ctx.weight, ctx.loss = inputs[2], inputs[1].new_empty(())
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, Any], output: Tensor) -> None:
+        _, loss, ctx.weight, ctx.counted = inputs
+        ctx.loss = loss.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.full_like(ctx.loss, ctx.weight), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.counted is not None:
+            ctx.counted.passes += 1
+        return grad, torch.full_like(ctx.loss, ctx.weight), None, None
 
 
 class _Call:

@@ -266,6 +266,8 @@ class AttentionGraph(CompressedRows):
         if None in sizes:
             raise ValueError("Expected 'data' to have nodes (got no number of nodes). Set `x` or `num_nodes`.")
         head = store.get(head_name)
+        for name, value in (("edge_index", edges), (head_name, head)):
+            checks.kind(name, value, Tensor | SparseTensor | None, "a tensor", "Convert it with `torch.as_tensor`.")
         if heads is None:
             heads = 1 if head is None or head.numel() == 0 else max(int(head.max()), 0) + 1
         key_ptr, query_ptr = (stored_ptr(nodes, device=edges.device) for nodes in (source, target))
@@ -296,10 +298,11 @@ class AttentionGraph(CompressedRows):
         checks.kind("graph", graph, nx.Graph, "a networkx graph", "Build one with `nx.DiGraph(edges)`.")
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
-        if split and not {*side.values()} <= {0, 1}:
+        strange = [value for value in side.values() if value not in (0, 1)]
+        if split and strange:
             raise ValueError(
                 "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 "
-                f"(got {_first_three({*side.values()})}). Keys have 0, queries 1."
+                f"(got {_first_three(strange)}). Keys have 0, queries 1."
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
@@ -320,7 +323,7 @@ class AttentionGraph(CompressedRows):
                 f"Expected each edge of 'graph' to run from a key to a query (got {_first_three(wrong)}). "
                 "Reverse such edges with `graph.reverse()`."
             )
-        odd = [head for *_, head in edges if not isinstance(head, Integral)]
+        odd = [head for *_, head in edges if not isinstance(head, Integral) or abs(head) >= 2**31]
         if odd:
             raise ValueError(
                 "Expected the attribute 'head' of each edge of 'graph' to be an int "
@@ -649,6 +652,10 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     what = "a tensor [2, E], a sparse adjacency or an AttentionGraph"
     way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
     checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
+    if isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        raise TypeError(
+            f"Expected 'edge_index' to store single entries (got {adjacency.layout}). Convert it with `to_sparse_csr`."
+        )
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.dim() - adjacency.dense_dim() != 2:
             raise ValueError(

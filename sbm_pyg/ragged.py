@@ -320,9 +320,9 @@ def resolve_sides(
         TypeError, ValueError: As :func:`resolve_ptr`; or queries and keys have different numbers of sequences.
     """
     for name, value in (("ptr", ptr), ("batch", batch)):
-        if isinstance(value, tuple) and len(value) != 2:
+        if isinstance(value, tuple | list) and len(value) != 2:
             raise ValueError(f"Expected '{name}' to be a tensor or a pair, keys and queries (got {len(value)}).")
-    pairs = [value if isinstance(value, tuple) else (value, value) for value in (ptr, batch)]
+    pairs = [value if isinstance(value, tuple | list) else (value, value) for value in (ptr, batch)]
     query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], name=names[0], device=device)
     if all(one is two for one, two in pairs) and num_keys == num_queries:
         return query_ptr, query_ptr

@@ -26,6 +26,7 @@ from sbm_pyg import (
     AttentionGraph,
     DCMMBias,
     Entmax,
+    FullAttention,
     GraphSource,
     Rotary,
     SBMAttentionConv,
@@ -264,6 +265,20 @@ def test_an_activation_in_place_may_follow(estimator: str, heads: int) -> None:
     expected = torch.autograd.grad(torch.relu(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
     found = torch.autograd.grad(torch.relu_(conv(x, seed=1)).sum(), [*conv.parameters()], allow_unused=True)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("make", [SBMAttentionConv, partial(SBMAttentionConv, target_density=1.0), FullAttention])
+def test_an_activation_in_place_may_follow_where_the_output_is_a_view(make: Any, heads: int, length: int) -> None:
+    """That of dense attention over sequences of one length, and that of one token."""
+    torch.manual_seed(0)
+    layer = make(16, 8, heads).double()
+    x, ptr = tokens(length).requires_grad_(), torch.tensor([0, length])
+    layer.requires_grad_(False)  # so that no auxiliary loss makes the output another tensor
+    (wanted,) = torch.autograd.grad(torch.relu(layer(x, ptr=ptr, seed=1)).sum(), x)
+    (found,) = torch.autograd.grad(layer(x, ptr=ptr, seed=1).relu_().sum(), x)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("x", [None, [1.0], (None, torch.ones(3, 16))])

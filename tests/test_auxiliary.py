@@ -16,7 +16,7 @@ import torch
 from problems import draw
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sbm_pyg import (
     AttentionConv,
@@ -137,6 +137,29 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
         same(step(again, PARTS, seed, wrap=partial(checkpoint, use_reentrant=False)), wanted)
     for one, other in zip(again.buffers(), layer.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kept", ["addmm", "baddbmm", "bmm", "mm"])
+@pytest.mark.parametrize("parameterization", ["mixed", "overlapping"])
+def test_checkpointing_may_keep_products(parameterization: str, kept: str) -> None:
+    """Nothing writes into them, so the second call finds them as they were."""
+    torch.manual_seed(0)
+    conv = SBMAttentionConv(8, 4, 2, num_blocks=3, sbm_options={"parameterization": parameterization})
+    x, run = draw(1, 30, 8).float().requires_grad_(), partial(conv, seed=3)
+    how = partial(create_selective_checkpoint_contexts, [getattr(torch.ops.aten, kept).default])
+    found = torch.autograd.grad(
+        checkpoint(run, x, use_reentrant=False, context_fn=how).sum(), [x, *conv.source.parameters()]
+    )
+    torch.testing.assert_close(found, torch.autograd.grad(run(x).sum(), [x, *conv.source.parameters()]), rtol=0, atol=0)
+
+
+def test_a_repeated_call_with_another_seed_is_refused() -> None:
+    """Checkpointing that does not preserve the state of the generator draws another one."""
+    torch.manual_seed(0)
+    conv, x = SBMAttentionConv(8, 4, 2, num_blocks=3, target_density=0.3), draw(1, 30, 8).float().requires_grad_()
+    out = checkpoint(conv, x, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(RuntimeError, match="leave `preserve_rng_state` True, or pass a seed"):
+        out.sum().backward()
 
 
 def test_centroids_move_once_though_calls_are_made_again() -> None:

@@ -769,6 +769,17 @@ def test_a_sparse_adjacency_is_a_matrix(shape: tuple[int, ...]) -> None:
             AttentionGraph.from_edge_index(adjacency)
 
 
+@pytest.mark.parametrize("layout", ["bsr", "bsc"])
+@pytest.mark.filterwarnings("ignore:Sparse BS[RC] tensor support is in beta:UserWarning")
+def test_a_sparse_adjacency_of_blocks_is_refused(layout: str) -> None:
+    adjacency = getattr(torch.eye(4), f"to_sparse_{layout}")((2, 2))
+    message = (
+        f"Expected 'edge_index' to store single entries (got torch.sparse_{layout}). Convert it with `to_sparse_csr`"
+    )
+    with pytest.raises(TypeError, match=says(message)):
+        AttentionGraph.from_edge_index(adjacency)
+
+
 def test_a_sparse_adjacency_of_other_tokens_is_refused() -> None:
     adjacency = torch.eye(4, 5).to_sparse()
     assert AttentionGraph.over(adjacency, 4, 5).num_edges == 4
@@ -1065,6 +1076,13 @@ def test_from_data_reads_batches_and_transposed_adjacencies() -> None:
         (Data(num_nodes=3), None, ValueError, "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t')"),
         (Data(num_nodes=3), ("a", "to", "b"), ValueError, "Expected no 'edge_type' with Data"),
         (HeteroData(), None, ValueError, "Expected 'edge_type' to be one of [] (got None)"),
+        (Data(num_nodes=3, edge_index="a"), None, TypeError, "Expected 'edge_index' to be a tensor (got str)"),
+        (
+            Data(num_nodes=3, edge_index=torch.tensor([[0], [0]]), edge_type=[1]),
+            None,
+            TypeError,
+            "Expected 'edge_type' to be a tensor (got list)",
+        ),
     ],
 )
 def test_from_data_errors(data: Any, edge_type: Any, error: type[Exception], message: str) -> None:
@@ -1106,6 +1124,12 @@ def test_from_networkx_of_other_graphs() -> None:
     assert graph.num_edges == davis.number_of_edges()
 
 
+def _bipartite(*sides: Any) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from((node, {"bipartite": side}) for node, side in enumerate(sides))
+    return graph
+
+
 @pytest.mark.parametrize(
     ("graph", "error", "message"),
     [
@@ -1114,6 +1138,9 @@ def test_from_networkx_of_other_graphs() -> None:
         (nx.complete_bipartite_graph(2, 2).to_directed(), ValueError,
          "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
         (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 'a')"),
+        (nx.DiGraph([(0, 1, {"head": 10**30})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 1000"),
+        (_bipartite([1], 0), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got [1])"),
+        (_bipartite(0, None), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got None)"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
 )  # fmt: skip

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GPSConv
+from torch_geometric.nn.aggr import SetTransformerAggregation
 
 from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, replace_attention, unpad
 from sbm_pyg.sources import patterns
@@ -187,6 +189,76 @@ def test_layers_with_hooks_are_refused(register: str, part: str) -> None:
     assert isinstance(layer.self_attn, nn.MultiheadAttention)
     hook.remove()
     assert replace_attention(layer) == ["self_attn"]
+
+
+class Scaled(nn.MultiheadAttention):
+    def forward(self, query: Tensor, *rest: Any, **options: Any) -> Any:
+        return super().forward(2 * query, *rest, **options)
+
+
+class Renamed(nn.MultiheadAttention):
+    pass
+
+
+class OwnGPS(GPSConv):
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(x, *rest, **options)
+
+
+@pytest.mark.parametrize("layer", [Scaled(16, 2), OwnGPS(16, None, 2)])
+def test_layers_that_compute_something_else_are_refused(layer: nn.Module) -> None:
+    model, kind = nn.Sequential(layer), type(layer).__name__
+    with pytest.raises(
+        ValueError, match=rf"Expected '0' to call the forward method of \w+ \(got a {kind} with its own"
+    ):
+        replace_attention(model)
+    assert model[0] is layer
+    assert replace_attention(nn.Sequential(Renamed(16, 2))) == ["0"]
+
+
+@pytest.mark.parametrize("part", ["self_attn", "self_attn.out_proj"])
+def test_parametrized_layers_are_refused(part: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    name = "weight" if "out" in part else "in_proj_weight"
+    nn.utils.parametrizations.weight_norm(layer.get_submodule(part), name)
+    with pytest.raises(ValueError, match="Expected 'self_attn' to have no parametrizations"):
+        replace_attention(layer)
+    nn.utils.parametrize.remove_parametrizations(layer.get_submodule(part), name)
+    assert replace_attention(layer) == ["self_attn"]
+
+
+class Wrapper(nn.Module):
+    """As an adapter that adds to a projection."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.inner(x))
+
+
+def test_projections_may_be_wrapped() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
+    replace_attention(encoder, num_blocks=4)
+    x, attention = draw(2, 5, 16).float(), cast(Any, encoder.layers[0].self_attn)
+    with torch.no_grad():
+        wanted = encoder(x)
+        attention.conv.lin_query = Wrapper(attention.conv.lin_query)
+        assert torch.equal(encoder(x), wanted)
+
+
+def test_what_users_of_the_layer_of_torch_set_and_call() -> None:
+    """PyG's aggregations call ``_reset_parameters``."""
+    model = SetTransformerAggregation(16, 2, 2, 2, heads=2)
+    names = replace_attention(model, num_blocks=4)
+    before = [each.clone() for each in model.get_submodule(names[0]).parameters()]
+    model.reset_parameters()
+    changed = [not torch.equal(*pair) for pair in zip(before, model.get_submodule(names[0]).parameters(), strict=True)]
+    assert any(changed)
+    layer = SBMMultiheadAttention(16, 2, dropout=0.5, num_blocks=4)
+    layer.dropout = 0.25
+    assert layer.conv.dropout == layer.dropout == 0.25
 
 
 def test_layers_that_share_weights_with_others_are_refused() -> None:

@@ -150,6 +150,19 @@ def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_orthogonal_clusters_begin_in_any_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        clusters = SBMHead(8, heads=2, num_blocks=5, cluster_init="orthogonal").clusters.detach()
+    finally:
+        torch.set_default_dtype(before)
+    assert clusters.dtype == dtype
+    product = clusters.double() @ clusters.double().mT
+    torch.testing.assert_close(product, torch.eye(5).double().expand(2, 5, 5), rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("parameterization", ["paper", "mixed", "overlapping"])
 def test_a_head_with_degrees_starts_as_one_without(parameterization: str) -> None:
     """All degrees are equal, and the density is the one asked for; then they are factors that learn."""

@@ -7,6 +7,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from sbm_pyg import (
     AttentionConv,
@@ -255,6 +257,40 @@ def test_auxiliary_losses_join_the_backward_pass_with_the_weight_of_the_loss(den
     other.load_state_dict(sparsifier.state_dict())
     for got, right in zip(gradients(again, parts=4), wanted, strict=True):
         torch.testing.assert_close(got, right)  # as does one that was restored
+
+
+@pytest.mark.parametrize("dense_part", [1.0, 0.0])
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant", "two losses", "unused call"])
+def test_a_loss_counts_once_in_loops_of_any_kind(how: str, dense_part: float) -> None:
+    """Its weight follows the backward passes of a step, not the calls."""
+    conv = layer(exploration=0.01)
+    sparsifier = Sparsifier(conv, 0.3, 10, dense_part=dense_part)
+    x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def gradient(how: str) -> list[Tensor]:
+        conv.zero_grad()
+        for _ in range(2):  # parts of a batch
+            run = partial(conv, seed=3)
+            known = {"checkpoint": False, "reentrant": True}
+            out = checkpoint(run, x, use_reentrant=known[how]) if how in known else run(x)
+            loss = out.square().mean() / 2
+            if how == "two losses":
+                (loss / 2).backward(retain_graph=True)
+                loss = loss / 2
+            loss.backward()
+        if how == "unused call":
+            conv(x, seed=3)
+        return [each.grad.clone() for each in conv.parameters() if each.grad is not None]
+
+    gradient("none")
+    sparsifier.step(1.0)  # now it knows that a step has two parts
+    wanted = gradient("none")
+    sparsifier.step(1.0)
+    for _ in range(2):
+        found = gradient(how)
+        sparsifier.step(1.0)
+    assert len(found) == len(wanted) > 4
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_frozen_model_trains_its_source() -> None:

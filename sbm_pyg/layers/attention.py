@@ -28,7 +28,7 @@ from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
 from .normalizers import Entmax, check_normalizer
 from .positions import Rotary
-from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens
+from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens, owned
 
 __all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
 
@@ -245,7 +245,8 @@ class AttentionConv(EdgeAttention):
             positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
                 in each sequence.
             seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None. While
-                attention is dense, at a target density of 1, that generator always draws the dropout.
+                attention is dense, at a target density of 1, that generator always draws the dropout. In training, pass
+                another one at each step: running means take calls with equal seeds for one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
                 gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
                 "concrete" on the whole batch.
@@ -354,9 +355,7 @@ class AttentionConv(EdgeAttention):
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
         """Pack the output ``[N, H, C']`` and the requested extras in the documented order."""
-        out = out.flatten(1) if self.concat else out.mean(1)
-        if self.heads == 1 and self.concat and out.requires_grad:
-            out = out.clone()  # the kernel saved its output, which an activation in place would overwrite
+        out = owned(out.flatten(1), self.heads) if self.concat else out.mean(1)
         found: list[Any] = [choice.graph] if returns.graph else []
         found += [choice] if returns.choice else []
         found += [weights] if returns.attention_weights else []

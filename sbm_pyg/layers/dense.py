@@ -11,7 +11,7 @@ from ..ops import checks
 from ..ragged import count_positions, resolve_ptr
 from ..sources.learned import attend_densely
 from .positions import ALiBi, Rotary
-from .propagation import check_tokens
+from .propagation import check_tokens, owned
 
 __all__ = ["FullAttention"]
 
@@ -93,5 +93,5 @@ class FullAttention(nn.Module):
         bias = None if self.score_bias is None else self.score_bias.dense_bias
         drop = self.dropout if self.training else 0.0
         out = attend_densely(query, key, value, ptr, ptr, is_causal=self.is_causal, dropout=drop, bias=bias)
-        out = out.transpose(0, 1).flatten(1)
+        out = owned(out.transpose(0, 1).flatten(1), self.heads)
         return (out, None) if return_choice else out

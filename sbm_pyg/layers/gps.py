@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
+from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import GPSConv, MessagePassing
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
@@ -191,7 +192,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown or one that the replaced layer sets.
         ValueError: It contains no such layer, or is one itself, or one that shares weights with other modules, or
-            ``source`` is unknown, or a layer has forward or backward hooks.
+            ``source`` is unknown, or a layer has hooks, parametrizations or a ``forward`` of its own.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -227,6 +228,18 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
             raise ValueError(
                 f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
                 "apart: give each place its own weights first."
+            )
+        kind = GPSConv if isinstance(layer, GPSConv) else nn.MultiheadAttention
+        if type(layer).forward is not kind.forward:
+            raise ValueError(
+                f"Expected '{name}' to call the forward method of {kind.__name__} (got a {type(layer).__name__} with "
+                "its own). It would be lost: set a layer of `SBMMultiheadAttention.from_torch` or "
+                "`SparseGPSConv.from_gps`, which copy weights alone, in its place."
+            )
+        if any(is_parametrized(part) for part in attention.modules()):
+            raise ValueError(
+                f"Expected '{name}' to have no parametrizations (got some). They would be lost: remove them by "
+                "`torch.nn.utils.parametrize.remove_parametrizations`, and register them on the new layer."
             )
         hooks = [kind for part in (layer, *attention.modules()) for kind in HOOKS if getattr(part, kind)]
         if hooks:

@@ -156,7 +156,8 @@ class LearnedGraph(nn.Module):
                 :class:`~sbm_pyg.LearnedSource`.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
-            seed: Fixes the edges and the probes; from torch's default generator if None.
+            seed: Fixes the edges and the probes; from torch's default generator if None. In training, pass another one
+                at each step: running means take calls with equal seeds for one step.
             sequence_ids: Number of each graph, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a graph gets
                 the same edges in any batch.
             return_graph: Also return the chosen :class:`AttentionGraph`, without probes.

@@ -181,10 +181,16 @@ class SBMMultiheadAttention(nn.Module):
         self.conv.reset_parameters()
         self.out_proj.reset_parameters()
 
+    _reset_parameters = reset_parameters  # torch's name, which layers of PyG call
+
     @property
     def dropout(self) -> float:
         """Probability that an attention weight is dropped in training."""
         return self.conv.dropout
+
+    @dropout.setter
+    def dropout(self, dropout: float) -> None:
+        self.conv.dropout = dropout
 
     @property
     def head_dim(self) -> int:
@@ -194,7 +200,13 @@ class SBMMultiheadAttention(nn.Module):
     @property
     def in_proj_weight(self) -> Tensor:
         """The query projection as a :class:`_NoFastPath`, so that torch's encoders skip their fused kernels."""
-        return self.conv.lin_query.weight.as_subclass(_NoFastPath)
+        return self._weight.as_subclass(_NoFastPath)
+
+    @property
+    def _weight(self) -> Tensor:
+        """The weight of the query projection, or the first parameter of one that was wrapped."""
+        lin = self.conv.lin_query
+        return cast(Tensor, lin.weight) if hasattr(lin, "weight") else next(lin.parameters())
 
     def forward(
         self,
@@ -229,7 +241,8 @@ class SBMMultiheadAttention(nn.Module):
                 causal one; it is ignored if it is wrong.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None. While attention is
-                dense, at a target density of 1, that generator always draws the dropout.
+                dense, at a target density of 1, that generator always draws the dropout. In training, pass another one
+                at each step: running means take calls with equal seeds for one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
 
@@ -294,7 +307,7 @@ class SBMMultiheadAttention(nn.Module):
         self, tokens: dict[str, Tensor], masks: dict[str, Tensor | None], graph: AttentionGraph | None
     ) -> None:
         """Check types, devices, dimensions and dtypes of the arguments."""
-        like = self.conv.lin_query.weight
+        like = self._weight
         given: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
         for name, x in given.items():
             if not (name in tokens and isinstance(x, Tensor) and x.is_nested):

@@ -399,6 +399,15 @@ def converts(tokens: Tensor, weight: Tensor) -> bool:
     return torch.is_autocast_enabled(tokens.device.type) and torch.float64 not in (tokens.dtype, weight.dtype)
 
 
+def owned(out: Tensor, heads: int) -> Tensor:
+    """The output ``[N, H*C]`` in memory of its own, since an activation may overwrite it in place.
+
+    Otherwise it may be a view of what a kernel saved for the backward pass.
+    """
+    is_view = heads == 1 if torch.compiler.is_compiling() else out._is_view()
+    return out.clone() if is_view and out.requires_grad else out
+
+
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     """Check that a projection accepts the tokens."""
     checks.kind("x", tokens, Tensor, "a tensor, or a pair of keys and queries", "Convert it.")

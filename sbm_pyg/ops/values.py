@@ -41,6 +41,11 @@ def _is_plain(x: Tensor) -> bool:
     )
 
 
+def are_watched() -> bool:
+    """True if something records the calls of torch, such as a compiler, or checkpointing that keeps some results."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def can_read(x: Tensor) -> bool:
     """True if the values of a tensor can be read.
 

@@ -97,7 +97,7 @@ class FollowingSource(torch.nn.Module):
                 raise RuntimeError(
                     "Expected a call in a backward pass to repeat a forward call with one of the last "
                     f"{MAX_REMEMBERED_CALLS} seeds (got a new one). Call the layer outside of the backward pass, or in "
-                    "evaluation mode."
+                    "evaluation mode; under activation checkpointing leave `preserve_rng_state` True, or pass a seed."
                 )
             return self._states[seed]
         self._widen()

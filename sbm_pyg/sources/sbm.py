@@ -566,12 +566,14 @@ class SBMHead(torch.nn.Module):
                 layer.reset_parameters()
         blocks = self.num_blocks
         with torch.no_grad():
+            # torch has no orthogonal matrices of 16 bits
+            square = torch.empty(2 * (self.channels,), dtype=upcast(torch.empty(0)).dtype)
             if self.cluster_init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of [H, K, C] is K * C
             else:
                 for head in range(self.heads):
                     for group in self.clusters[head].split(self.channels):
-                        group.copy_(torch.nn.init.orthogonal_(torch.empty(self.channels, self.channels))[: len(group)])
+                        group.copy_(torch.nn.init.orthogonal_(square)[: len(group)])
             if self.parameterization == "mixed":
                 # Equal memberships give the density: inside + (K - 1) outside = K density, with edges outside blocks
                 # too.
@@ -661,14 +663,16 @@ class SBMHead(torch.nn.Module):
 
     def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
         """Memberships ``[H, N, K]``: per group, a sigmoid per community if ``gated``, else a softmax."""
+        in_place = not values.are_watched()  # checkpointing may keep the products, which are overwritten
+        relu, sigmoid = (torch.relu_, torch.sigmoid_) if in_place else (torch.relu, torch.sigmoid)
         if mapped is None:
             affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
         else:
             weight, bias = mapped
-            hidden = torch.relu_(self.mlp[0](x.flatten(0, 1))).view_as(x)  # in place of a new tensor of the layer
+            hidden = relu(self.mlp[0](x.flatten(0, 1))).view_as(x)
             affinity = torch.baddbmm(bias, hidden, weight.mT)
         if self.groups == 1:
-            return affinity.sigmoid_() if gated else affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
+            return sigmoid(affinity) if gated else affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
         groups = affinity.unflatten(-1, (self.groups, -1))
         sides = groups.sigmoid() if gated else groups.softmax(-1, dtype=groups.dtype)
         return reduce(_outer_products, sides.unbind(-2))
