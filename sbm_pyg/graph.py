@@ -323,7 +323,7 @@ class AttentionGraph(CompressedRows):
                 f"Expected each edge of 'graph' to run from a key to a query (got {_first_three(wrong)}). "
                 "Reverse such edges with `graph.reverse()`."
             )
-        odd = [head for *_, head in edges if not isinstance(head, Integral) or abs(head) >= 2**31]
+        odd = [head for *_, head in edges if not isinstance(head, Integral) or int(head).bit_length() > 31]
         if odd:
             raise ValueError(
                 "Expected the attribute 'head' of each edge of 'graph' to be an int "

@@ -170,6 +170,16 @@ def test_a_certificate_names_two_of_many_tokens_without_edges(kind: str, axis: i
     assert (certificate.kind, certificate.tokens) == (kind, (1, 3))
 
 
+def test_two_tokens_between_the_first_and_the_last_are_incomparable() -> None:
+    arcs = np.zeros((5, 5), bool)
+    arcs[[0, 1, 1, 2, 3], [1, 2, 3, 4, 4]] = True
+    graph = digraph(arcs)
+    certificate = hamiltonian_path(graph).certificate
+    assert certificate is not None
+    assert (certificate.kind, {*certificate.tokens}) == ("incomparable", {2, 3})
+    assert_certified(certificate, graph)
+
+
 def test_a_disconnected_graph_is_absent_with_a_certificate() -> None:
     halves = [random_graph(1, 1024, 1024, 12 / 1024, seed) | patterns.window(1024, 1) for seed in (0, 1)]
     graph = AttentionGraph.from_edge_index(AttentionGraph.concatenate(halves).edge_index, 2048, 2048)

@@ -144,7 +144,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 def test_checkpointing_may_keep_products(parameterization: str, kept: str) -> None:
     """Nothing writes into them, so the second call finds them as they were."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3, sbm_options={"parameterization": parameterization})
+    conv: Any = SBMAttentionConv(8, 4, 2, num_blocks=3, sbm_options={"parameterization": parameterization})
     x, run = draw(1, 30, 8).float().requires_grad_(), partial(conv, seed=3)
     how = partial(create_selective_checkpoint_contexts, [getattr(torch.ops.aten, kept).default])
     found = torch.autograd.grad(
@@ -255,6 +255,7 @@ def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outp
         layer[0](x, ptr=PTR, seed=1)
     assert auxiliary_loss(layer).item() == 0
     assert auxiliary_loss(nn.Linear(2, 2)).item() == 0
+    assert auxiliary_loss(nn.ReLU()).item() == 0  # without a parameter that has a device
     with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got Tensor\)"):
         auxiliary_loss(cast(Any, x))
 

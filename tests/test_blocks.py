@@ -87,7 +87,7 @@ def brute(graph: BlockGraph) -> Tensor:
 
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"lengths": [8, 12], "block_size": 4}, "ragged": {"lengths": [7, 1, 13], "block_size": 4},
-    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 8], "block_size": 3}, "one token": {"lengths": [5, 6], "block_size": 1},
+    "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 7], "block_size": 3}, "one token": {"lengths": [5, 6], "block_size": 1},
     "short": {"lengths": [3, 2], "block_size": 8}, "long": {"lengths": [87, 41], "block_size": 40},
     "causal, long": {"lengths": [87, 41], "block_size": 40, "is_causal": True, "density": 0.9},
     "causal": {"lengths": [8, 12], "block_size": 4, "is_causal": True},
@@ -290,6 +290,11 @@ def test_block_attention_is_attention_over_the_tokens(
         *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, dropout, 5, biased)
         found += [] if tiles is None else [*grad_of(tiles, [bias], tile.view_as(tiles))]
     torch.testing.assert_close(found, grads, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("path", [*PATHS])
+def test_dropout_of_more_heads_than_channels(path: str) -> None:
+    test_block_attention_is_attention_over_the_tokens(make([5, 6], 2, heads=7), path, False, 5, 0.4)
 
 
 def test_by_default_all_pairs_of_a_block_attend_with_their_products() -> None:

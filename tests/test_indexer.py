@@ -490,6 +490,11 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
         call()
 
 
+def test_no_estimator_is_asked_without_gradients() -> None:
+    with torch.no_grad():
+        assert AttentionConv(3, 3, 2, OwnRanks(), estimator="local")(X[0]).shape == (5, 6)
+
+
 def test_a_full_graph_selects_all_keys() -> None:
     """The published warm-up and what comes after it are one loss."""
     given, _, _ = probabilities("indexer", ([4, 5], [4, 5]), True, apart=False)

@@ -6,7 +6,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -194,7 +194,9 @@ def test_densities_of_causal_masks_count_allowed_pairs() -> None:
 def test_lemma_1_of_the_fewest_tokens() -> None:
     result = analysis.lemma1(3, [1.0], samples=1)
     assert result.lemma == 1
-    assert "in the limit 100 % of the graphs" in str(plots.plot_lemma1(result).get_label())
+    figure = plots.plot_lemma1(result)
+    assert "in the limit 100 % of the graphs" in str(figure.get_label())
+    assert all(0 <= cast(Any, text).xy[1] <= 1 for text in figure.axes[0].texts)  # beside their lines
 
 
 def test_density_bars_are_means_and_deviations_over_inputs() -> None:

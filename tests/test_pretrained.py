@@ -236,6 +236,20 @@ def test_weights_that_are_no_numbers_are_refused(saved: Path, number: float, tmp
         SequenceClassifier.from_pretrained(saved)
 
 
+def test_weights_of_another_kind_of_number_are_refused(tmp_path: Path) -> None:
+    """Not whole numbers in place of real ones, nor the other way round."""
+    model = encoder(attention_options={"num_blocks": 2, "target_density": 0.5})
+    model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    for name, dtype in (("norm.weight", torch.int64), ("layers.0.attention.source.last_seed", torch.float32)):
+        state = {**model.state_dict()}
+        state |= {name: state[name].to(dtype)}
+        safetensors.torch.save_file(state, weights)
+        edit(tmp_path / "model", sha256={"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()})
+        with pytest.raises(ValueError, match=re.escape(f"Expected '{name}' in '{weights}' to be as torch.")):
+            SequenceEncoder.from_pretrained(tmp_path / "model")
+
+
 def test_weights_go_to_the_device(saved: Path) -> None:
     if torch.cuda.is_available():
         assert {

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,6 +49,12 @@ def test_public_names_are_listed_and_documented() -> None:
                     and method not in ("forward", "message", "propagate", "collect", "extra_repr")
                 ):
                     assert inspect.getdoc(member), f"{name}.{method}"
+
+
+def test_options_that_are_passed_on_are_described() -> None:
+    layer: Any = sbm_pyg.SBMAttentionConv
+    for name in inspect.signature(layer).parameters:
+        assert re.search(rf"^ {{8}}(\*\*|\w+, )*{name}(, \w+)*: \w", layer.__doc__, re.MULTILINE), name
 
 
 def imported(path: Path) -> set[str]:

@@ -22,6 +22,7 @@ from sbm_pyg import (
     pad,
     ragged,
 )
+from sbm_pyg.estimators import Local
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
 
@@ -66,6 +67,10 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
         "'num_groups' so that int64",
     )
     check(lambda: pad(torch.zeros(9), PTR, 10**400), "'fill_value' in ")
+    probes = Local(probes=2**63 - 1)
+    assert probes.probes == 2**63 - 1
+    if many >= 2**63:
+        check(lambda: Local(probes=many), r"'probes' in \[0, inf\], below 2\*\*63 if whole")
     # where all there are is a sensible answer, it is given
     ranks = X.argsort(1).argsort(1)
     largest = min(many, 2**63 - 1)

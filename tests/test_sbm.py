@@ -12,7 +12,7 @@ from problems import copies, random_graph
 from torch import Tensor
 from torch.nn.utils import prune
 
-from sbm_pyg import SBM, AttentionGraph, Tokens, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMSource, Tokens, ops, sample_edges
 from sbm_pyg import SBMHead as Head
 from sbm_pyg.sources import patterns
 
@@ -318,6 +318,8 @@ def test_repr_and_sizes() -> None:
     assert repr(SBM(Y[:1, :1, :1], Z[:1, :1, :1], S[:1, :1, :1])) == "SBM(1 sequence, 1 head, 1 query, 1 key, 1 block)"
     assert "num_blocks=3" in repr(SBMHead(4, 2, 3))
     assert "groups" not in repr(SBMHead(4, 2, 3))
+    assert "block_size" not in repr(SBMSource(SBMHead(4, 2, 3)))
+    assert "block_size=2" in repr(SBMSource(SBMHead(4, 2, 3), block_size=2))
     assert "groups=2" in repr(SBMHead(4, 2, 9, parameterization="assortative", groups=2))
 
 

@@ -270,7 +270,7 @@ def test_a_loss_counts_once_in_loops_of_any_kind(how: str, dense_part: float) ->
     def gradient(how: str) -> list[Tensor]:
         conv.zero_grad()
         for _ in range(2):  # parts of a batch
-            run = partial(conv, seed=3)
+            run: Any = partial(cast(Any, conv), seed=3)
             known = {"checkpoint": False, "reentrant": True}
             out = checkpoint(run, x, use_reentrant=known[how]) if how in known else run(x)
             loss = out.square().mean() / 2
