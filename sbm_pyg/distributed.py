@@ -287,7 +287,6 @@ class HeadParallel(torch.nn.Module):
         self.conv.reset_parameters()
 
     def extra_repr(self) -> str:
-        """Number of processes."""
         return f"processes={self.processes}"
 
 

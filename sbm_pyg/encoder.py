@@ -297,7 +297,6 @@ class SequenceEncoder(Pretrained):
         self.norm = nn.LayerNorm(channels)
 
     def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
         return dict(self._options)
 
     def forward(

@@ -199,7 +199,6 @@ class Local(Estimator):
         self.probes, self.rows = probes, rows
 
     def attach(self, out: Tensor, call: AttentionCall) -> Tensor:
-        """As :meth:`Estimator.attach`."""
         choice = call.choice
         if choice.probability is None or not torch.is_grad_enabled():
             return out

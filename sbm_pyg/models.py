@@ -40,7 +40,6 @@ class _Head(Pretrained):
         checks.parameters("num_classes", self.num_classes * getattr(encoder, width))
 
     def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
         return {"encoder": self.encoder, "num_classes": self.num_classes}
 
     def _encode(self, *tokens: Any, return_trace: bool, **options: Any) -> tuple[Tensor, tuple[EncoderTrace, ...]]:
@@ -62,7 +61,6 @@ class _PoolingHead(_Head):
         self.pool_length = pool_length
 
     def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
         return super().constructor_options() | {"pool_length": self.pool_length}
 
 
@@ -220,7 +218,6 @@ class MaskedLM(_Head):
         self.bias = nn.Parameter(torch.zeros(encoder.num_tokens))
 
     def constructor_options(self) -> dict[str, Any]:
-        """As :meth:`Pretrained.constructor_options`."""
         return {"encoder": self.encoder}
 
     def forward(

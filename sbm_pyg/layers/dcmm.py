@@ -211,7 +211,6 @@ class DCMMBias(nn.Module):
         return bias
 
     def extra_repr(self) -> str:
-        """Sizes and options."""
         return (
             f"{self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, degree={self.degree!r}, "
             f"squash={self.squash}, symmetric={self.symmetric}, tied={self.tied}"

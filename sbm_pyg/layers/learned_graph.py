@@ -270,7 +270,6 @@ class LearnedGraph(nn.Module):
         self._unanswered = 0
 
     def extra_repr(self) -> str:
-        """Its options."""
         return f"probes={self.probes}"
 
 

@@ -91,7 +91,6 @@ class Rotary(nn.Module):
         return width
 
     def extra_repr(self) -> str:
-        """Options."""
         return f"base={self.base:g}, channels={self.channels}, for_source={self.for_source}"
 
 
@@ -177,5 +176,4 @@ class ALiBi(nn.Module):
         return -self.slope[:, None, None] * (of_query[:, None] - of_key).abs()
 
     def extra_repr(self) -> str:
-        """Number of heads."""
         return f"heads={self.heads}"

@@ -101,7 +101,6 @@ class Indexer(nn.Module):
         return small, weight, key @ self.key_weight.to(key.dtype)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
         small = f"index_heads={self.index_heads}, index_channels={self.index_channels}"
         return f"{self.channels}, heads={self.heads}, {small}"
 
@@ -150,7 +149,6 @@ class KeyScorer(nn.Module):
         return sign[..., None], sign, hidden @ self.out_weight.to(key.dtype)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
         return f"{self.channels}, heads={self.heads}, hidden={self.hidden}"
 
 
@@ -535,7 +533,6 @@ class IndexerSource(LearnedSource):
         return patterns.with_window(choice, self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
-        """Its options."""
         names = ("k", "target_density", "exploration", "window")
         given = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
         return ", ".join([f"select={self.select!r}", *given])

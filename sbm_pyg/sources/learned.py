@@ -224,15 +224,12 @@ class DenseChoice(Choice):
         return attend_densely(query, key, value, *ptrs, is_causal=tokens.is_causal, **options)
 
     def expand(self, heads: int) -> Choice:
-        """As :meth:`Choice.expand`."""
         return self if heads == self.tokens.heads else self.stored().expand(heads)
 
     def select(self, kept: Tensor) -> Choice:
-        """As :meth:`Choice.select`."""
         return self.stored().select(kept)
 
     def causal(self) -> Choice:
-        """As :meth:`Choice.causal`."""
         return self if self.tokens.is_causal else self.stored().causal()
 
     def force(self, pattern: AttentionGraph) -> Choice:
@@ -271,7 +268,6 @@ class DensitySource(GraphSource):
         """Choose a graph of the target density."""
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`~sbm_pyg.GraphSource.forward`."""
         return DenseChoice(tokens) if self.target_density == 1 else self.choose(tokens)
 
     @property
@@ -364,7 +360,6 @@ class LearnedSource(DensitySource):
         """The probabilities of all pairs. Nothing is sampled, and they need not have the target density."""
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`~sbm_pyg.GraphSource.forward`."""
         detach = self.detach and self.target_density != 1
         return super().forward(tokens.detached() if detach else tokens)
 

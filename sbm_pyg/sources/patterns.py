@@ -535,7 +535,6 @@ class PatternSource(GraphSource):
             self.rule = BoundRule(self.rule.rule, self.rule.options | {"heads": count}, PatternSource._GIVEN)
 
     def extra_repr(self) -> str:
-        """The pattern and its options."""
         return repr(self.rule)
 
 

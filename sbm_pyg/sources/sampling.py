@@ -343,7 +343,6 @@ class SBMSource(LearnedSource, FollowingSource):
         return state.lerp(mean.to(state.dtype), step.to(state.dtype))
 
     def extra_repr(self) -> str:
-        """Its options."""
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget}
         parts |= {"target_density": self.target_density, "window": self.window}
         parts |= {"block_size": self.block_size} if self.block_size > 1 else {}

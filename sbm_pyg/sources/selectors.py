@@ -227,13 +227,11 @@ class SelectorSource(GraphSource):
         self.window = patterns.check_window(window)
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`GraphSource.forward`."""
         graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
         choice = Choice(graph.causal() if tokens.is_causal else graph)
         return patterns.with_window(choice, self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
-        """The rule and its options."""
         window = [] if self.window is None else [f"window={self.window}"]
         return ", ".join([repr(self.rule), *window])
 
@@ -276,7 +274,6 @@ class TopKSource(DensitySource):
         return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens.bipartite)
 
     def extra_repr(self) -> str:
-        """Its options."""
         given = {name: getattr(self, name) for name in ("k", "target_density", "window")}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
@@ -360,7 +357,6 @@ class RoutingSource(GraphSource, FollowingSource):
         return torch.where(seen.abs().sum(2, keepdim=True) > 0, moved, state)
 
     def extra_repr(self) -> str:
-        """Its options."""
         heads, clusters, channels = self.centroids.shape
         rest = {"size": self.size, "decay": self.decay, "window": self.window}
         return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in rest.items())

@@ -86,7 +86,6 @@ class Projection(nn.Module):
         return x
 
     def extra_repr(self) -> str:
-        """Its sizes."""
         widths = [self.weights[0].size(2), *(weight.size(3) for weight in self.weights)]
         return f"{' -> '.join(map(str, widths))}, heads={self.heads}, shared={self.shared}"
 
@@ -328,7 +327,6 @@ class SparsefinderSource(GraphSource):
         self.rule = SelectorSource(rule, window=window, **options)
 
     def forward(self, tokens: Tokens) -> Choice:
-        """As :meth:`GraphSource.forward`."""
         if tokens.bipartite and self.num_global:
             raise ValueError("Expected the same tokens on both sides with 'num_global' (got a pair). Leave it out.")
         graph = self.rule(tokens.with_vectors(*self.projection(tokens.query, tokens.key))).graph
@@ -338,5 +336,4 @@ class SparsefinderSource(GraphSource):
         return Choice(graph)
 
     def extra_repr(self) -> str:
-        """The rule and its options."""
         return f"{self.rule.extra_repr()}, num_global={self.num_global}"
