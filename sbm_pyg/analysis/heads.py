@@ -19,7 +19,7 @@ from ..graph import AttentionGraph
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..layers.propagation import OUTPUT_ONLY, Returns
-from ..ops import checks, edge_attention
+from ..ops import checks, edge_attention, segment_top_k
 from ..ragged import Tokens, draw_seed
 from ..sources.interface import Choice
 from ..sources.learned import DenseChoice, sample_rows
@@ -250,15 +250,10 @@ def _measure(
     graph = choice.graph
     edge = graph.expand(layer.heads).contains(every.edge_index, every.edge_head)
     few = every.select(edge)
-    degree, of = few.rowptr.diff(), every.edge_row
-    order = weight.argsort(descending=True)
-    order = order[of[order].argsort(stable=True)]  # by row, the largest weights first
-    rank = torch.arange(order.numel(), device=order.device) - every.rowptr[of[order]]
-    best = weight[order] * (rank < degree[of[order]])
+    best = segment_top_k(weight, every.rowptr, few.rowptr.diff())[1]
     sparse = attend(few, _edge_weights(layer, query, key, few))
-    per_head = partial(_sum_by, every.edge_head, layer.heads)
     density = graph.expand(layer.heads).density.double().mean(0)
-    parts = per_head(weight * edge), per_head(best, order)
+    parts = (_sum_by(every.edge_head[at], layer.heads, weight[at]) for at in (edge, best))
     sums = (ones, density, count, *parts, squares(sparse - dense), squares(dense))
     return torch.stack(sums, 1)
 
@@ -274,7 +269,6 @@ def _log(weight: Tensor) -> Tensor:
     return weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
 
 
-def _sum_by(head: Tensor, heads: int, values: Tensor, order: Tensor | None = None) -> Tensor:
+def _sum_by(head: Tensor, heads: int, values: Tensor) -> Tensor:
     """Sums over the edges of each head, ``[H]`` float64."""
-    head = head if order is None else head[order]
     return torch.zeros(heads, dtype=torch.float64, device=values.device).index_add_(0, head, values.double())
