@@ -522,10 +522,9 @@ class AttentionGraph(CompressedRows):
                 "Expected 'graph' to have the same tokens as queries and keys "
                 f"(got N = {self.num_queries}, M = {self.num_keys}{other}). Use `to_hetero_data()`."
             )
-        ptr, lengths = self.query_ptr, self.query_ptr.diff()
-        batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=self.device), lengths)
+        batch = torch.repeat_interleave(self.query_ptr.diff())
         edges = {"edge_index": self.edge_index, "edge_type": self.edge_head}
-        return Data(**edges, num_nodes=self.num_queries, batch=batch, ptr=ptr)
+        return Data(**edges, num_nodes=self.num_queries, batch=batch, ptr=self.query_ptr)
 
     def replace_edges(self, data: DataType, edge_type: EdgeType | None = None) -> DataType:
         """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.
@@ -595,7 +594,7 @@ class AttentionGraph(CompressedRows):
         for name, ptr, total in (("query", self.query_ptr, self.num_queries), ("key", self.key_ptr, self.num_keys)):
             data[name].num_nodes = total
             data[name].ptr = ptr
-            data[name].batch = torch.repeat_interleave(torch.arange(ptr.numel() - 1, device=self.device), ptr.diff())
+            data[name].batch = torch.repeat_interleave(ptr.diff())
         data["key", "to", "query"].edge_index = self.edge_index
         data["key", "to", "query"].edge_head = self.edge_head
         return data

@@ -471,7 +471,7 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
         numbers = lengths.numel() * int(lengths.max()) * math.prod(x.shape[1:])
         way_out = "Pad sequences of similar length together, or leave them ragged."
         checks.memory("ptr", numbers, x.element_size(), x.device, way_out, "numbers")
-    batch = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths, output_size=x.size(0))
+    batch = torch.repeat_interleave(lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
 
 

@@ -194,7 +194,7 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     # tokens by group; a group is a head, a sequence and a centroid
     query_count, queries = _nearest_tokens(near[0], tokens.query_ptr, size)
     key_count, keys = _nearest_tokens(near[1], tokens.key_ptr, size)
-    group = torch.repeat_interleave(torch.arange(query_count.numel(), device=queries.device), query_count)
+    group = torch.repeat_interleave(query_count)
     key_end = key_count.cumsum(0)
     return pairs.graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
 
