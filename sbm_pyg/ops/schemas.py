@@ -123,23 +123,13 @@ def _fake_effect(
     return query.new_empty(col.size(0)), query.new_empty(probe_col.size(0))
 
 
-def _fake_sample(rate: Tensor, member: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    num_edges = torch.library.get_ctx().new_dynamic_size()
-    rowptr = rate.new_empty(rate.size(0) * rate.size(1) + 1, dtype=torch.int64)
-    return rowptr, rate.new_empty(num_edges, dtype=torch.int32)
-
-
-def _fake_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rowptr), rowptr.new_empty(torch.library.get_ctx().new_dynamic_size())
-
-
-def _fake_top_k(query: Tensor, weight: Tensor | None, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_rows(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     rowptr = query.new_empty(query.size(0) * query.size(1) + 1, dtype=torch.int64)
     return rowptr, query.new_empty(num_edges, dtype=torch.int32)
 
 
-def _fake_largest(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_chosen(src: Tensor, ptr: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ptr), ptr.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
@@ -185,12 +175,12 @@ edge_effect = _declare("edge_effect", _fake_effect, "effects")
 weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(prob.shape), "effects")
 segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
-entmax_support = _declare("entmax_support", _fake_support, "entmax")
-sample_sbm = _declare("sample_sbm", _fake_sample, "sampling")
+entmax_support = _declare("entmax_support", _fake_chosen, "entmax")
+sample_sbm = _declare("sample_sbm", _fake_rows, "sampling")
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
-index_top_k = _declare("index_top_k", _fake_top_k, "pairs", ("cpu",))
-segment_top_k = _declare("segment_top_k", _fake_largest, "pairs", ("cpu",))
+index_top_k = _declare("index_top_k", _fake_rows, "pairs", ("cpu",))
+segment_top_k = _declare("segment_top_k", _fake_chosen, "pairs", ("cpu",))
 index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
 index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
 edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")
