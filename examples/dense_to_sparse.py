@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command = Command(None, __doc__)
     command.option("model", "language", "what is trained", choices=("language", "recall"))
     command.option("arms", [*ARMS[1:]], choices=ARMS[1:])
-    command.option("density", 0.1, "part of the pairs, beyond self-loops", above=0)
+    command.option("density", 0.1, "part of the pairs, beyond self-loops", above=0, below=1)
     command.option("seeds", [0], least=0)
     usual = {"steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-blocks": 64}
     for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
@@ -43,7 +43,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("learning-rate", 1e-3, above=0)
     command.option("output", Path("runs/dense_to_sparse"))
     given = command.read(arguments)
-    command.require(given.density < 1, "'density' below 1", given.density, "It is a part of the pairs.")
     words = "'length' of at least 32 for recall, eight pairs and places of eight questions"
     command.require(given.model != "recall" or given.length >= 32, words, given.length)
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)

@@ -39,7 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.add_argument("--train", type=Path, nargs="+", metavar="FILE", help="texts to learn from")
     command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help="texts to be tested on")
     command.option("methods", ["full", "sbm:estimator=local"])
-    command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops")
+    command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops", above=0, below=1)
     command.option("seeds", [0], least=0)
     words = "tokens of a byte-pair encoding that is learned from the training texts; 256: bytes"
     command.option("vocabulary", 1024, words, least=256)
@@ -59,8 +59,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
         given.train, given.test = stdlib_files()
     command.require_files(train=given.train or [], test=given.test or [])
-    right = 0 < min(given.densities) <= max(given.densities) < 1
-    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     if given.save:
         command.attempt(check_model_folder, "save", given.save)

@@ -479,7 +479,7 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
         (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
         (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
         (["--patch", "3"], "Expected 'patch' to divide the side of the images, 8 (got 3)"),
-        (["--validation", "1"], "Expected 'validation' in (0, 1)"),
+        (["--validation", "1"], "Expected 'validation' to be below 1"),
         (["--validation", "0.001"], "Expected 'validation' to hold out an image or more of each of 10 classes"),
         (["--seeds", "-1"], "Expected 'seeds' to be at least 0"),
         (["--data", "nowhere"], "Expected 'data' to be 'digits' or a folder of images (got 'nowhere')"),

@@ -350,10 +350,10 @@ def test_the_program_trains_what_is_missing_and_reports(
         (["--methods", "full:probes=3"], "Expected options of 'full' in 'methods'"),
         (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),
         (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among sparsifier, fixed, none"),
-        (["--densities", "0"], "Expected 'densities' in (0, 1)"),
-        (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
+        (["--densities", "0"], "Expected 'densities' to be above 0"),
+        (["--densities", "1"], "Expected 'densities' to be below 1 (got [1.0]). See --help."),
         (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
-        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
+        (["--heads", "3"], "Expected 'heads' to divide 'channels' (got 3)"),
         (["--batch-size", "64001"], "Expected 'batch-size' of at most 64,000, the examples of a size (got 64001)"),
         (["--report"], "Expected 'output' to hold finished runs"),
     ],
@@ -498,7 +498,7 @@ def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest
     saved = (tmp_path / "rows.csv").read_text()
     language_model.main(words)
     assert (tmp_path / "rows.csv").read_text() == saved
-    for density, message in (("0.02", "beyond those of the window of 1"), ("1", "in (0, 1) (got [1.0])")):
+    for density, message in (("0.02", "beyond those of the window of 1"), ("1", "to be below 1 (got [1.0])")):
         with pytest.raises(SystemExit):
             language_model.main([*words[:-4], "--densities", density, "--output", str(tmp_path / "other")])
         assert f"Expected 'densities' {message}" in capsys.readouterr().err

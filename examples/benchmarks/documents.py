@@ -28,13 +28,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.benchmarks.documents", __doc__)
     command.option("tokens", [1024, 2048, 4096, 8192, 16_384], "of a document", least=64)
     command.option("arms", [*ARMS], "(default: all)", choices=[*ARMS], metavar="A")
-    command.option("density", 0.05, "of graphs and windows", above=0)
+    command.option("density", 0.05, "of graphs and windows", above=0, below=1)
     for name, usual in (("channels", 128), ("layers", 2), ("heads", 2), ("vocabulary", 8000), ("rounds", 3)):
         command.option(name, usual, above=0)
     command.option("csv", Path("documents.csv"), "where to write")
     command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
     given = command.read(arguments)
-    command.require(given.density < 1, "'density' below 1", given.density, "The arm `full` has all pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     return given
 

@@ -20,13 +20,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.benchmarks.steps", __doc__)
     command.option("methods", METHODS)
     command.option("lengths", [64, 256], "of the sequences", least=2)
-    command.option("density", 0.05, "of the sparse phase, a share of the pairs beyond self-loops")
+    command.option("density", 0.05, "of the sparse phase, a share of the pairs beyond self-loops", above=0, below=1)
     command.option("batch-tokens", 4096, "of a step", least=2)
     for name, usual in {"vocabulary": 512, "channels": 64, "heads": 1, "layers": 2, "rounds": 8, "threads": 1}.items():
         command.option(name, usual, above=0)
     command.option("csv", Path("steps.csv"), "where to write")
     given = command.read(arguments)
-    command.require(0 < given.density < 1, "'density' in (0, 1)", given.density, "It is a share of the pairs.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     command.require(
         max(given.lengths) <= given.batch_tokens, "'batch-tokens' of a sequence or more", given.batch_tokens

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from examples.common.runs import check_file, check_folder
+
+BOUNDS = {"above": ("above", operator.gt), "least": ("at least", operator.ge), "below": ("below", operator.lt)}
 
 
 class Command(argparse.ArgumentParser):
@@ -21,13 +24,14 @@ class Command(argparse.ArgumentParser):
 
     def __init__(self, program: str | None, about: str | None, **options: Any) -> None:
         super().__init__(program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.bounds: list[tuple[str, str, float]] = []
+        self.bounds: list[tuple[str, str, Callable[..., bool], float]] = []
 
-    def option(self, name: str, usual: Any, words: str = "", above: Any = None, least: Any = None, **more: Any) -> None:
-        """Adds ``--name`` of the type of its usual value, several values if that is a list, above a bound or of at least one.
+    def option(self, name: str, usual: Any, words: str = "", **more: Any) -> None:
+        """Adds ``--name`` of the type of its usual value, several values if that is a list, within bounds if there are any.
 
         A type in place of a usual value leaves the option None unless it is given.
         """
+        self.bounds += [(name, *BOUNDS[bound], more.pop(bound)) for bound in BOUNDS if bound in more]
         if isinstance(usual, type):
             more, usual, shown = {"type": usual} | more, None, None
         elif isinstance(usual, list):
@@ -37,19 +41,16 @@ class Command(argparse.ArgumentParser):
             more, shown = {"type": type(usual)} | ({"metavar": "DIR"} if name == "output" else {}) | more, "%(default)s"
         words = words if shown is None or "(default" in words else f"{words} (default: {shown})".strip()
         self.add_argument(f"--{name}", default=usual, help=words, **more)
-        for word, bound in (("above", above), ("at least", least)):
-            if bound is not None:
-                self.bounds.append((name, word, bound))
 
     def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
         sys.excepthook = stopped
         given = self.parse_args(arguments)
         given.fail = self.error
-        for name, word, bound in self.bounds:
+        for name, word, inside, bound in self.bounds:
             value = getattr(given, name.replace("-", "_"))
             for each in value if isinstance(value, list) else [value]:
-                if each is not None and not (each > bound if word == "above" else each >= bound):  # NaN is neither
+                if each is not None and not inside(each, bound):  # NaN is not
                     self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
         for name, check in (("save", check_folder), ("csv", check_file), ("json", check_file)):  # written at the end
             if isinstance(path := getattr(given, name, None), Path):

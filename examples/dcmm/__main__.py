@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.option(name, value, above=0)
     words = "at its peak (default: %(default)s; published for weights: 5e-5)"
     command.option("learning-rate", 1e-3, words, above=0)
-    command.option("validation", 0.15, "share of the training images that is held out")
+    command.option("validation", 0.15, "share of the training images that is held out", above=0, below=1)
     words = "of a vision transformer of timm: a file, or a name if timm is installed"
     command.add_argument("--weights", metavar="NAME_OR_FILE", help=words)
     command.option("threads", 1, "of the CPU", above=0)
@@ -53,8 +53,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("images", 3, "of a page of pictures", above=0)
     command.add_argument("--report", action="store_true", help="train nothing")
     given = command.read(arguments)
-    words = "It is a share of the training images."
-    command.require(0 < given.validation < 1, "'validation' in (0, 1)", given.validation, words)
     words = "Pictures need the images and the runs that a report does not."
     command.require(not (given.report and given.pictures is not None), "'pictures' without 'report'", "both", words)
     return given

@@ -46,7 +46,7 @@ def _sizes(command: Command, but: Sequence[str] = ()) -> None:
     command.option("preset", "small", "of sizes, which other options override", choices=tuple(PRESETS))
     if "methods" not in but:
         command.option("methods", ["full", "sbm"])
-        command.option("density", 0.1, "of sampled edges", above=0)
+        command.option("density", 0.1, "of sampled edges", above=0, below=1)
     command.option("seeds", [0], least=0)
     command.option("threads", 1, "of the CPU", above=0)
     for name, usual in PRESETS["small"].items():
@@ -63,8 +63,7 @@ def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     for name, usual in PRESETS[given.preset].items():
         if getattr(given, name, None) is None:
             setattr(given, name, usual)
-    density, masking = getattr(given, "density", 0.0), getattr(given, "masking", 1.0)
-    command.require(density < 1, "'density' below 1", density, "It is a part of the pairs.")
+    masking = getattr(given, "masking", 1.0)
     command.require(masking <= 1, "'masking' of at most 1", masking, "It is a part of the tokens.")
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     words = "'vocabulary' of at least 300, 256 bytes and special tokens"
@@ -91,12 +90,11 @@ def _read_texts(command: Command, arguments: Sequence[str]) -> argparse.Namespac
 def _tasks(command: Command) -> None:
     command.add_argument("--glue", type=Path, required=True, metavar="DIR", help="with SST-2, QQP, QNLI and MNLI")
     command.option("tasks", ["sst2"], f"of {', '.join(TASKS)}", choices=TASKS, metavar="TASK")
-    command.option("hold-out", 0.1, "part of train to test on where there is no dev file", above=0)
+    command.option("hold-out", 0.1, "part of train to test on where there is no dev file", above=0, below=1)
     command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
 
 
 def _read_tasks(command: Command, given: argparse.Namespace) -> argparse.Namespace:
-    command.require(given.hold_out < 1, "'hold-out' below 1", given.hold_out, "It is a part of the examples.")
     command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
     return given
 

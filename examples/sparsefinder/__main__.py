@@ -48,11 +48,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, (usual, least, words) in SIZES.items():
         command.option(name, usual, words, least=least)
     command.option("learning-rate", 2e-3, "of the model", above=0)
-    command.option("hidden", 0.2, "share of the words that are hidden")
+    command.option("hidden", 0.2, "share of the words that are hidden", above=0, below=1)
     command.option("output", Path("runs/sparsefinder"), "of rows.csv, checkpoints and figures")
     command.add_argument("--report", action="store_true", help="measure nothing; draw what is there")
     given = command.read(arguments)
-    command.require(0 < given.hidden < 1, "'hidden' in (0, 1)", given.hidden)
     wrong = [window for window in given.windows if window and (window < 0 or window % 2 == 0)]
     command.require(not wrong, "'windows' to be odd, or 0", wrong, "A word stands in the middle of its window.")
     words = "'channels' to be a multiple of 4 x heads"
