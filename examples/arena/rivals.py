@@ -23,6 +23,7 @@ from sbm_pyg.ragged import offsets
 from sbm_pyg.sources.pairs import graph_of_ranges
 from sbm_pyg.sources.patterns import full
 
+SIZE = 2  # keys of a block
 LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound
 LEAST_BLOCKS = 1.25  # earlier blocks of a query of DashAttention, in the mean: a block that is alone learns nothing
 RATE = 0.1  # of the scale of DashAttention, which takes its graphs to their density
@@ -58,32 +59,38 @@ class EdgePrior(EdgeProbability):
 
 
 class Blocks:
-    """Blocks of ``size`` keys of a causal layer, and the pairs of each query and an earlier block: their rows are those of a graph."""
+    """Blocks of keys of a causal layer, and the pairs of each query and an earlier block: their rows are those of a graph."""
 
-    def __init__(self, tokens: Tokens, size: int) -> None:
-        self.tokens, self.size = tokens, size
-        ptr = offsets(-(-tokens.key_ptr.diff() // size))
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        ptr = offsets(-(-tokens.key_ptr.diff() // SIZE))
         self.count = int(ptr[-1])
-        self.of_key = ptr[tokens.key_sequence] + tokens.key_position // size  # [M]
-        self.own = (tokens.query_position // size).repeat(tokens.heads)  # number of earlier blocks, [H*N]
+        self.of_key = ptr[tokens.key_sequence] + tokens.key_position // SIZE  # [M]
+        self.own = (tokens.query_position // SIZE).repeat(tokens.heads)  # number of earlier blocks, [H*N]
         rowptr, self.row = offsets(self.own), torch.repeat_interleave(self.own)
         self.position = torch.arange(len(self.row)) - rowptr[self.row]  # of the block in its sequence
         col = ptr[tokens.query_sequence].repeat(tokens.heads)[self.row] + self.position
         self.pairs = AttentionGraph(rowptr, col, tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr)
 
+    def best(self, score: Tensor, density: float) -> Tensor:
+        """Numbers of the pairs with the largest scores of each query, as many as a density has room for."""
+        rowptr = self.pairs.rowptr
+        few = max(1, round(room(self.tokens, density)))
+        return ops.segment_top_k(score.detach(), rowptr, torch.full_like(rowptr[1:], few))[1]
+
     def choose(self, kept: Tensor) -> tuple[AttentionGraph, Tensor]:
-        """The graph of the keys of the pairs that a mask keeps, and of those of the block of the query up to the query.
+        """The graph of the keys of pairs, by their numbers or a mask, and of those of the block of the query up to the query.
 
         Also returns for each edge the number of its pair or, in the block of the query, the number of all pairs plus its row.
         """
-        tokens, size = self.tokens, self.size
+        tokens = self.tokens
         row = torch.cat([self.row[kept], torch.arange(len(self.own))])
         start = tokens.key_ptr[tokens.query_sequence].repeat(tokens.heads)[row]
-        first = start + size * torch.cat([self.position[kept], self.own])
+        first = start + SIZE * torch.cat([self.position[kept], self.own])
         last = start + tokens.query_position.repeat(tokens.heads)[row]
-        graph = graph_of_ranges(tokens, row, first, torch.minimum(first + size, last + 1))
-        row, block = graph.edge_row, tokens.key_position[graph.col] // size
-        return graph, torch.where(block == self.own[row], len(kept) + row, self.pairs.rowptr[row] + block)
+        graph = graph_of_ranges(tokens, row, first, torch.minimum(first + SIZE, last + 1))
+        row, block = graph.edge_row, tokens.key_position[graph.col] // SIZE
+        return graph, torch.where(block == self.own[row], len(self.row) + row, self.pairs.rowptr[row] + block)
 
 
 class Dash(GraphSource):
@@ -91,7 +98,7 @@ class Dash(GraphSource):
 
     A block is the mean of its keys, weighted by their softmax with a learned query of the head. A weight of entmax is divided by the
     geometric mean of those of its query, since the block of the query has the prior 1. Scores have a factor that moves in training until
-    graphs have their density, a share of the pairs beyond self-loops. Blocks have ``size`` keys.
+    graphs have their density, a share of the pairs beyond self-loops.
 
     Reference: Huang et al., "DashAttention: Differentiable and Adaptive Sparse Hierarchical Attention", 2605.18753, and its code, where
     the user sets the factor, and the logarithm of the prior is divided by a large number.
@@ -100,15 +107,15 @@ class Dash(GraphSource):
     estimator = Prior()
     head_dims: ClassVar[dict[str, int]] = {"summary": 0}
 
-    def __init__(self, channels: int, heads: int, density: float, size: int = 2) -> None:
+    def __init__(self, channels: int, heads: int, density: float) -> None:
         super().__init__()
-        self.density, self.size = density, size
+        self.density = density
         self.summary = nn.Parameter(torch.randn(heads, channels))
         self.log_factor: Tensor
         self.register_buffer("log_factor", torch.zeros(()))
 
     def forward(self, tokens: Tokens) -> Choice:
-        blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
+        blocks, scale = Blocks(tokens), tokens.query.size(2) ** -0.5
         weight = softmax((tokens.key @ self.summary[..., None]).squeeze(2).T * scale, blocks.of_key).T
         mean = tokens.key.new_zeros(tokens.heads, blocks.count, tokens.key.size(2)).index_add(
             1, blocks.of_key, weight[..., None] * tokens.key
@@ -123,7 +130,7 @@ class Dash(GraphSource):
         graph, part = blocks.choose(kept)
         log_prior = torch.cat([log_share - log_mean[blocks.row], none])[part]
         if self.training and len(blocks.row):
-            wanted = max(LEAST_BLOCKS, room(tokens, self.density, self.size))
+            wanted = max(LEAST_BLOCKS, room(tokens, self.density))
             self.log_factor += RATE * (kept.sum() / (blocks.row.diff().count_nonzero() + 1) / wanted).log()
         return Choice(graph, EdgePrior(graph, log_prior), independent=False)
 
@@ -132,8 +139,8 @@ class HSA(GraphSource):
     """Hierarchical sparse attention: softmax within each chosen block, and softmax over their retrieval scores between them.
 
     Retrieval scores are the products of a projected query and the projected mean of the keys of a block; the block of the query has a
-    learned score. A query takes the earlier blocks of ``size`` keys with the largest scores, as many as its density, a share of the
-    pairs beyond self-loops, has room for.
+    learned score. A query takes the earlier blocks with the largest scores, as many as its density, a share of the pairs beyond
+    self-loops, has room for.
 
     Reference: Hu et al., "Random Long-Context Access for Mamba via Hardware-aligned Hierarchical Sparse Attention", 2504.16795, where an
     encoder makes landmarks of blocks, and recent tokens are a window of their own.
@@ -142,23 +149,23 @@ class HSA(GraphSource):
     estimator = Prior()
     head_dims: ClassVar[dict[str, int]] = {"query": 0, "key": 0, "own": 0}
 
-    def __init__(self, channels: int, heads: int, density: float, size: int = 2) -> None:
+    def __init__(self, channels: int, heads: int, density: float) -> None:
         super().__init__()
-        self.density, self.size = density, size
+        self.density = density
         self.query, self.key = (nn.Parameter(torch.randn(heads, channels, channels) * channels**-0.5) for _ in range(2))
         self.own = nn.Parameter(torch.zeros(heads))
 
     def forward(self, tokens: Tokens) -> Choice:
-        blocks, scale = Blocks(tokens, self.size), tokens.query.size(2) ** -0.5
-        landmark = block_means(tokens.key, tokens.key_ptr, self.size)[0] @ self.key
+        blocks, scale = Blocks(tokens), tokens.query.size(2) ** -0.5
+        landmark = block_means(tokens.key, tokens.key_ptr, SIZE)[0] @ self.key
         score = ops.edge_dot(tokens.query @ self.query, landmark, blocks.pairs.rows) * scale
-        kept = largest(score.detach(), blocks.row, max(1, round(room(tokens, self.density, self.size))))
+        kept = blocks.best(score, self.density)
         graph, part = blocks.choose(kept)
         # softmax over the chosen blocks and the block of the query, whose row follows all pairs
         row = torch.arange(len(blocks.own))
         own = self.own.repeat_interleave(tokens.num_queries)
         shares = score.new_zeros(len(score) + len(row))
-        chosen = torch.cat([kept.nonzero().squeeze(1), len(score) + row])
+        chosen = torch.cat([kept, len(score) + row])
         found = softmax(torch.cat([score[kept], own]), torch.cat([blocks.row[kept], row]))
         shares = shares.index_put((chosen,), found)
         # softmax within each block
@@ -187,7 +194,7 @@ class NSA(GraphSource):
 
     @torch.no_grad()
     def forward(self, tokens: Tokens) -> Choice:
-        blocks, every = Blocks(tokens, 2), full(None, is_causal=True, heads=tokens.heads, ptr=tokens.query_ptr)
+        blocks, every = Blocks(tokens), full(None, is_causal=True, heads=tokens.heads, ptr=tokens.query_ptr)
         place = tokens.key_position
         pooled = torch.where(place[:, None] > 0, (tokens.key + tokens.key.roll(1, 1)) / 2, tokens.key)
         score = ops.edge_dot(tokens.query, pooled, every.rows) * tokens.query.size(2) ** -0.5
@@ -197,22 +204,13 @@ class NSA(GraphSource):
         for key in (last, last - 1):
             early = (key >= 0) & (key // 2 < blocks.own[row])
             found.index_add_(0, (blocks.pairs.rowptr[row] + key // 2)[early], attention[early])
-        kept = largest(found, blocks.row, max(1, round(room(tokens, self.density, 2))))
-        return Choice(blocks.choose(kept)[0])
+        return Choice(blocks.choose(blocks.best(found, self.density))[0])
 
 
-def room(tokens: Tokens, density: float, size: int) -> float:
+def room(tokens: Tokens, density: float) -> float:
     """Earlier blocks of a query that a density has room for, in the mean, in addition to its own."""
     length = int(tokens.query_ptr.diff().max())
-    return (density * (length - 1) / 2 - (size - 1) / 2) / size
-
-
-def largest(score: Tensor, row: Tensor, few: int) -> Tensor:
-    """Mask of the largest scores of each row."""
-    order = score.argsort(descending=True, stable=True)
-    order = order[row[order].argsort(stable=True)]
-    rank = torch.arange(len(row)) - offsets(torch.bincount(row))[row[order]]
-    return torch.zeros(len(row), dtype=torch.bool).index_put((order,), rank < few)
+    return (density * (length - 1) / 2 - (SIZE - 1) / 2) / SIZE
 
 
 RIVALS: dict[str, Callable[..., GraphSource]] = {"dash": Dash, "hsa": HSA, "nsa": NSA}

@@ -25,6 +25,8 @@ from examples.common.corpus import Texts, encode, read_files, read_lines, stdlib
 from examples.common.tasks import TASKS as RECALL
 from examples.common.tasks import Examples, Task, distinct, mqar, recalled
 
+NOISE = 16  # tokens of the noise
+
 
 def _order(count: int, size: int, random: torch.Generator) -> Tensor:
     """Random orders of so many things, ``[count, size]``."""
@@ -86,9 +88,7 @@ def copying(length: int, copied: int, num_tokens: int, count: int, random: torch
     return Examples(torch.cat([data, marks], 1), places, answers, sources)
 
 
-def compression(
-    length: int, slots: int, num_tokens: int, count: int, random: torch.Generator, noise: int = 16
-) -> Examples:
+def compression(length: int, slots: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
     """Compression: the last token gathers the values of all slots, and a decoder tells them from its state alone.
 
     Each slot has a value, and one token names both. These tokens stand anywhere among noise. MAD has no noise, and its tokens have
@@ -97,11 +97,10 @@ def compression(
     Args:
         length: Tokens before the last; L = length + 1.
         slots: Slots of a sequence, Q. Their questions all stand at the last token.
-        num_tokens: Token 0, which stands last, then as many values for each slot, then ``noise`` tokens. A uniform guess among the values
-            of a slot is right with probability slots / (num_tokens - 1 - noise).
-        noise: Tokens of the noise.
+        num_tokens: Token 0, which stands last, then as many values for each slot, then 16 of the noise. A uniform guess among the values
+            of a slot is right with probability slots / (num_tokens - 17).
     """
-    known = num_tokens - noise
+    known = num_tokens - NOISE
     choices = (known - 1) // slots  # values of a slot
     answers = 1 + choices * torch.arange(slots) + torch.randint(choices, (count, slots), generator=random)
     sources = _order(count, length, random)[:, :slots]
@@ -110,7 +109,7 @@ def compression(
     return Examples(tokens, torch.full((count, slots), length), answers, sources)
 
 
-def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Generator, noise: int = 16) -> Examples:
+def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
     """Recall among noise: pairs of a key and its value stand anywhere in the first half, their questions anywhere in the second.
 
     All other slots of two tokens are noise, from tokens of its own. MAD asks while it goes on to show pairs; here halves keep them apart.
@@ -118,11 +117,10 @@ def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
     Args:
         slots: Slots of a half, each of two tokens; L = 4 slots.
         pairs: Pairs of a sequence with different keys and different values, Q.
-        num_tokens: Keys, then values, then ``noise`` tokens. A uniform guess is right with probability 2 / (num_tokens - noise), a guess
+        num_tokens: Keys, then values, then 16 of the noise. A uniform guess is right with probability 2 / (num_tokens - 16), a guess
             among the values of the sequence with 1 / pairs.
-        noise: Tokens of the noise.
     """
-    known = num_tokens - noise
+    known = num_tokens - NOISE
     keys = distinct(count, pairs, known // 2, random)
     values = known // 2 + distinct(count, pairs, known - known // 2, random)
     shown, asked = (2 * _order(count, slots, random)[:, :pairs] for _ in range(2))
