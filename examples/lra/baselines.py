@@ -17,8 +17,6 @@ The result of a sequence does not depend on the rest of its batch, with any of t
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +26,7 @@ from torch_geometric.nn.attention.performer import linear_attention, orthogonal_
 
 from examples.common.command import require
 from sbm_pyg import pad
+from sbm_pyg.ops import checks
 from sbm_pyg.ragged import draw_seed
 
 if TYPE_CHECKING:
@@ -147,7 +146,8 @@ class LinformerAttention(Baseline):
     def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
         super().__init__(settings, channels, head_channels, heads)
         sizes = (heads * head_channels, settings.max_length, settings.linformer_rank, heads, head_channels)
-        self.kernel = _package("linformer").LinformerSelfAttention(*sizes, dropout=settings.attention_dropout)
+        package = checks.imported("linformer", "examples")
+        self.kernel = package.LinformerSelfAttention(*sizes, dropout=settings.attention_dropout)
         self.kernel.to_q, self.kernel.to_k, self.kernel.to_v = nn.Identity(), _Half(0), _Half(1)
         self.kernel.to_out = nn.Identity()
 
@@ -169,7 +169,7 @@ class ReformerAttention(Baseline):
     def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
         super().__init__(settings, channels, head_channels, heads)
         self.chunk = settings.hash_chunk
-        package: Any = _package("transformers.models.reformer.modeling_reformer")
+        package: Any = checks.imported("transformers.models.reformer.modeling_reformer", "examples")
         config = package.ReformerConfig(
             attn_layers=["lsh"], attention_head_size=head_channels, num_attention_heads=heads, hidden_size=heads * head_channels,
             num_hashes=settings.hash_rounds, lsh_attn_chunk_length=self.chunk, is_decoder=False,
@@ -208,7 +208,7 @@ class NystromAttention(Baseline):
         self.landmarks, taps = settings.landmarks, settings.value_kernel
         require(taps % 2 or not taps, "'value-kernel' to be odd or 0", taps, "It is centred on its token.")
         sizes = (heads * head_channels, head_channels, heads, self.landmarks)
-        self.kernel = _package("nystrom_attention").NystromAttention(*sizes, residual=False)
+        self.kernel = checks.imported("nystrom_attention", "examples").NystromAttention(*sizes, residual=False)
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()
         options: Any = {"padding": (taps // 2, 0), "groups": heads, "bias": False}
         self.conv = nn.Conv2d(heads, heads, (taps, 1), **options) if taps else None
@@ -244,15 +244,6 @@ class _Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.chunk(2, -1)[self.number]
-
-
-def _package(name: str) -> ModuleType:
-    """A module of a package that one of the methods needs."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        words = f"Expected '{name.partition('.')[0]}' to be installed (got {error})."
-        raise ImportError(f'{words} Run `pip install -e ".[examples]"`.') from error
 
 
 BASELINES: dict[str, type[Baseline]] = {
