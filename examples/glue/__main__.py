@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from examples.common.command import Command, fields_of, program
+from examples.common.command import Command, fields_of, program, read_method
 
 PROGRAM = "python -m examples.glue"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -161,7 +161,7 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
     from examples.glue.data import prepare
 
     for method in given.methods:
-        train.kind_of(method)  # mistakes before the first run
+        read_method(method, train.METHODS, train.OPTIONS)  # mistakes before the first run
     tokenizer, texts = prepare(given)
     own = fields_of(train.Run, given)
     runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
@@ -181,7 +181,7 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
     from examples.glue import data, train
 
     for method in given.methods:
-        train.kind_of(method)
+        read_method(method, train.METHODS, train.OPTIONS)
     tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
     for name in given.tasks:
         folder = given.output / "finetune" / name

@@ -62,7 +62,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.method} {100 * self.density:g} %" if kind_of(self.method) in SPARSE else self.method
+        return f"{self.method} {100 * self.density:g} %" if self.method.partition(":")[0] in SPARSE else self.method
 
     @property
     def known(self) -> Row:
@@ -92,11 +92,6 @@ class FineTune(Run):
         return file_name(self.task, self.known["start"], self.method, self.density, self.seed)
 
 
-def kind_of(method: str) -> str:
-    """The kind of a method, without its options."""
-    return read_method(method, METHODS, OPTIONS)[0]
-
-
 def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
     """The encoder of a run."""
     kind, options = read_method(run.method, METHODS, OPTIONS)
@@ -118,7 +113,7 @@ def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
 
 def make_sparsifier(run: Run, model: torch.nn.Module, dense_part: float) -> Sparsifier | None:
     """What makes a model sparse, if its method has a target density."""
-    if kind_of(run.method) not in SPARSE:
+    if run.method.partition(":")[0] not in SPARSE:
         return None
     return Sparsifier(model, run.density, run.steps, dense_part=dense_part)
 

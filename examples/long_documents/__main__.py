@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.common.command import Command, fields_of, program
+from examples.common.command import Command, fields_of, program, read_method
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
         own = fields_of(train.Run, given)
         runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
         for run in runs:
-            train.kind_of(run.method)  # mistakes before the texts are read
+            read_method(run.method, train.METHODS, train.OPTIONS)  # mistakes before the texts are read
         texts, num_tokens = prepare(given)
         train.train_all(runs, texts, num_tokens, given.tests, given.output)
     print(report.table(finished(given.output)))

@@ -64,11 +64,6 @@ class Run:
         return self.parts * (self.part_length + 1) + 1
 
 
-def kind_of(method: str) -> str:
-    """The kind of a method, without its options."""
-    return read_method(method, METHODS, OPTIONS)[0]
-
-
 def make_model(run: Run, num_tokens: int) -> TokenClassifier:
     """The classifier of a run; it reads the first token of a document, as BERT does."""
     kind, options = read_method(run.method, METHODS, OPTIONS)
@@ -91,7 +86,7 @@ def make_model(run: Run, num_tokens: int) -> TokenClassifier:
 def train(run: Run, texts: dict[str, Texts], num_tokens: int, tests: int, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns its row of accuracy by the number of parts."""
     model = make_model(run, num_tokens)
-    learns = kind_of(run.method) in SAMPLED
+    learns = run.method.partition(":")[0] in SAMPLED
     sparsifier = Sparsifier(model, run.density, run.steps, dense_part=run.dense_part) if learns else None
     documents = {part: Documents(own) for part, own in texts.items()}
     sizes = [2**power for power in range(run.parts.bit_length())]
