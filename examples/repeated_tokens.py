@@ -62,21 +62,15 @@ command.option("output", Path("runs/repeated-tokens"))
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     command.read(None)
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from examples.common.pictures import save_figure
-from examples.common.runs import claim, read_state, settings_of, write_checkpoint, write_text
+from examples.common.runs import claim, random_word, read_state, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
 from sbm_pyg.estimators import Concrete
 from sbm_pyg.gradients import score_function
-
-
-def random_word(*key: int) -> int:
-    """Mixes seed, purpose (0: batch, 1: validation, 2: weights, 3: graph) and step into one random word of 62 bits."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
 
 
 def make_batch(sequences: int, tokens: int, word: int) -> tuple[Tensor, Tensor, Tensor]:

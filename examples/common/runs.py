@@ -205,6 +205,13 @@ def settings_of_all(runs: Sequence[Any], group: str, named: Iterable[str] = NAME
     return {name: value for settings in each for name, value in settings.items()}
 
 
+def random_word(*key: int) -> int:
+    """Mixes integers, such as seed, purpose and step, into one random word of 62 bits."""
+    import numpy as np
+
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
+
+
 def fingerprint(parts: Iterable[bytes]) -> str:
     """A short checksum of data that decide a run."""
     found = hashlib.sha256()

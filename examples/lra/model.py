@@ -12,11 +12,11 @@ from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 
 from examples.common.command import require
-from examples.common.runs import RunError
+from examples.common.runs import RunError, random_word
 from examples.lra import report
 from examples.lra.baselines import BASELINES
 from examples.lra.checkpoints import Checkpoints
-from examples.lra.data.batches import Batch, random_word
+from examples.lra.data.batches import Batch
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
 from sbm_pyg import (

@@ -37,10 +37,10 @@ from torch.utils.data import DataLoader
 
 from examples.common.command import require
 from examples.common.pictures import save_figure
-from examples.common.runs import RunError, check_folder, hold, read_record, write_record
+from examples.common.runs import RunError, check_folder, hold, random_word, read_record, write_record
 from examples.lra import report
 from examples.lra.checkpoints import BEST, LAST, Checkpoints, SafeIO, Signals, read_state
-from examples.lra.data.batches import LengthBuckets, Split, by_length, random_word
+from examples.lra.data.batches import LengthBuckets, Split, by_length
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS

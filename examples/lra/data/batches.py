@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
 
 
-def random_word(*key: int) -> int:
-    """Mixes integers into one random word of 62 bits, a pure function of the key."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The rows of one split as they lie in files, to be read once or many times."""

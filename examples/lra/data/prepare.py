@@ -18,13 +18,13 @@ import numpy as np
 from examples.common.command import require
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import checksum, make_folder, read_manifest
+from examples.lra.data.listops import SPLITS
 
 if TYPE_CHECKING:
     from examples.lra.data.tasks import Task
 
 FORMAT = 2
 KIND = "prepared data"
-SPLITS = ("train", "val", "test")
 
 
 def prepare(
