@@ -346,7 +346,7 @@ READ = {  # a file that a program reads, and what stands in its way
     ("sparsefinder", "learnt-0.pt"): [],
     ("sparsefinder", "rows.csv"): [],
     ("dcmm", "digits-full-0.pt"): ["rows.csv"],
-    ("dcmm", "best-digits-full-0.pt"): ["rows.csv"],
+    ("dcmm", "digits-full-0.best.pt"): ["rows.csv"],
     ("dcmm", "settings.json"): [],
     ("repeated", "sbm.ckpt"): [],
     ("lra", "last.ckpt"): ["results.json"],

@@ -37,6 +37,7 @@ def fit(
     measure: Callable[[], list[Row]],
     rate_at: Callable[[float], float] = trapezoid,
     source_rate: float = 1.0,
+    best: str | None = None,
 ) -> list[Row]:
     """Trains a model, or goes on from its checkpoint; returns the rows of all evaluations, with "step", "loss" and "seconds".
 
@@ -51,6 +52,8 @@ def fit(
         measure: Rows of an evaluation, at the target density.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
         source_rate: Factor of the learning rate of graph sources.
+        best: A column of rows, of which each evaluation then has one. The weights of its largest value, the first of equals, are saved
+            next to the checkpoint, with the suffix ".best.pt".
 
     Raises:
         RunError: The loss is no longer finite at a checkpoint; no row of it is kept.
@@ -95,6 +98,9 @@ def fit(
                     model.eval()
                     with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
                         found = measure()
+                        if best and all(found[0][best] > row[best] for row in rows):
+                            kept = {"run": dataclasses.asdict(run), best: found[0][best], "model": model.state_dict()}
+                            write_checkpoint(path.with_suffix(".best.pt"), kept)
                     model.train()
                     bar.set_postfix_str(str(sparsifier or f"loss {value:.3f}"))
                 saved = time.perf_counter()

@@ -8,7 +8,6 @@ import dataclasses
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.runs import RunError, fingerprint, read_state, settings_of, write_checkpoint
+from examples.common.runs import RunError, fingerprint, read_state, settings_of
 from examples.common.tables import Row
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
@@ -65,7 +64,7 @@ class Run:
     @property
     def best(self) -> str:
         """Name of the weights that are best in validation."""
-        return "best-" + self.file
+        return str(Path(self.file).with_suffix(".best.pt"))
 
 
 def make_model(run: Run, data: Images) -> Vision:
@@ -131,10 +130,9 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
 
     def measure() -> list[Row]:
         accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
-        keep_best(run, model, accuracy, folder)
         return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
-    rows = fit(model, sparsifier, run, folder / run.file, losses, measure, cosine)
+    rows = fit(model, sparsifier, run, folder / run.file, losses, measure, cosine, best="validation")
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     if load_best(run, model, folder) != best["validation"]:
         way_out = f"Delete {run.file} and run the same command again."
@@ -144,27 +142,15 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     return rows
 
 
-def read_best(run: Run, folder: Path) -> dict[str, Any]:
-    """The weights of a run that are best in validation so far, or nothing."""
-    both = f"{run.best} and {run.file}"  # the first holds what was best before the step of the second
-    way_out = f"It is damaged: take it from a backup, or delete {both} and run the same command again."
-    return read_state(folder / run.best, dataclasses.asdict(run), way_out)
-
-
-def keep_best(run: Run, model: Vision, accuracy: float, folder: Path) -> None:
-    """Writes weights that are better than those of the same run that are there, or the first."""
-    if accuracy > read_best(run, folder).get("accuracy", -1.0):
-        state = {"run": dataclasses.asdict(run), "accuracy": accuracy, "model": model.state_dict()}
-        write_checkpoint(folder / run.best, state)
-
-
 def load_best(run: Run, model: Vision, folder: Path) -> float:
     """Gives a model the weights that are best in validation, and sets it to evaluation; returns their accuracy."""
-    if not (best := read_best(run, folder)):
+    both = f"{run.best} and {run.file}"  # the first holds what was best before the step of the second
+    way_out = f"It is damaged: take it from a backup, or delete {both} and run the same command again."
+    if not (best := read_state(folder / run.best, dataclasses.asdict(run), way_out)):
         raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
     model.load_state_dict(best["model"])
     model.eval()
-    return best["accuracy"]
+    return best["validation"]
 
 
 def train_all(runs: list[Run], data: Images, folder: Path) -> None:

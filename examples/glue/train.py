@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method, require
 from examples.common.fit import file_name, fit
-from examples.common.runs import read_checkpoint, read_state, write_checkpoint
+from examples.common.runs import read_checkpoint
 from examples.common.tables import Row
 from examples.glue.data import MASK, SEPARATOR, START, Examples, Stream, Task
 from sbm_pyg import MaskedLM, SequenceClassifier, SequenceEncoder, Sparsifier, mask_tokens
@@ -186,10 +186,8 @@ def finetune(
         load_encoder(encoder, pretrained / file_name(run.method, run.density, pretrained_seed), run)
     model = _make_classifier(run, task, encoder)
     sparsifier = make_sparsifier(run, model, dense_part=0.4 if run.scratch else 0.0)
-    train, path = data["train"], folder / run.file
+    train = data["train"]
     per_epoch = -(-len(train) // run.batch_size)
-    known = read_state(path, dataclasses.asdict(run)).get("rows", [])
-    best = [max((row["accuracy"] for row in known), default=-1.0)]
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> Tensor:
@@ -206,13 +204,9 @@ def finetune(
             if name != "train":
                 which = "" if name == task.dev[0] else f"_{name}"
                 row |= {f"{key}{which}": value for key, value in evaluate(model, examples).items()}
-        if row["accuracy"] > best[0]:
-            best[0] = row["accuracy"]
-            state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
-            write_checkpoint(path.with_suffix(".best.pt"), state)
         return [row]
 
-    return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
+    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=RATE_OF_SOURCES, best="accuracy")
 
 
 def _make_classifier(run: FineTune, task: Task, encoder: SequenceEncoder) -> SequenceClassifier:
