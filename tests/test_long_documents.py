@@ -1,7 +1,6 @@
 """Tests of ``examples.long_documents``, and of the benchmark of long documents: texts, documents, training and tables."""
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +197,7 @@ def test_the_table_of_the_benchmark_has_ratios_of_medians() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [*benchmark.ARMS])
-def test_the_benchmark_measures_every_encoder(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    turn = json.dumps({"arm": arm, "tokens": 96})
-    benchmark.main(["--only", turn, "--channels", "16", "--vocabulary", "64"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_the_benchmark_measures_every_encoder(arm: str) -> None:
+    found = benchmark.turn(arm, 96, benchmark.parse(["--channels", "16", "--vocabulary", "64"]))
     assert min(found["step"], found["inference"]) > 0
     assert min(found["step MiB"], found["inference MiB"]) >= 0

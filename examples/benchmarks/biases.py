@@ -8,7 +8,6 @@ gradients. Each turn is a process of its own. Memory is the peak beyond what the
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("density", 0.01, "of the sampled graph", above=0)
     command.option("rounds", 3, "turns of each", least=1)
     command.option("csv", Path("biases.csv"), "where to write")
-    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
     given = command.read(arguments)
     command.require(given.density <= 1, "'density' in (0, 1]", given.density)
     return given
@@ -33,6 +31,7 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
     parse(None)
 
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,36 +77,31 @@ def gate(density: float) -> None:
             sys.exit("edges and dense arrays disagree")
 
 
-def turn(name: str, n: int, density: float) -> dict[str, float]:
+def turn(arm: str, tokens: int, density: float) -> dict[str, float]:
     """Seconds of the third training step, the first on few tokens; and MiB at the peak of the last two."""
-    conv = layer(name, density)
-    x = torch.randn(n, 64, generator=torch.Generator().manual_seed(n))
-    grad, edges = torch.ones(n, CHANNELS), float(n * n)
+    torch.set_num_threads(1)
+    conv = layer(arm, density)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+    grad, edges = torch.ones(tokens, CHANNELS), float(tokens**2)
     before = 0.0
-    for number, tokens in enumerate((x[:512], x, x)):
+    for number, part in enumerate((x[:512], x, x)):
         before = memory("VmRSS") if number == 1 else before
         start = time.perf_counter()
-        if name == "dense dcmm":
-            out = dense(conv, tokens)
+        if arm == "dense dcmm":
+            out = dense(conv, part)
         else:
-            out, graph = conv(tokens, seed=0, return_graph=True)
+            out, graph = conv(part, seed=0, return_graph=True)
             edges = graph.num_edges
-        out.backward(grad[: len(tokens)])
+        out.backward(grad[: len(part)])
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "MiB": memory("VmHWM") - before, "edges": edges}
 
 
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
-    torch.set_num_threads(1)
-    if given.only:
-        own = json.loads(given.only)
-        print(json.dumps(turn(own["arm"], own["tokens"], given.density)))
-        return
     gate(given.density)
     turns = [{"tokens": n, "arm": name} for n in given.tokens for _ in range(given.rounds) for name in NAMES]
-    words = ["--density", str(given.density)]
-    rows = measure_turns("examples.benchmarks.biases", words, turns, MEASURED, given.csv)
+    rows = measure_turns(partial(turn, density=given.density), turns, MEASURED, given.csv)
     table = []
     for n, name, some in groups(rows, "tokens", "arm"):
         edges, seconds, mib = medians(some, MEASURED).values()

@@ -11,7 +11,6 @@ Memory is the peak beyond what the process held before (Linux).
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, usual in (("channels", 128), ("layers", 2), ("heads", 2), ("vocabulary", 8000), ("rounds", 3)):
         command.option(name, usual, above=0)
     command.option("csv", Path("documents.csv"), "where to write")
-    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
     given = command.read(arguments)
     command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     return given
@@ -43,6 +41,7 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 
 import time
 import warnings
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -165,14 +164,11 @@ def table(rows: Rows) -> str:
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     warnings.simplefilter("ignore")
-    if given.only:
-        print(json.dumps(turn(**json.loads(given.only), given=given)))
-        return
     gate()
     names = ("density", "channels", "layers", "heads", "vocabulary")
-    words = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
+    sizes = argparse.Namespace(**{name: getattr(given, name) for name in names})
     turns = [{"arm": arm, "tokens": n} for n in given.tokens for _ in range(given.rounds) for arm in given.arms]
-    print(table(measure_turns("examples.benchmarks.documents", words, turns, MEASURED, given.csv)))
+    print(table(measure_turns(partial(turn, given=sizes), turns, MEASURED, given.csv)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ unless OMP_NUM_THREADS says otherwise; it is warmed up on small graphs. Memory i
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from examples.common.command import Command
@@ -30,7 +29,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("graphs", 32, "in the batch", least=2)
     command.option("rounds", 1, "turns of each", least=1)
     command.option("csv", Path("graphs.csv"), "where to write")
-    command.add_argument("--only", help=argparse.SUPPRESS)  # one turn, in a process of its own
     return command.read(arguments)
 
 
@@ -39,6 +37,7 @@ if __name__ == "__main__":  # --help and mistakes do not wait for the imports be
 
 import math
 import time
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -86,16 +85,16 @@ def sizes_of(given: argparse.Namespace, suite: str) -> list[int]:
     return many if suite == "batch" else [given.nodes]
 
 
-def turn(name: str, suite: str, sizes: list[int]) -> dict[str, float]:
+def turn(arm: str, suite: str, sizes: dict[str, list[int]]) -> dict[str, float]:
     """Seconds and MiB of a pass over graphs, after one over small graphs; and the edges per node and head."""
-    module, before, start = layer(name), 0.0, 0.0
-    for lengths in ([64, 100], sizes):
+    module, before, start = layer(arm), 0.0, 0.0
+    for lengths in ([64, 100], sizes[suite]):
         x = torch.randn(sum(lengths), CHANNELS, requires_grad=True)
         batch = torch.repeat_interleave(torch.tensor(lengths))
         before, start = memory("VmRSS"), time.perf_counter()
         call(module, suite, x, batch).sum().backward()
     found = {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": math.nan}
-    if "edges" in name and isinstance(module, SparseGPSConv):
+    if "edges" in arm and isinstance(module, SparseGPSConv):
         with torch.no_grad():
             found["edges"] = module.attn(x, batch=batch, return_graph=True)[1].num_edges / (HEADS * len(x))
     return found
@@ -118,20 +117,16 @@ def gate() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
-    if given.only:
-        own = json.loads(given.only)
-        print(json.dumps(turn(own["arm"], own["suite"], sizes_of(given, own["suite"]))))
-        return
     gate()
-    words = ["--nodes", str(given.nodes), "--largest", str(given.largest), "--graphs", str(given.graphs)]
+    sizes = {suite: sizes_of(given, suite) for suite in given.suites}
     turns = [{"suite": x, "arm": arm} for x in given.suites for _ in range(given.rounds) for arm in ARMS[x]]
-    rows = measure_turns("examples.benchmarks.graphs", words, turns, MEASURED, given.csv)
+    rows = measure_turns(partial(turn, sizes=sizes), turns, MEASURED, given.csv)
     for suite, arms in by(rows, "suite", "arm").items():
-        sizes, table = sizes_of(given, suite), []
+        table = []
         for name, own in arms.items():
             seconds, mib, edges = medians(own, MEASURED).values()
             table.append([name, f"{seconds:.3g}", f"{mib:,.0f}", "" if math.isnan(edges) else f"{edges:.1f}"])
-        print(f"{suite}: {len(sizes)} graphs, {sum(sizes):,} nodes, the largest {max(sizes):,}")
+        print(f"{suite}: {len(sizes[suite])} graphs, {sum(sizes[suite]):,} nodes, the largest {max(sizes[suite]):,}")
         print(markdown(["arm", "seconds", "MiB", "edges per node and head"], table))
 
 

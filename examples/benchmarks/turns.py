@@ -1,11 +1,12 @@
 """Measurements in turns, each in a process of its own, whose memory nothing else has used."""
 
-import json
 import math
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from examples.common.tables import Row, Rows, write_csv
@@ -21,19 +22,17 @@ def memory(field: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
-def measure_turns(program: str, words: Sequence[str], turns: Sequence[Row], names: Sequence[str], csv: Path) -> Rows:
-    """The rows of turns, which ``csv`` gets too: for each, ``python -m program WORDS --only TURN`` prints its numbers.
-
-    Turns and numbers are JSON. Where a process fails, the numbers of these names are NaN.
-    """
+def measure_turns(turn: Callable[..., Row], turns: Sequence[Row], names: Sequence[str], csv: Path) -> Rows:
+    """The rows of turns, which ``csv`` gets too: each with its numbers, by a function of it, which are NaN where that fails."""
     rows = []
-    for turn in tqdm(turns, unit="turn"):
-        command = [sys.executable, "-W", "ignore", "-m", program, *words, "--only", json.dumps(turn)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{turn} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        numbers = dict.fromkeys(names, math.nan) if done.returncode else json.loads(done.stdout.splitlines()[-1])
-        rows.append(turn | numbers)
+    for each in tqdm(turns, unit="turn"):
+        try:
+            with ProcessPoolExecutor(1, get_context("spawn"), warnings.simplefilter, ("ignore",)) as pool:
+                numbers = pool.submit(turn, **each).result()
+        except Exception as error:  # of the process, too, if it was killed
+            print(f"{each} failed: {error!r}", file=sys.stderr)
+            numbers = dict.fromkeys(names, math.nan)
+        rows.append(each | numbers)
         write_csv(csv, rows)
     return rows
 
