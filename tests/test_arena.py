@@ -1,6 +1,5 @@
 """The tasks of the arena are exact, each method runs on them, and a source in a user's file enters with one command."""
 
-import csv
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -413,11 +412,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tasks.TASKS, name, dataclasses.replace(task, test=dict.fromkeys([*task.test][:2], 2)))
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "rows.csv").open() as file:
-        return [*csv.DictReader(file)]
-
-
 SMALL = ["--steps", "2", "--channels", "16", "--batch-size", "2"]
 
 
@@ -426,16 +420,18 @@ def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: p
     words = [*SMALL, "--output", str(tmp_path), "--densities", "0.2"]
     program.main([*words, "--choosers", "full", "dsa"])
     first = (tmp_path / "rows.csv").read_text()
-    assert [row["method"] for row in rows_of(tmp_path)] == 2 * ["full"] + 2 * ["dsa"] + 2 * ["dsa:frozen=1"]
+    assert [row["method"] for row in tables.read(tmp_path / "rows.csv")] == 2 * ["full"] + 2 * ["dsa"] + 2 * [
+        "dsa:frozen=1"
+    ]
     program.main(words)
     assert (tmp_path / "rows.csv").read_text().startswith(first)
-    found = {row["method"] for row in rows_of(tmp_path)}
+    found = {row["method"] for row in tables.read(tmp_path / "rows.csv")}
     assert found == {*program.ALL, *filter(None, map(methods.twin_of, program.ALL))}
     table = capsys.readouterr().out
     assert all(f"| {name} | " in table for name in found)
     assert "(one seed)" in table
     assert (tmp_path / "recall.png").stat().st_size > 5000
-    assert all(float(row["train_ms"]) > 0 for row in rows_of(tmp_path))
+    assert all(row["train_ms"] > 0 for row in tables.read(tmp_path / "rows.csv"))
 
 
 @pytest.mark.slow
@@ -448,14 +444,14 @@ def test_text_enters_by_its_file_and_is_measured_in_bits(
     Path("text/mine.txt").write_text(20 * PROSE)
     words = [*SMALL, "--choosers", "full", "sbm", "--tasks", "code", "text/mine.txt"]
     program.main(words)
-    rows = rows_of(Path("runs/arena"))
+    rows = tables.read(Path("runs/arena/rows.csv"))
     assert {row["task"] for row in rows} == {"code", "text/mine.txt"}
     printed = capsys.readouterr().out
     full = next(row for row in rows[::-1] if row["task"] == "code" and row["method"] == "full")
-    assert f"| full |  | 100 | 1 | {float(full['bits']):.3f} |" in printed
+    assert f"| full |  | 100 | 1 | {full['bits']:.3f} |" in printed
     assert "bits per recalled token" in printed
-    assert 4 < float(full["bits"]) < 14
-    score = {row["method"]: float(row["bits"]) for row in rows if row["task"] == "code"}
+    assert 4 < full["bits"] < 14
+    score = {row["method"]: row["bits"] for row in rows if row["task"] == "code"}
     assert f"{score['sbm:frozen=1'] - score['sbm']:+.3f} (one seed)" in printed
     assert all((Path("runs/arena") / name).stat().st_size > 5000 for name in ("code.png", "mine.txt.png"))
     Path("text/mine.txt").write_text(PROSE)
@@ -479,10 +475,10 @@ def test_each_task_and_experiment_is_drawn(few: None, tmp_path: Path) -> None:
     program.main([*words, "--tasks", "two-hop", "length"])
     program.main([*words, "--experiment", "served"])
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("two-hop", "length", "served"))
-    length = [row for row in rows_of(tmp_path) if row["task"] == "length"]
-    edges = [float(row["density_0"]) * (float(row["length"]) - 1) for row in length if row["method"] == "random"]
+    length = [row for row in tables.read(tmp_path / "rows.csv") if row["task"] == "length"]
+    edges = [row["density_0"] * (row["length"] - 1) for row in length if row["method"] == "random"]
     assert max(edges) < 1.6 * min(edges)  # a query has as many at each length
-    kept = [float(row["density_0"]) for row in length if row["method"] == "sbm"]
+    kept = [row["density_0"] for row in length if row["method"] == "sbm"]
     assert max(kept) < 1.6 * min(kept)  # of a block model, pairs keep their probabilities
 
 
@@ -518,7 +514,7 @@ def test_a_source_of_eight_lines_enters_with_one_command(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN)
     program.main([*SMALL, "--chooser", "mine.py:Nearest"])
-    assert {row["method"] for row in rows_of(Path("runs/arena"))} == {"full", "random", "mine.py:Nearest"}
+    assert {row["method"] for row in tables.read(Path("runs/arena/rows.csv"))} == {"full", "random", "mine.py:Nearest"}
     assert "| mine.py:Nearest | dense | 5 | 1 |" in capsys.readouterr().out
     Path("mine.py").write_text(OWN + "\n# another one\n")
     with pytest.raises(SystemExit):

@@ -355,16 +355,6 @@ def test_seeds() -> None:
     assert torch.equal(conv(x), first)
 
 
-def test_padding_changes_nothing() -> None:
-    """Padded tokens never reach the layer: what the padded form holds beyond the mask is of no account."""
-    from sbm_pyg import pad, unpad
-
-    conv, x = layer(), tokens()
-    padded, mask = pad(x, PTR, fill_value=float("nan"))
-    ragged, ptr = unpad(padded, mask)
-    assert torch.equal(conv(ragged, ptr=ptr, seed=1), conv(x, ptr=PTR, seed=1))
-
-
 @pytest.mark.parametrize("fuse", [True, False])
 def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
     """No output and no gradient of a token; the parameters of the projections, which are applied to every token."""

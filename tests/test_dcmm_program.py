@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from problems import same
+from test_recall import generator
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
@@ -40,10 +41,6 @@ METHODS = (
     f"dcsbm:{FEW}",
     f"dcmm-sbm:{FEW}",
 )
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture

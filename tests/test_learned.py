@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import draw
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -40,10 +41,6 @@ from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.learned import DenseChoice, attend_densely, sample_rows, sample_sequences
 from sbm_pyg.sources.selectors import TopKSource
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def model(is_causal: bool = False, dtype: torch.dtype = torch.float64) -> SBM:

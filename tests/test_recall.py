@@ -253,7 +253,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("method", ["full", "random", "sbm", "sbm:control=fixed,estimator=local"])
+@pytest.mark.parametrize("method", ["sbm", "sbm:control=fixed,estimator=local"])
 def test_a_run_that_was_killed_ends_with_the_same_bits(
     method: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
