@@ -7,8 +7,8 @@ In: a number of mutants and a seed. Out: `mutants.csv`, one row per mutant, in a
 
 All fast tests of the library run once under coverage.py, which records the tests of each line and the seconds of each test. Then lines are drawn, each
 with the same chance, among those that a test runs and an operator can change, and a place in the line and an operator in the same way. Each mutant gets
-its own copy of the repository. Its tests are those that run the line, or, if the line runs at import, those that run any line of the file. Tests of the
-module come first, then the quickest, until they sum to 60 seconds. A mutant is killed by the first test that fails, and by a run that takes longer than
+its own copy of the repository. Its tests are those that run the line, or, if the line runs at import, those that run any line of the file, and those of
+the public interface. Tests of the module come first, then the quickest, until they sum to 60 seconds. A mutant is killed by the first test that fails, and by a run that takes longer than
 five times these seconds and a minute.
 
 Left out: annotations, `__all__`, `raise` statements, f-strings, files of CUDA kernels and of what numba compiles into kernels, and lines that no fast test
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +57,7 @@ SERVER = multiprocessing.get_context("forkserver")  # forks a process that has t
 SERVER.set_forkserver_preload(SLOW_IMPORTS)
 KERNELS = re.compile(r"ops/cuda/|ops/cpu/(amx|channels|random_simd|simd)\.py")
 SECONDS = 60  # of the tests of a mutant
+INTERFACE = ("test_public_api.py", "test_signatures.py")  # they import what others run
 
 
 def choices(source: str) -> dict[int, dict[Any, list[tuple[str, int]]]]:
@@ -77,18 +78,19 @@ def choices(source: str) -> dict[int, dict[Any, list[tuple[str, int]]]]:
     return found
 
 
-def run_by(source: str, line: int, traced: dict[int, list[str]]) -> set[str]:
-    """The tests that run a statement, or any line of its file if it runs at import, in the context without a name."""
+def run_by(source: str, line: int, traced: dict[int, list[str]], of_interface: Iterable[str] = ()) -> set[str]:
+    """The tests that run a statement; if it runs at import, in the context without a name, those of any line of its file and of the interface."""
     parser = PythonParser(source)
     parser.parse_source()
     lines = [number for number in traced if parser.first_line(number) == parser.first_line(line)]
     imported = any("" in traced[number] for number in lines)
-    return {test for number in (traced if imported else lines) for test in traced[number]}
+    found = {test for number in (traced if imported else lines) for test in traced[number]}
+    return found.union(of_interface) if imported else found
 
 
 def in_order(tests: set[str], file: str, seconds: dict[str, float]) -> list[str]:
     """Tests of the module, then the quickest, as many as fit the time; those of a file together."""
-    own = {f"test_{part}.py" for part in Path(file).with_suffix("").parts} | {Path(file).name}
+    own = {f"test_{part}.py" for part in Path(file).with_suffix("").parts} | {Path(file).name, *INTERFACE}
     spent, chosen = 0.0, dict[str, list[str]]()
     for test in sorted(tests, key=lambda test: (Path(test.split("::")[0]).name not in own, seconds[test], test)):
         if (spent := spent + seconds[test]) <= SECONDS or not chosen:
@@ -196,7 +198,8 @@ def drawn(seed: int, trace: CoverageData, seconds: dict[str, float]) -> Iterator
             compile(mutated, file, "exec")
         except SyntaxError:  # it turned the star of a signature, say, into a plus
             continue
-        if tests := run_by(source, line, trace.contexts_by_lineno(file)) & seconds.keys():
+        of_interface = (test for test in seconds if Path(test.split("::")[0]).name in INTERFACE)
+        if tests := run_by(source, line, trace.contexts_by_lineno(file), of_interface) & seconds.keys():
             edits = [*difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0)][3:]
             before, after = (" ".join(edit[1:].strip() for edit in edits if edit[0] == sign) for sign in "-+")
             row = {"file": file, "line": line, "operator": operator.removeprefix("core/")}

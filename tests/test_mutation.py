@@ -52,6 +52,8 @@ def test_a_line_has_the_tests_of_its_statement_and_an_import_those_of_the_file()
     traced = {3: [""], 6: [""], 7: ["a", "b"], 8: ["a"], 10: ["b"], 14: [""], 15: ["c"]}
     assert [run_by(SOURCE, line, traced) for line in (8, 9, 10)] == [{"a"}, {"b"}, {"b"}]
     assert run_by(SOURCE, 6, traced) == {"", "a", "b", "c"}
+    assert run_by(SOURCE, 6, traced, ["d"]) == {"", "a", "b", "c", "d"}
+    assert run_by(SOURCE, 8, traced, ["d"]) == {"a"}
 
 
 def test_tests_of_the_module_come_first_then_the_quickest() -> None:
@@ -59,6 +61,8 @@ def test_tests_of_the_module_come_first_then_the_quickest() -> None:
     order = in_order({*seconds}, "sbm_pyg/ops/cpu/blocks.py", seconds)
     assert order == ["tests/test_ops.py::x", "tests/test_blocks.py::x", "test_a.py::y", "test_a.py::x"]
     assert in_order({*seconds}, "sbm_pyg/ops/cpu/blocks.py", seconds | {"test_a.py::x": 51.0}) == order[:-1]
+    seconds["tests/test_signatures.py::x"] = 3.0
+    assert in_order({*seconds}, "sbm_pyg/ops/cpu/blocks.py", seconds)[0] == "tests/test_signatures.py::x"
 
 
 @pytest.mark.slow
