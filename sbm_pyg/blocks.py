@@ -310,7 +310,7 @@ class BlockGraph(AttentionGraph):
         if same and other.is_causal == self.is_causal and self._same_tokens(other):
             blocks, from_other = self.blocks.union(other.blocks)
             return self.with_blocks(blocks), from_other
-        return self.expand_tokens().union(other.expand_tokens() if isinstance(other, BlockGraph) else other)
+        return self.expand_tokens().union(other.expand_tokens())
 
     def contains(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         key, query, head = check_edges(edge_index, edge_head)

@@ -241,6 +241,17 @@ def test_hugging_face_evaluates_at_the_target_density(tmp_path: Path) -> None:
     assert seen.count({0.2}) > 3 * 8
 
 
+def test_hugging_face_logs_both_losses_and_the_density() -> None:
+    callback, logs = HuggingFaceCallback(0.2), {"loss": 1.0}
+    callback.on_log(None, None, None, logs=logs)
+    assert logs == {"loss": 1.0}  # before training
+    callback.sparsifier = Sparsifier(small_bert(), 0.2, total_steps=4, dense_part=0.0)
+    callback.sparsifier.step(1.5)
+    callback.on_log(None, None, None, logs=logs)
+    assert (logs["loss_sparse"], logs["target_density"]) == (1.5, 0.2)
+    assert "loss_dense" in logs
+
+
 def test_hugging_face_needs_a_loss(tmp_path: Path) -> None:
     callback = HuggingFaceCallback(0.2)
     model = small_bert()

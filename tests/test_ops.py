@@ -353,6 +353,16 @@ def test_entmax_equals_the_dense_one_row_by_row(alpha: float, spread: float) -> 
     torch.testing.assert_close(by_index, out[shuffled], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("alpha", [1.05, 1.3, 1.7, 3.0])
+def test_entmax_of_the_reference_equals_that_of_the_kernels(alpha: float) -> None:
+    counts = torch.tensor([0, 1, 2, 7, 0, 200, 2000])
+    rowptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    src = torch.randn(2, int(rowptr[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alphas = torch.full((2, 7), alpha, dtype=torch.float64)
+    wanted = ops.schemas.segment_entmax(src, rowptr, alphas)
+    torch.testing.assert_close(reference_entmax.segment_entmax(src, rowptr, alphas), wanted, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
 def test_entmax_gradcheck(alpha: float) -> None:
     src = torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)

@@ -83,6 +83,16 @@ def test_expected_density_is_differentiable() -> None:
     )
 
 
+def test_gates_of_a_strict_model_are_one_and_have_the_gradient_of_its_probabilities() -> None:
+    y, z = (torch.rand(2, 6, 3, dtype=torch.float64).requires_grad_() for _ in range(2))
+    sbm, graph = SBM(y, z).strict(), patterns.full(6, heads=2, is_causal=True)
+    gate, probability = sbm.gate(graph), sbm.on(graph)
+    assert torch.equal(gate, torch.ones_like(gate))
+    weight = torch.rand(graph.num_edges, dtype=torch.float64)
+    wanted = torch.autograd.grad(probability, (y, z), weight)
+    torch.testing.assert_close(torch.autograd.grad(gate, (y, z), weight), wanted)
+
+
 @pytest.mark.parametrize("kind", ["full", "causal", "strict"])
 def test_cut_density_is_that_of_graphs_that_are_drawn(kind: str) -> None:
     """And expected density is more where probabilities exceed 1, as under a share."""
