@@ -88,7 +88,7 @@ def brute(graph: BlockGraph) -> Tensor:
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"lengths": [8, 12], "block_size": 4}, "ragged": {"lengths": [7, 1, 13], "block_size": 4},
     "cross": {"lengths": [7, 5, 8], "keys": [3, 9, 7], "block_size": 3}, "one token": {"lengths": [5, 6], "block_size": 1},
-    "short": {"lengths": [3, 2], "block_size": 8}, "long": {"lengths": [87, 41], "block_size": 40},
+    "short": {"lengths": [3, 2], "block_size": 8}, "past a vector": {"lengths": [40, 23], "block_size": 17}, "long": {"lengths": [87, 41], "block_size": 40},
     "causal, long": {"lengths": [87, 41], "block_size": 40, "is_causal": True, "density": 0.9},
     "causal": {"lengths": [8, 12], "block_size": 4, "is_causal": True},
     "causal, ragged": {"lengths": [7, 1, 13], "block_size": 4, "is_causal": True},

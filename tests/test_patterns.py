@@ -335,6 +335,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
         (lambda: patterns.random(10**6, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000 edges"),
         (lambda: patterns.random(10**5, 10**5 - 1, seed=0), "Expected 'n' to ask for no more than memory holds (got 10,000,000,000 edges"),
         (lambda: patterns.bigbird(10**5, 1, 1, 1000, seed=0), "Expected 'n' to ask for no more than memory holds (got 100,000,000 edges"),
+        (lambda: patterns.random(10**6, 1000, heads=2, seed=0), "Expected 'n' to ask for no more than memory holds (got 2,000,000,000 edges"),
         (lambda: patterns.bigbird(10**5, 2, 2, 0, heads=100), "Expected 'heads' to ask for no more than memory holds"),
         (lambda: patterns.block_diagonal(200_000, 1), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
         (lambda: patterns.relay_keys(10**6, 10**6), "Expected 'n' to ask for no more than memory holds (got 1,000,000,000,000 edges"),

@@ -116,6 +116,11 @@ def test_mask_and_expectation_are_shown_as_they_are() -> None:
     assert f"{float(sbm.expected_edges()[0, 1]):,.0f} edges" in right.get_title()
 
 
+def test_ticks_of_a_mask_are_tokens() -> None:
+    axes = plots.plot_mask(patterns.full(3)).axes[0]
+    assert all(tick == round(tick) for tick in (*axes.get_xticks(), *axes.get_yticks()))
+
+
 def test_expectations_at_a_target_density_are_those_of_drawn_graphs() -> None:
     sbm = model().with_density(0.8)  # some products exceed 1: such pairs are certain edges
     assert float(sbm.edge_prob_dense().max()) > 1.1

@@ -410,7 +410,7 @@ def check_sbm(sbm: SBM) -> float:
         smallest normal number of a precision, smaller numbers are negligible compared to sums of t times this bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
+    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name))}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
