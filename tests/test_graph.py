@@ -1139,6 +1139,7 @@ def _bipartite(*sides: Any) -> nx.DiGraph:
          "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
         (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 'a')"),
         (nx.DiGraph([(0, 1, {"head": 10**30})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 1000"),
+        (nx.compose(nx.DiGraph([(0, 1)]), _bipartite(0, 0, 1)), ValueError, "Expected each edge of 'graph' to run from a key to a query (got (0, 1)"),
         (_bipartite([1], 0), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got [1])"),
         (_bipartite(0, None), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got None)"),
         (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),

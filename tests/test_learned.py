@@ -36,6 +36,7 @@ from sbm_pyg import (
 from sbm_pyg.estimators import Distill, Imitate, Local
 from sbm_pyg.gradients import distillation, row_distillation
 from sbm_pyg.layers.attention import Returns
+from sbm_pyg.ops import checks
 from sbm_pyg.ragged import offsets
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
@@ -705,3 +706,10 @@ def test_a_trace_of_dense_layers_has_density_1() -> None:
     assert trace.density.eq(1).all()
     assert trace.expected_density.eq(1).all()
     assert not any("graph" in vars(choice) for choice in trace.choices)
+
+
+def test_all_pairs_that_memory_does_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = DenseChoice(Tokens(draw(1, 2, 3000, 3)))
+    monkeypatch.setattr(checks, "available", lambda device: 2**20)
+    with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 18,000,000 "):
+        choice.graph  # noqa: B018
