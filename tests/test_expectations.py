@@ -14,9 +14,9 @@ HOUSES = ["PyTorch Geometric", "DGL", "torch", "x-transformers", "xformers", "fl
 
 
 def rows(page: Path = PAGE) -> list[tuple[str, list[str]]]:
-    """Heading and cells of every row that is not the head of a table."""
+    """Heading and cells of every row that is not the head of a table, up to the draws of mutants."""
     found, house = [], ""
-    for line in page.read_text().splitlines():
+    for line in page.read_text().partition("## Mutation testing")[0].splitlines():
         if line.startswith("## "):
             house = line[3:]
         elif line.startswith("|") and not re.match(r"\|(-+\|)+$|\| (expectation|fault or input) \|", line):
