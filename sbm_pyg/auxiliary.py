@@ -109,10 +109,10 @@ class AuxiliaryLosses:
                 "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
                 "`Sparsifier(model, density, total_steps, scaler=scaler)`."
             )
-        counted = None if torch.compiler.is_compiling() else self  # a traced backward pass does not count
-        if counted is None and not in_backward():
+        is_compiled = torch.compiler.is_compiling()  # a compiled backward pass does not count itself
+        if is_compiled and not in_backward():
             self.passes += 1
-        joined: Tensor = _Join.apply(out, loss, self.weight, counted)
+        joined: Tensor = _Join.apply(out, loss, self.weight, None if is_compiled else self)
         return joined
 
     def take(self) -> list[Tensor]:

@@ -298,8 +298,8 @@ class AttentionGraph(CompressedRows):
         checks.kind("graph", graph, nx.Graph, "a networkx graph", "Build one with `nx.DiGraph(edges)`.")
         side: Mapping[Any, Any] = dict(graph.nodes(data="bipartite"))
         split = any(value is not None for value in side.values())
-        strange = [value for value in side.values() if value not in (0, 1)]
-        if split and strange:
+        strange = [value for value in side.values() if split and value not in (0, 1)]
+        if strange:
             raise ValueError(
                 "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 "
                 f"(got {_first_three(strange)}). Keys have 0, queries 1."

@@ -190,6 +190,7 @@ def drawn(seed: int, trace: CoverageData, seconds: dict[str, float]) -> Iterator
     found = {file: choices(source) for file, source in tqdm(sources.items(), "Reading", unit="file")}
     lines = [(file, line) for file, of_file in found.items() for line in sorted(of_file)]
     random.Random(seed).shuffle(lines)
+    of_interface = [test for test in seconds if Path(test.split("::")[0]).name in INTERFACE]
     for file, line in ((file, line) for file, line in lines if not KERNELS.search(file)):
         chance, source = random.Random(f"{seed} {file} {line}"), sources[file]
         operator, occurrence = chance.choice(found[file][line][chance.choice(sorted(found[file][line]))])
@@ -198,7 +199,6 @@ def drawn(seed: int, trace: CoverageData, seconds: dict[str, float]) -> Iterator
             compile(mutated, file, "exec")
         except SyntaxError:  # it turned the star of a signature, say, into a plus
             continue
-        of_interface = (test for test in seconds if Path(test.split("::")[0]).name in INTERFACE)
         if tests := run_by(source, line, trace.contexts_by_lineno(file), of_interface) & seconds.keys():
             edits = [*difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0)][3:]
             before, after = (" ".join(edit[1:].strip() for edit in edits if edit[0] == sign) for sign in "-+")

@@ -67,8 +67,7 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
         "'num_groups' so that int64",
     )
     check(lambda: pad(torch.zeros(9), PTR, 10**400), "'fill_value' in ")
-    probes = Local(probes=2**63 - 1)
-    assert probes.probes == 2**63 - 1
+    assert Local(probes=2**63 - 1).probes == 2**63 - 1
     if many >= 2**63:
         check(lambda: Local(probes=many), r"'probes' in \[0, inf\], below 2\*\*63 if whole")
     # where all there are is a sensible answer, it is given

@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--tasks", nargs="+", metavar="T", help=words)
     words = "methods, or FILE.py:CLASS (default: all; of an own source, also full and random)"
     command.add_argument("--choosers", "--chooser", nargs="+", metavar="C", dest="methods", help=words)
-    command.option("densities", [0.05], "shares of the pairs beyond self-loops", above=0, below=1)
+    command.option("densities", [0.05], "shares of the pairs beyond self-loops")
     command.option("seeds", [0], least=0)
     command.option("starts", ["dense"], "of training", choices=["dense", "sparse"])
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
@@ -57,10 +57,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = "train nothing; with --tasks, --choosers, --densities, --seeds or --starts, report these alone"
     command.add_argument("--report", action="store_true", help=words)
     given = command.read(arguments)
+    right = 0 < min(given.densities) <= max(given.densities) < 1
+    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     other = [task for task in given.tasks or () if not (task in TASKS or Path(task).is_file())]
     words = f"'tasks' among {', '.join(TASKS)}, or files of text"
     command.require(not other, words, ", ".join(other), "See --help.")
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
+    command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     served = given.experiment == "served"
     given.asked = {cell for cell, name in CELLS.items() if getattr(given, name) is not command.get_default(name)}
     given.asked |= {"task", "method"} if served else set()

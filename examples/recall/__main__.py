@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.recall", __doc__)
     command.option("task", TASKS[0], choices=TASKS)
     command.option("methods", ["full", "sbm"])
-    command.option("densities", [0.05], "shares of the pairs beyond self-loops", above=0, below=1)
+    command.option("densities", [0.05], "shares of the pairs beyond self-loops")
     command.option("seeds", [0], least=0)
     for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
         command.option(name, kind, "(default: that of the task)", above=0)
@@ -35,7 +35,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("output", Path("runs/recall"), "of rows.csv, checkpoints and figures")
     command.add_argument("--report", action="store_true", help="train nothing")
     given = command.read(arguments)
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    right = 0 < min(given.densities) <= max(given.densities) < 1
+    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
+    divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
+    command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     return given
 
 

@@ -229,10 +229,10 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
                 f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
                 "apart: give each place its own weights first."
             )
-        kind = GPSConv if isinstance(layer, GPSConv) else nn.MultiheadAttention
-        if type(layer).forward is not kind.forward:
+        base = GPSConv if isinstance(layer, GPSConv) else nn.MultiheadAttention
+        if type(layer).forward is not base.forward:
             raise ValueError(
-                f"Expected '{name}' to call the forward method of {kind.__name__} (got a {type(layer).__name__} with "
+                f"Expected '{name}' to call the forward method of {base.__name__} (got a {type(layer).__name__} with "
                 "its own). It would be lost: set a layer of `SBMMultiheadAttention.from_torch` or "
                 "`SparseGPSConv.from_gps`, which copy weights alone, in its place."
             )

@@ -566,11 +566,11 @@ class SBMHead(torch.nn.Module):
                 layer.reset_parameters()
         blocks = self.num_blocks
         with torch.no_grad():
-            # torch has no orthogonal matrices of 16 bits
-            square = torch.empty(2 * (self.channels,), dtype=upcast(torch.empty(0)).dtype)
             if self.cluster_init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of [H, K, C] is K * C
             else:
+                # in 32 bits or more: torch has no orthogonal matrices of 16
+                square = upcast(torch.empty(self.channels, self.channels))
                 for head in range(self.heads):
                     for group in self.clusters[head].split(self.channels):
                         group.copy_(torch.nn.init.orthogonal_(square)[: len(group)])
