@@ -1,15 +1,16 @@
-"""Tests of ``examples.graphs``: reading archives, training and resuming, scores and tables."""
+"""Tests of ``examples.graphs``: reading archives, generated graphs, training and resuming, scores and tables."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.common.runs import RunError
 from examples.common.tables import read
 from examples.graphs import __main__ as program
-from examples.graphs import data, report, train
+from examples.graphs import data, generated, report, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,6 +85,120 @@ def test_arrays_that_are_of_no_graph_are_refused(parts: dict[str, Any], tmp_path
         data.load(tmp_path, "chameleon_filtered")
 
 
+def rate(graphs: list[Any], chosen: Any) -> float:
+    """Part of the pairs of nodes ``i``, ``j`` with ``chosen(graph, i, j)`` that have an edge."""
+    edges = pairs = 0.0
+    for graph in graphs:
+        i, j = torch.cartesian_prod(torch.arange(graph.num_nodes), torch.arange(graph.num_nodes)).T
+        pairs += float((chosen(graph, i, j) & (i != j)).sum())
+        edges += float(chosen(graph, *graph.edge_index).sum())
+    return edges / pairs
+
+
+def test_cluster_is_as_published() -> None:
+    graphs = generated.generate("cluster", 60, seed=3)
+    for graph in graphs:
+        assert graph.is_undirected()
+        assert not graph.has_self_loops()
+        sizes = graph.y.bincount(minlength=6)
+        assert 5 <= int(sizes.min()) <= int(sizes.max()) < 35
+        word = graph.x.argmax(1)
+        assert sorted(word[word > 0].tolist()) == [1, 2, 3, 4, 5, 6]  # one node of each community
+        assert torch.equal(word[word > 0] - 1, graph.y[word > 0])
+    assert rate(graphs, lambda graph, i, j: graph.y[i] == graph.y[j]) == pytest.approx(0.55, abs=0.01)
+    assert rate(graphs, lambda graph, i, j: graph.y[i] != graph.y[j]) == pytest.approx(0.25, abs=0.005)
+
+
+def test_pattern_is_as_published() -> None:
+    graphs = generated.generate("pattern", 120, seed=1)
+    others = generated.generate("pattern", 120, seed=2)
+    for graph, other in zip(graphs, others, strict=True):
+        assert graph.is_undirected()
+        assert not graph.has_self_loops()
+        assert 5 <= int(graph.y.sum()) < 35
+        assert 30 <= graph.num_nodes < 205
+        # the same pattern, whose nodes have another order, among other nodes
+        assert torch.equal(graph.x[graph.y == 1].sum(0), other.x[other.y == 1].sum(0))
+        inside, other_inside = (each.y[each.edge_index].sum(0) == 2 for each in (graph, other))
+        assert inside.sum() == other_inside.sum()
+    assert graphs[0].num_nodes != others[0].num_nodes
+    assert torch.equal(
+        graphs[0].x[graphs[0].y == 1].sum(0), graphs[100].x[graphs[100].y == 1].sum(0)
+    )  # of 100 patterns
+    assert rate(graphs, lambda graph, i, j: graph.y[i] != graph.y[j]) == pytest.approx(0.5, abs=0.01)
+    # five communities: a pair has a chance of 0.5 in one of them, else of 0.35
+    assert 0.37 < rate(graphs, lambda graph, i, j: graph.y[i] + graph.y[j] == 0) < 0.40
+
+
+def test_generated_graphs_depend_on_their_seed_alone() -> None:
+    state = torch.get_rng_state()
+    first, again, other = (generated.generate("cluster", 2, seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first[1].edge_index, again[1].edge_index)
+    assert first[1].num_nodes != other[1].num_nodes or not torch.equal(first[1].y, other[1].y)
+
+
+def test_parts_of_a_generated_task_are_disjoint_and_walks_are_added() -> None:
+    task = data.make_task("cluster", None, train_graphs=3, test_graphs=2, walk_length=2)
+    assert (len(task.train), len(task.held_out), task.classes, task.metric) == (3, 4, 6, "balanced")
+    assert all(
+        bool(graph.train_mask.all()) and not bool((graph.val_mask | graph.test_mask).any()) for graph in task.train
+    )
+    assert [bool(graph.val_mask.all()) for graph in task.held_out] == [True, True, False, False]
+    assert [bool(graph.test_mask.all()) for graph in task.held_out] == [False, False, True, True]
+    graph = task.held_out[0]
+    degree = graph.edge_index[0].bincount(minlength=graph.num_nodes).float()
+    back = torch.zeros_like(degree).index_add_(0, graph.edge_index[0], 1 / degree[graph.edge_index[1]]) / degree
+    assert torch.equal(graph.x[:, 7], torch.zeros_like(degree))  # no walk of one step is back
+    torch.testing.assert_close(graph.x[:, 8], back)
+
+
+def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = data.make_task("cluster", None, train_graphs=5, test_graphs=2, walk_length=0)
+    run = train.Run(
+        "cluster", "sbm", 3e-3, split=1, density=0.2, steps=6, channels=8, layers=1, heads=2, dropout=0.1, dense_part=0.5,
+        conv="gin", batch_size=2, evaluations=3,
+    )  # fmt: skip
+    whole = train.train(run, task, tmp_path)
+    assert [row["step"] for row in whole] == [2, 4, 6]
+    assert all(0.1 < row["density"] < 0.4 for row in whole)
+    fit: Any = train.fit
+    seen: list[int] = []
+
+    def stopped(*given: Any, **options: Any) -> Any:
+        """Ends after five of six steps, one after the last evaluation."""
+        losses = given[4]
+
+        def at(step: int) -> Any:
+            seen.append(step)
+            if len(seen) == 6:
+                raise KeyboardInterrupt
+            return losses(step)
+
+        return fit(*given[:4], at, *given[5:], **options)
+
+    monkeypatch.setattr(train, "fit", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(run, task, tmp_path / "again")
+    rows = train.train(run, task, tmp_path / "again")
+    assert seen == [0, 1, 2, 3, 4, 5, 4, 5]  # from the evaluation after four steps
+    same = ("step", "loss", "val", "test", "density")
+    assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in whole]
+
+
+def test_the_program_generates_graphs_without_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--graphs", "pattern", "cluster", "--conv", "gated", "--splits", "0", "--steps", "2", "--channels", "8"]
+    words += ["--train-graphs", "4", "--test-graphs", "2", "--heads", "2", "--batch-size", "2"]
+    words += ["--output", str(tmp_path)]
+    program.main([*words, "--arms", "none", "sgformer", "performer", "random"])
+    shown = capsys.readouterr().out
+    assert shown.index("## pattern") < shown.index("## cluster")
+    assert shown.count("| `sgformer` | 1 |") == 2
+    with pytest.raises(SystemExit):
+        program.main([*words, "--arms", "full", "--train-graphs", "5"])
+    assert "Expected 'train-graphs of pattern' to be 4 as in" in capsys.readouterr().err
+
+
 def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
     words = ["--data", str(tmp_path), "--graphs", "chameleon_filtered", "--splits", "0", "1", "--steps", "4"]
@@ -111,11 +226,11 @@ def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest
 
 
 def test_scores_are_accuracy_and_the_area_under_the_curve() -> None:
-    import torch
-
     logits, y = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1, 1])
-    assert train.score("squirrel_filtered", logits, y) == pytest.approx(200 / 3)
-    assert train.score("tolokers", logits, y) == pytest.approx(50.0)  # one of two pairs is in order
+    assert train.score("accuracy", logits, y) == pytest.approx(200 / 3)
+    assert train.score("balanced", logits, y) == pytest.approx(75.0)  # one of one, one of two
+    assert train.score("area", logits, y) == pytest.approx(50.0)  # one of two pairs is in order
+    assert train.class_weights(torch.tensor([0, 1, 1, 1]), 3).tolist() == [0.75, 0.25, 1.0]
 
 
 def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
@@ -150,6 +265,8 @@ def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
         (["--data", ".", "--dropout", "1"], "Expected 'dropout' to be below 1 (got 1.0)"),
         (["--data", ".", "--dense-part", "1"], "Expected 'dense-part' to be below 1 (got 1.0)"),
         (["--data", ".", "--heads", "3"], "'heads' to divide 'channels'"),
+        (["--graphs", "cluster", "minesweeper"], "Expected 'data'"),
+        (["--graphs", "cluster", "--train-graphs", "0"], "'train-graphs' to be above 0"),
         (["--data", "nowhere"], "folder that holds chameleon_filtered.npz"),
     ],
 )

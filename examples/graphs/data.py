@@ -1,9 +1,13 @@
-"""Node classification on heterophilous graphs, from the archives of Platonov et al., "A critical look at the evaluation of GNNs under
-heterophily" (ICLR 2023): https://github.com/yandex-research/heterophilous-graphs, folder ``data``.
+"""Tasks of node classification.
+
+In: archives of Platonov et al., "A critical look at the evaluation of GNNs under heterophily" (ICLR 2023),
+https://github.com/yandex-research/heterophilous-graphs, folder ``data``, each with one graph; or :mod:`examples.graphs.generated`.
+Out: :class:`Task`. Not here: mini-batches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
 import zlib
 from pathlib import Path
@@ -11,15 +15,56 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch_geometric.data import Data
+from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import to_undirected
 
 from examples.common.runs import RunError
+from examples.graphs.generated import KINDS, generate
 
 RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
 PARTS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
 SPLITS = 10
 UNREADABLE = (EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
 """Errors of numpy and zipfile about damaged archives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Graphs whose nodes have features ``x``, labels ``y`` and masks ``[N, splits]``."""
+
+    train: list[Data]
+    held_out: list[Data]
+    classes: int
+    metric: str
+    """"accuracy", "area" under the ROC curve, or "balanced": the mean of the accuracies of classes."""
+
+
+def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: int, walk_length: int) -> Task:
+    """A task by the name of its graph.
+
+    Args:
+        folder: Of the archives.
+        train_graphs, test_graphs: Numbers of generated graphs in the training part, and in each of the other two.
+        walk_length: Number of features that tell how likely a random walk of 1, 2, ... steps is back at its first node.
+    """
+    if name in KINDS:
+        numbers = {"train": train_graphs, "val": test_graphs, "test": test_graphs}
+        parts = {part: generate(name, count, seed) for seed, (part, count) in enumerate(numbers.items())}
+        for part, graphs in parts.items():
+            for graph in graphs:
+                for mask in parts:
+                    graph[f"{mask}_mask"] = torch.full((graph.num_nodes, SPLITS), mask == part)
+        train, held_out = parts["train"], parts["val"] + parts["test"]
+        metric = "balanced"
+    else:
+        assert folder is not None
+        train = held_out = [load(folder, name)]
+        metric = "area" if name in RANKED else "accuracy"
+    if walk_length:
+        add = AddRandomWalkPE(walk_length, attr_name=None)
+        train = [add(graph) for graph in train]
+        held_out = train if metric != "balanced" else [add(graph) for graph in held_out]
+    return Task(train, held_out, 1 + max(int(graph.y.max()) for graph in train), metric)
 
 
 def load(folder: Path, name: str) -> Data:

@@ -43,7 +43,7 @@ def tables(rows: Rows) -> str:
             last = [row for row in some if row["arm"] == arm and row["step"] == max(x["step"] for x in some)]
             pace = fmean(1000 * row["seconds"] / row["step"] for row in last) if last else float("nan")
             shares = ["", ""]
-            if arm not in ("none", "full", "performer"):
+            if any(row["density"] for row in found.values()):
                 shares = [f"{100 * fmean(row[name] for row in found.values()):.1f}" for name in ("density", "alike")]
             test = deviation([row["test"] for row in found.values()])
             over = [difference(found, arms.get(other, {})) for other in (f"{arm}:frozen", "random")]

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch_geometric.data import Data
-from torch_geometric.nn import GPSConv, SAGEConv
+from torch_geometric.data import Batch
+from torch_geometric.nn import GCNConv, GINConv, GPSConv, ResGatedGraphConv, SAGEConv
+from torch_geometric.nn.models import SGFormer
 
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import freeze
 from examples.common.runs import settings_of_all
 from examples.common.tables import Row
-from examples.graphs.data import RANKED
+from examples.graphs.data import Task
 from sbm_pyg import AttentionConv, DensitySource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
 from sbm_pyg.sources import indexer, patterns
+
+CONVS: dict[str, Callable[[int], nn.Module]] = {
+    "sage": lambda channels: SAGEConv(channels, channels),
+    "gcn": lambda channels: GCNConv(channels, channels),
+    "gin": lambda channels: GINConv(
+        nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels))
+    ),
+    "gated": lambda channels: ResGatedGraphConv(channels, channels),
+}
+"""Message passing along the edges of the data, by name."""
+UNSAMPLED = ("none", "full", "performer", "sgformer")  # arms without graphs of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +53,13 @@ class Run:
     heads: int
     dropout: float
     dense_part: float
+    conv: str = "sage"
+    walk_length: int = 0
+    """Number of random walk features."""
+    train_graphs: int = 1000
+    test_graphs: int = 200
+    batch_size: int = 32
+    """Graphs of a step, where there are several."""
     weight_decay: float = 0.0
     evaluations: int = 30
 
@@ -47,8 +69,12 @@ class Run:
         return {name: getattr(self, name) for name in ("graph", "arm", "learning_rate", "split")}
 
 
-def make_attention(run: Run, nodes: int) -> AttentionConv:
-    """Attention over all pairs, random ones, those of a source that learns, or of one that does not (``sbm:frozen``)."""
+def make_attention(run: Run, nodes: float) -> AttentionConv:
+    """Attention over all pairs, random ones, those of a source that learns, or of one that does not (``sbm:frozen``).
+
+    Args:
+        nodes: Of a graph, in the mean.
+    """
     shape = (run.channels, run.channels // run.heads, run.heads)
     name, _, frozen = run.arm.partition(":")
     if name == "full":
@@ -64,74 +90,112 @@ def make_attention(run: Run, nodes: int) -> AttentionConv:
     return freeze(conv) if frozen else conv
 
 
+def make_model(run: Run, task: Task) -> nn.Module:
+    """A model from features, edges and the graph of each node to logits."""
+    features = task.train[0].num_features
+    if run.arm != "sgformer":
+        return Model(run, features, task)
+    return SGFormer(
+        features, run.channels, task.classes, trans_num_layers=1, trans_num_heads=run.heads, trans_dropout=run.dropout,
+        gnn_num_layers=run.layers, gnn_dropout=run.dropout,
+    )  # fmt: skip
+
+
 class Model(nn.Module):
     """Layers of message passing along the edges of the data, and of attention next to it."""
 
-    def __init__(self, run: Run, data: Data, classes: int) -> None:
+    def __init__(self, run: Run, features: int, task: Task) -> None:
         super().__init__()
-        self.embed, self.out = nn.Linear(data.num_features, run.channels), nn.Linear(run.channels, classes)
-        self.layers = nn.ModuleList(self._layer(run, data.num_nodes) for _ in range(run.layers))
+        nodes = fmean(len(graph.y) for graph in task.train)
+        self.embed, self.out = nn.Linear(features, run.channels), nn.Linear(run.channels, task.classes)
+        self.layers = nn.ModuleList(self._layer(run, nodes) for _ in range(run.layers))
 
     @staticmethod
-    def _layer(run: Run, nodes: int) -> nn.Module:
-        conv = SAGEConv(run.channels, run.channels)
+    def _layer(run: Run, nodes: float) -> nn.Module:
+        conv = CONVS[run.conv](run.channels)
         if run.arm == "performer":
             return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type="performer")
         if run.arm == "none":
             return WithoutAttention(run.channels, conv, 1, run.dropout)
         return SparseGPSConv(run.channels, conv, make_attention(run, nodes), run.dropout)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         x = self.embed(x)
         for layer in self.layers:
-            x = layer(x, edge_index)
+            x = layer(x, edge_index, batch)
         return self.out(x)
 
 
 class WithoutAttention(GPSConv):
     """The layer of PyG without its attention."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         h = self.norm1(x + nn.functional.dropout(self.conv(x, edge_index), self.dropout, self.training))
         return self.norm3(h + self.mlp(h))
 
 
-def score(name: str, logits: Tensor, y: Tensor) -> float:
-    """Area under the ROC curve, or accuracy, in percent."""
-    if name in RANKED:
+def score(metric: str, logits: Tensor, y: Tensor) -> float:
+    """Area under the ROC curve, accuracy, or the mean of the accuracies of classes ("balanced"), in percent."""
+    if metric == "area":
         return 100 * float(roc_auc_score(y.numpy(), logits.softmax(1)[:, 1].numpy()))
+    if metric == "balanced":
+        return 100 * float(balanced_accuracy_score(y.numpy(), logits.argmax(1).numpy()))
     return 100 * float((logits.argmax(1) == y).double().mean())
 
 
-def train(run: Run, data: Data, folder: Path) -> list[Row]:
+def class_weights(y: Tensor, classes: int) -> Tensor:
+    """The part of the nodes in other classes, as in Dwivedi et al."""
+    return 1 - torch.bincount(y, minlength=classes) / len(y)
+
+
+def train(run: Run, task: Task, folder: Path) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns a row for each evaluation, at the density of the run."""
     torch.manual_seed(run.split)
-    train_mask, val_mask, test_mask = (data[f"{part}_mask"][:, run.split] for part in ("train", "val", "test"))
-    model = Model(run, data, int(data.y.max()) + 1)
+    model = make_model(run, task)
     sparse = any(isinstance(module, DensitySource) for module in model.modules())
     sparsifier = Sparsifier(model, run.density, total_steps=run.steps, dense_part=run.dense_part) if sparse else None
+    per_epoch = -(-len(task.train) // run.batch_size)
+
+    @lru_cache(maxsize=1)
+    def batches(epoch: int) -> list[Batch]:
+        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(2**32 * run.split + epoch))
+        return _batches([task.train[n] for n in order.tolist()], run.batch_size)
+
+    held_out = _batches(task.held_out, run.batch_size)
 
     def losses(step: int) -> Tensor:
-        return cross_entropy(model(data.x, data.edge_index)[train_mask], data.y[train_mask])
+        epoch, number = divmod(step, per_epoch)
+        data = batches(epoch if per_epoch > 1 else 0)[number]
+        mask = data.train_mask[:, run.split]
+        logits, y = model(data.x, data.edge_index, data.batch)[mask], data.y[mask]
+        return cross_entropy(logits, y, class_weights(y, task.classes) if task.metric == "balanced" else None)
 
     def measure() -> list[Row]:
-        attends = run.arm not in ("none", "full", "performer")
-        recorded: Any = analysis.record_attention(model) if attends else nullcontext([])
-        with recorded as calls:
-            logits = model(data.x, data.edge_index)
-        graphs = [call.graph for call in calls]
-        pairs = (data.y[graph.edge_index] for graph in graphs)
-        alike = [float((key == query).double().mean()) for key, query in pairs]
-        found = {"val": score(run.graph, logits[val_mask], data.y[val_mask])}
-        found["test"] = score(run.graph, logits[test_mask], data.y[test_mask])
-        density = sum(float(graph.density.mean()) for graph in graphs) / max(len(graphs), 1)
-        return [run.known | found | {"density": density, "alike": sum(alike) / max(len(alike), 1)}]
+        logits, densities, alike = [], [], []
+        for data in held_out:
+            recorded: Any = analysis.record_attention(model) if run.arm not in UNSAMPLED else nullcontext([])
+            with recorded as calls:
+                logits.append(model(data.x, data.edge_index, data.batch))
+            for call in calls:
+                key, query = data.y[call.graph.edge_index]
+                alike.append(float((key == query).double().mean()))
+                densities.append(float(call.graph.density.mean()))
+        found, y = torch.cat(logits), torch.cat([data.y for data in held_out])
+        row = dict(run.known)
+        for part in ("val", "test"):
+            mask = torch.cat([data[f"{part}_mask"][:, run.split] for data in held_out])
+            row[part] = score(task.metric, found[mask], y[mask])
+        return [row | {"density": fmean(densities or [0.0]), "alike": fmean(alike or [0.0])}]
 
     path = folder / file_name(run.graph, run.arm, run.learning_rate, run.split)
     return fit(model, sparsifier, run, path, losses, measure)
 
 
-def train_all(runs: list[Run], graphs: dict[str, Data], folder: Path) -> None:
+def _batches(graphs: list[Any], size: int) -> list[Batch]:
+    return [Batch.from_data_list(graphs[begin : begin + size]) for begin in range(0, len(graphs), size)]
+
+
+def train_all(runs: list[Run], tasks: dict[str, Task], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
     settings = settings_of_all(runs, "graph", runs[0].known)
-    train_missing(folder, "graphs", settings, runs, lambda run: train(run, graphs[run.graph], folder))
+    train_missing(folder, "graphs", settings, runs, lambda run: train(run, tasks[run.graph], folder))
