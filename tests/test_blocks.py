@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from problems import copies, pair_counts, same
+from problems import copies, on_threads, pair_counts, same
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -290,6 +290,17 @@ def test_block_attention_is_attention_over_the_tokens(
         *found, tile = backward(weight, *detached, block_size, is_causal, 0.7, dropout, 5, biased)
         found += [] if tiles is None else [*grad_of(tiles, [bias], tile.view_as(tiles))]
     torch.testing.assert_close(found, grads, atol=1e-10, rtol=1e-10)
+
+
+def test_threads_that_share_a_head_add_up_its_gradients() -> None:
+    graph = make([600], 8, keys=[150], density=0.9)
+    parts = [x.requires_grad_() for x in tokens(graph)]
+    found = []
+    for threads in (1, 3):
+        with on_threads(threads):
+            out, _ = block_attention(*parts, *rows(graph), scale=0.5)
+            found.append((out, *grad_of(out.square().sum(), parts)))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("path", [*PATHS])

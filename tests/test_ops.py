@@ -1313,6 +1313,17 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
     assert effect.ne(0).tolist() == [True, False, False, True]
 
 
+def test_effects_of_more_heads_than_tokens_are_those_of_plain_torch() -> None:
+    from sbm_pyg.ops.cpu import effects as cpu_effects
+    from sbm_pyg.ops.reference import effects as reference_effects
+
+    graph = probes = AttentionGraph.from_dense(torch.ones(3, 1, 2))
+    x = [torch.randn(3, n, 4, dtype=torch.float64) for n in (1, 1, 2, 2)]
+    model = torch.rand(3, 1, 2, dtype=torch.float64), torch.rand(3, 2, 2, dtype=torch.float64), torch.full((1,), 0.25)
+    arguments = (*x, graph.rowptr, graph.col, None, probes.rowptr, probes.col, None, 0.5, *model, 0.1)
+    torch.testing.assert_close(cpu_effects.edge_effect(*arguments), reference_effects.edge_effect(*arguments))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("is_causal", "is_strict"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("keys", [[0, 5, 12, 40], [0, 9, 10, 33], [0, 0, 3, 50]])
