@@ -279,6 +279,7 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
     assert 0 < parts["random 30 %"]["sampled_density"] < parts["random 30 %"]["density"] < 1
     before = (tmp_path / "out" / "finetune" / "sst2" / "rows.csv").read_text()
     program.main(["finetune", "--glue", str(glue), *methods, *tuned, *out])  # there is nothing left to do
+    assert shown in capsys.readouterr().out  # the tables again
     assert (tmp_path / "out" / "finetune" / "sst2" / "rows.csv").read_text() == before
     best = torch.load(next((tmp_path / "out" / "finetune" / "sst2").glob("*scratch*.best.pt")), weights_only=True)
     assert best["run"]["scratch"]

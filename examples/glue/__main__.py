@@ -157,7 +157,7 @@ def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
 def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
     from examples.common.fit import train_missing
     from examples.common.runs import fingerprint, settings_of
-    from examples.glue import train
+    from examples.glue import report, train
     from examples.glue.data import prepare
 
     for method in given.methods:
@@ -173,12 +173,13 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
     print(f"{counts}; {bits:.2f} bits per token by frequency")
     train_missing(folder, "glue pretrain", settings, runs, lambda run: train.pretrain(run, texts, tokenizer, folder))
     yield folder / "rows.csv"
+    yield from report.report(given.output)
 
 
 def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
     from examples.common.fit import train_missing
     from examples.common.runs import fingerprint, settings_of
-    from examples.glue import data, train
+    from examples.glue import data, report, train
 
     for method in given.methods:
         read_method(method, train.METHODS, train.OPTIONS)
@@ -201,6 +202,7 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
         of |= {"pretrained": given.output / "pretrain", "pretrained_seed": given.pretrained_seed}
         train_missing(folder, "glue finetune", settings, runs, partial(train.finetune, **of))
         yield folder / "rows.csv"
+    yield from report.report(given.output)
 
 
 def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
