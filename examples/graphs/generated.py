@@ -31,7 +31,7 @@ def generate(kind: str, count: int, seed: int) -> list[Data]:
         torch.manual_seed(0)  # patterns are those of all parts
         patterns = [_make_pattern() for _ in range(NUM_PATTERNS if kind == "pattern" else 0)]
         torch.manual_seed(seed)
-        numbers = tqdm(range(count), desc=f"{kind} {seed}", unit="graph")
+        numbers = tqdm(range(count), desc=f"generate {kind}", unit="graph")
         return [_pattern(patterns[n % NUM_PATTERNS]) if patterns else _cluster() for n in numbers]
 
 
