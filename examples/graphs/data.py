@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE
+from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torch_geometric.utils import to_undirected
 
 from examples.common.runs import RunError
@@ -47,9 +47,10 @@ def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: in
         train_graphs, test_graphs: Numbers of generated graphs in the training part, and in each of the other two.
         walk_length: Number of features that tell how likely a random walk of 1, 2, ... steps is back at its first node.
     """
+    add = Compose([AddRandomWalkPE(walk_length, attr_name=None)] if walk_length else [])
     if name in KINDS:
         numbers = {"train": train_graphs, "val": test_graphs, "test": test_graphs}
-        parts = {part: generate(name, count, seed) for seed, (part, count) in enumerate(numbers.items())}
+        parts = {part: [*map(add, generate(name, count, seed))] for seed, (part, count) in enumerate(numbers.items())}
         for part, graphs in parts.items():
             for graph in graphs:
                 for mask in parts:
@@ -58,12 +59,8 @@ def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: in
         metric = "balanced"
     else:
         assert folder is not None
-        train = held_out = [load(folder, name)]
+        train = held_out = [add(load(folder, name))]
         metric = "area" if name in RANKED else "accuracy"
-    if walk_length:
-        add = AddRandomWalkPE(walk_length, attr_name=None)
-        train = [add(graph) for graph in train]
-        held_out = train if metric != "balanced" else [add(graph) for graph in held_out]
     return Task(train, held_out, 1 + max(int(graph.y.max()) for graph in train), metric)
 
 
