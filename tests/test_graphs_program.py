@@ -14,6 +14,8 @@ from examples.graphs import data, generated, report, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CPU = torch.device("cpu")
+
 
 def write(folder: Path, name: str = "chameleon_filtered", **parts: Any) -> Path:
     """An archive as the published ones, of 40 nodes in two classes that their features tell."""
@@ -159,7 +161,7 @@ def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monke
         "cluster", "sbm", 3e-3, split=1, density=0.2, steps=6, channels=8, layers=1, heads=2, dropout=0.1, dense_part=0.5,
         conv="gin", batch_size=2, evaluations=3,
     )  # fmt: skip
-    whole = train.train(run, task, tmp_path)
+    whole = train.train(run, task, tmp_path, CPU)
     assert [row["step"] for row in whole] == [2, 4, 6]
     assert all(0.1 < row["density"] < 0.4 for row in whole)
     fit: Any = train.fit
@@ -179,11 +181,29 @@ def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monke
 
     monkeypatch.setattr(train, "fit", stopped)
     with pytest.raises(KeyboardInterrupt):
-        train.train(run, task, tmp_path / "again")
-    rows = train.train(run, task, tmp_path / "again")
+        train.train(run, task, tmp_path / "again", CPU)
+    rows = train.train(run, task, tmp_path / "again", CPU)
     assert seen == [0, 1, 2, 3, 4, 5, 4, 5]  # from the evaluation after four steps
     same = ("step", "loss", "val", "test", "density")
     assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in whole]
+
+
+def test_the_program_trains_on_accelerators_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: dict[str, Any] = {"found": None}
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there["found"])
+    words = ["--graphs", "pattern", "--accelerator", "cuda", "--output", str(tmp_path / "new")]
+    words += ["--train-graphs", "1", "--test-graphs", "1"]
+    with pytest.raises(SystemExit):
+        program.main(words)
+    expected = "Expected 'accelerator' to be one that this machine has (got 'cuda'). Leave it out for 'cpu'."
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert train.find_device("auto") == train.find_device("cpu") == CPU
+    there["found"] = torch.device("cuda")
+    assert train.find_device("auto") == train.find_device("cuda") == torch.device("cuda")
+    assert train.find_device("cpu") == CPU
 
 
 def test_the_program_generates_graphs_without_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,9 @@ def fit(
         for name, part in parts.items():
             part.load_state_dict(state[name])
         rows, step, seconds = state["rows"], state["step"], state["seconds"]
-        torch.set_rng_state(state["random"])  # of dropout
+        torch.set_rng_state(state["random"][0])  # of dropout
+        for number, random in enumerate(state["random"][1 : 1 + torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(random, number)
     saved = time.perf_counter()
     began = saved - seconds
     every = max(1, run.steps // run.evaluations)
@@ -107,7 +109,7 @@ def fit(
                 rows += [{**row, "step": step, "loss": value, "seconds": saved - began} for row in found]
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"run": dataclasses.asdict(run), "rows": rows, "step": step, "seconds": saved - began}
-                write_checkpoint(path, state | {"random": torch.get_rng_state()})
+                write_checkpoint(path, state | {"random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]})
     if sparsifier and sparsifier.history:
         save_figure(path.with_suffix(".png"), plots.plot_losses(sparsifier.history))
     return rows

@@ -20,7 +20,7 @@ from torch_geometric.nn.models import SGFormer
 
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import freeze
-from examples.common.runs import settings_of_all
+from examples.common.runs import RunError, settings_of_all
 from examples.common.tables import Row
 from examples.graphs.data import Task
 from sbm_pyg import AttentionConv, DensitySource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
@@ -35,7 +35,9 @@ CONVS: dict[str, Callable[[int], nn.Module]] = {
     "gated": lambda channels: ResGatedGraphConv(channels, channels),
 }
 """Message passing along the edges of the data, by name."""
-UNSAMPLED = ("none", "full", "performer", "sgformer")  # arms without graphs of attention
+DENSE = {"full": "multihead", "performer": "performer"}
+"""Attention of PyG, by arm."""
+UNSAMPLED = ("none", *DENSE, "sgformer")  # arms without graphs of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +72,13 @@ class Run:
 
 
 def make_attention(run: Run, nodes: float) -> AttentionConv:
-    """Attention over all pairs, random ones, those of a source that learns, or of one that does not (``sbm:frozen``).
+    """Attention over random pairs, those of a source that learns, or of one that does not (``sbm:frozen``).
 
     Args:
         nodes: Of a graph, in the mean.
     """
     shape = (run.channels, run.channels // run.heads, run.heads)
     name, _, frozen = run.arm.partition(":")
-    if name == "full":
-        return AttentionConv(*shape, patterns.PatternSource(patterns.full))
     if name == "random":
         options = {"num_keys_per_query": max(1, round(run.density * nodes)), "heads": run.heads}
         return AttentionConv(*shape, patterns.PatternSource(patterns.random, **options))
@@ -113,8 +113,8 @@ class Model(nn.Module):
     @staticmethod
     def _layer(run: Run, nodes: float) -> nn.Module:
         conv = CONVS[run.conv](run.channels)
-        if run.arm == "performer":
-            return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type="performer")
+        if run.arm in DENSE:
+            return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type=DENSE[run.arm])
         if run.arm == "none":
             return WithoutAttention(run.channels, conv, 1, run.dropout)
         return SparseGPSConv(run.channels, conv, make_attention(run, nodes), run.dropout)
@@ -148,20 +148,33 @@ def class_weights(y: Tensor, classes: int) -> Tensor:
     return 1 - torch.bincount(y, minlength=classes) / len(y)
 
 
-def train(run: Run, task: Task, folder: Path) -> list[Row]:
+def find_device(accelerator: str) -> torch.device:
+    """The device of "cpu", "cuda" or "mps", or of the first accelerator there is ("auto").
+
+    Raises:
+        RunError: This machine has no such accelerator.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if accelerator not in ("auto", "cpu", found.type):
+        words = f"Expected 'accelerator' to be one that this machine has (got {accelerator!r})."
+        raise RunError(f"{words} Leave it out for {found.type!r}.")
+    return torch.device("cpu") if accelerator == "cpu" else found
+
+
+def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]:
     """Trains one model, or goes on from its checkpoint; returns a row for each evaluation, at the density of the run."""
     torch.manual_seed(run.split)
-    model = make_model(run, task)
+    model = make_model(run, task).to(device)
     sparse = any(isinstance(module, DensitySource) for module in model.modules())
     sparsifier = Sparsifier(model, run.density, total_steps=run.steps, dense_part=run.dense_part) if sparse else None
     per_epoch = -(-len(task.train) // run.batch_size)
 
     @lru_cache(maxsize=1)
-    def batches(epoch: int) -> list[Batch]:
+    def batches(epoch: int) -> list[Any]:
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(2**32 * run.split + epoch))
-        return _batches([task.train[n] for n in order.tolist()], run.batch_size)
+        return _batches([task.train[n] for n in order.tolist()], run.batch_size, device)
 
-    held_out = _batches(task.held_out, run.batch_size)
+    held_out = _batches(task.held_out, run.batch_size, device)
 
     def losses(step: int) -> Tensor:
         epoch, number = divmod(step, per_epoch)
@@ -184,18 +197,18 @@ def train(run: Run, task: Task, folder: Path) -> list[Row]:
         row = dict(run.known)
         for part in ("val", "test"):
             mask = torch.cat([data[f"{part}_mask"][:, run.split] for data in held_out])
-            row[part] = score(task.metric, found[mask], y[mask])
+            row[part] = score(task.metric, found[mask].cpu(), y[mask].cpu())
         return [row | {"density": fmean(densities or [0.0]), "alike": fmean(alike or [0.0])}]
 
     path = folder / file_name(run.graph, run.arm, run.learning_rate, run.split)
     return fit(model, sparsifier, run, path, losses, measure)
 
 
-def _batches(graphs: list[Any], size: int) -> list[Batch]:
-    return [Batch.from_data_list(graphs[begin : begin + size]) for begin in range(0, len(graphs), size)]
+def _batches(graphs: list[Any], size: int, device: torch.device) -> list[Any]:
+    return [Batch.from_data_list(graphs[begin : begin + size]).to(device) for begin in range(0, len(graphs), size)]
 
 
-def train_all(runs: list[Run], tasks: dict[str, Task], folder: Path) -> None:
+def train_all(runs: list[Run], tasks: dict[str, Task], folder: Path, device: torch.device) -> None:
     """Trains the runs whose rows are missing in a folder."""
     settings = settings_of_all(runs, "graph", runs[0].known)
-    train_missing(folder, "graphs", settings, runs, lambda run: train(run, tasks[run.graph], folder))
+    train_missing(folder, "graphs", settings, runs, lambda run: train(run, tasks[run.graph], folder, device))
