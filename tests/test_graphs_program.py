@@ -12,7 +12,10 @@ from examples.common.tables import read
 from examples.graphs import __main__ as program
 from examples.graphs import data, generated, report, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),  # as PyG, which loses this in pytest
+]
 
 CPU = torch.device("cpu")
 
@@ -186,6 +189,16 @@ def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monke
     assert seen == [0, 1, 2, 3, 4, 5, 4, 5]  # from the evaluation after four steps
     same = ("step", "loss", "val", "test", "density")
     assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in whole]
+
+
+@pytest.mark.parametrize("conv", ["sage", "gcn", "gin"])
+def test_compressed_rows_pass_the_messages_of_edges(conv: str, tmp_path: Path) -> None:
+    node = np.arange(39)
+    write(tmp_path, edges=np.concatenate([np.stack([node, node + 1], 1), np.stack([node[:20], node[:20] + 7], 1)]))
+    graph = data.make_task("chameleon_filtered", tmp_path, 0, 0, 0).train[0]
+    layer = train.CONVS[conv](3)
+    found, expected = layer(graph.x, graph.adj_t), layer(graph.x, graph.edge_index)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_program_trains_on_accelerators_that_are_there(

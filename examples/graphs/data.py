@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE, Compose
+from torch_geometric.transforms import AddRandomWalkPE, Compose, ToSparseTensor
 from torch_geometric.utils import to_undirected
 
 from examples.common.runs import RunError
@@ -30,7 +30,7 @@ UNREADABLE = (EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueErro
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Graphs whose nodes have features ``x``, labels ``y`` and masks ``[N, splits]``."""
+    """Graphs whose nodes have features ``x``, labels ``y`` and masks ``[N, splits]``; a single one has ``adj_t`` as well."""
 
     train: list[Data]
     held_out: list[Data]
@@ -59,7 +59,10 @@ def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: in
         metric = "balanced"
     else:
         assert folder is not None
-        train = held_out = [add(load(folder, name))]
+        # messages along compressed rows take a fifth of the time on a CPU
+        with torch.sparse.check_sparse_tensor_invariants():
+            graph = ToSparseTensor(remove_edge_index=False, layout=torch.sparse_csr)(add(load(folder, name)))
+        train = held_out = [graph]
         metric = "area" if name in RANKED else "accuracy"
     return Task(train, held_out, 1 + max(int(graph.y.max()) for graph in train), metric)
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch_geometric.data import Batch
 from torch_geometric.nn import GCNConv, GINConv, GPSConv, ResGatedGraphConv, SAGEConv
 from torch_geometric.nn.models import SGFormer
+from torch_geometric.typing import Adj
 
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import freeze
@@ -119,7 +120,7 @@ class Model(nn.Module):
             return WithoutAttention(run.channels, conv, 1, run.dropout)
         return SparseGPSConv(run.channels, conv, make_attention(run, nodes), run.dropout)
 
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Adj, batch: Tensor) -> Tensor:
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x, edge_index, batch)
@@ -129,7 +130,7 @@ class Model(nn.Module):
 class WithoutAttention(GPSConv):
     """The layer of PyG without its attention."""
 
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Adj, batch: Tensor) -> Tensor:
         h = self.norm1(x + nn.functional.dropout(self.conv(x, edge_index), self.dropout, self.training))
         return self.norm3(h + self.mlp(h))
 
@@ -175,12 +176,16 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
         return _batches([task.train[n] for n in order.tolist()], run.batch_size, device)
 
     held_out = _batches(task.held_out, run.batch_size, device)
+    compressed = run.arm != "sgformer" and run.conv != "gated"  # which take edges alone
+
+    def forward(data: Any) -> Tensor:
+        return model(data.x, data.adj_t if compressed and "adj_t" in data else data.edge_index, data.batch)
 
     def losses(step: int) -> Tensor:
         epoch, number = divmod(step, per_epoch)
         data = batches(epoch if per_epoch > 1 else 0)[number]
         mask = data.train_mask[:, run.split]
-        logits, y = model(data.x, data.edge_index, data.batch)[mask], data.y[mask]
+        logits, y = forward(data)[mask], data.y[mask]
         return cross_entropy(logits, y, class_weights(y, task.classes) if task.metric == "balanced" else None)
 
     def measure() -> list[Row]:
@@ -188,7 +193,7 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
         for data in held_out:
             recorded: Any = analysis.record_attention(model) if run.arm not in UNSAMPLED else nullcontext([])
             with recorded as calls:
-                logits.append(model(data.x, data.edge_index, data.batch))
+                logits.append(forward(data))
             for call in calls:
                 key, query = data.y[call.graph.edge_index]
                 alike.append(float((key == query).double().mean()))
