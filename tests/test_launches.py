@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
 from sbm_pyg.ops import checks, memo, schemas, values
+from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.sources import patterns
@@ -66,6 +67,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {})
+        patch.setattr(reference_pairs, "SCORES_PER_TILE", {})
         patch.setattr(values, "can_read_without_sync", lambda *_: False)
         patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
@@ -190,6 +192,17 @@ def test_sampling_says_why_it_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
     checks.not_captured(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="known only once they are drawn"):
         checks.not_captured(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("tokens", [100, 4096])
+def test_ranks_of_a_million_pairs_take_one_tile(tokens: int) -> None:
+    """Four of the waits, and half of the operations, are for a tile."""
+    query, key = torch.randn(1, tokens, 2, 4), torch.randn(1, tokens, 4)
+    ptr, count = torch.tensor([0, tokens]), torch.full((tokens,), 5)
+    with plain_torch() as counted:
+        torch.ops.sbm_pyg.index_top_k(query, torch.ones(1, tokens, 2), key, ptr, ptr, count, True)
+    assert counted.launches <= 110
+    assert counted.waits == 8
 
 
 def test_probes_take_one_wait() -> None:

@@ -68,7 +68,7 @@ def taken(call: Callable[[], Any]) -> int:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference_segments, rows, pairs, conditions):
         monkeypatch.setattr(module, "EDGES_PER_CHUNK", 2**14, raising=False)
-    monkeypatch.setattr(reference_pairs, "CHUNK", 2**14)
+    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 2**14)
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ def test_every_source_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_source_that_depends_on_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(tokens: Tokens) -> AttentionGraph:
-        return patterns.window(tokens.num_queries, 1 + (reference_pairs.CHUNK < 2**20))
+        return patterns.window(tokens.num_queries, 1 + (reference_pairs.SCORES_PER_TILE["cpu"] < 2**20))
 
     monkeypatch.setattr(sources, "sources", lambda n: {"lsh": wrong})
     with pytest.raises(SystemExit, match="lsh: other graphs with fewer rows at a time"):
         sources.gate("lsh")
-    assert reference_pairs.CHUNK > 2**20
+    assert reference_pairs.SCORES_PER_TILE["cpu"] > 2**20
     assert torch.is_grad_enabled()

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from .segments import allowed_keys, compress, group_by_length, upcast
 
-CHUNK = 2**23  # scores at a time
+SCORES_PER_TILE = {"cpu": 2**23}
+"""Scores that are computed at a time, by kind of device."""
+SCORES_PER_TILE_ELSEWHERE = 2**26
+"""The same for other devices, where few large operations are fastest: 256 MiB in float32, and a few tensors of it."""
+
+
+def scores_per_tile(device: torch.device) -> int:
+    return SCORES_PER_TILE.get(device.type, SCORES_PER_TILE_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,10 @@ def pair_tiles(heads: int, query_ptr: Tensor, key_ptr: Tensor, limit: Tensor) ->
         query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
         limit: Number of leading keys of its sequence that a query may attend to, ``[N]``.
     """
+    room = scores_per_tile(query_ptr.device)
     for queries, keys, _ in group_by_length(query_ptr, key_ptr):
         position = torch.arange(keys.size(1), device=keys.device)
-        for tile in queries.split(max(1, CHUNK // (heads * keys.numel())), dim=1):
+        for tile in queries.split(max(1, room // (heads * keys.numel())), dim=1):
             valid, query = tile >= 0, tile.clamp(min=0)
             yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
 
