@@ -3,8 +3,8 @@
     python examples/learned_graph.py                              # one minute: 73 % with learned edges, 61 % with random ones
     python examples/learned_graph.py --source block --steps 2000  # three minutes: 87 %
 
-The features hold a noisy code of the group in 8 channels, the value in another, and noise. A `GraphConv` sums its neighbours by learned
-edges; as many random ones; those between nodes with the same nearest code, if the codes are known; and those of the true groups.
+The features hold a noisy code of the group in 8 channels, a value, and noise. A `GraphConv`, or two in a row (`GraphSAGE`), sums over
+learned edges; as many random ones; those between nodes of the same nearest code, if the codes are known; and those of the true groups.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import argparse
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name, default in (("steps", 500), ("seed", 0), ("density", 0.1), ("probes", 32.0)):
     parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
-for name, names in (("source", ("indexer", "block")), ("layer", ("GraphConv", "GCNConv"))):
+for name, names in (("source", ("indexer", "block")), ("layer", ("GraphConv", "GCNConv", "GraphSAGE"))):
     parser.add_argument(f"--{name}", choices=names, default=names[0], help="(default: %(default)s)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parser.parse_args()
@@ -22,13 +22,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch_geometric.nn import GCNConv, GraphConv
+from torch_geometric.nn import GCNConv, GraphConv, Sequential
 
-from sbm_pyg import Choice, LearnedGraph, SBMHead, SBMSource, patterns
+from sbm_pyg import LearnedGraph, SBMHead, SBMSource, patterns
 from sbm_pyg.info import tqdm
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
-NODES, GROUPS, CODE, CHANNELS, BATCH = 128, 16, 8, 32, 16
+NODES, GROUPS, CODE, CHANNELS, BATCH, CALL = 128, 16, 8, 32, 16, "x, e, w -> x"
+LAYERS: dict[str, Callable] = {"GraphConv": lambda: GraphConv(CHANNELS, 1), "GCNConv": lambda: GCNConv(CHANNELS, 1)}
+LAYERS["GraphSAGE"] = lambda: Sequential(
+    "x, e, w", [(GraphConv(CHANNELS, CHANNELS), CALL), torch.nn.ReLU(), (GraphConv(CHANNELS, 1), CALL)]
+)
 
 
 def make_data(count: int, codes: Tensor, random: torch.Generator) -> list[Tensor]:
@@ -45,7 +49,7 @@ def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, n
     """Accuracy and edges per node on new graphs, and mean probabilities if there are any."""
     random = torch.Generator().manual_seed(options.seed)
     codes = torch.randn(GROUPS, CODE, generator=random).sign()
-    conv = (GCNConv if options.layer == "GCNConv" else GraphConv)(CHANNELS, 1)
+    conv = LAYERS[options.layer]()
     optimizer = torch.optim.Adam([*conv.parameters(), *learned.parameters()], 1e-2)
     for step in tqdm(range(options.steps), desc=name, unit="step"):
         x, ptr, group, label = make_data(BATCH, codes, random)
@@ -61,8 +65,7 @@ def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, n
         right = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0)
         words = ""
         if choice is not None and choice.probability is not None:
-            pairs = patterns.full(None, ptr=ptr)
-            pairs = pairs.select(pairs.lag != 0)
+            pairs = (full := patterns.full(None, ptr=ptr)).select(full.lag != 0)
             p, same = choice.probability.on(pairs).clamp(max=1), group[pairs.edge_index].diff(dim=0)[0] == 0
             words = f", p {float(p[same].mean()):.3f} in a group and {float(p[~same].mean()):.3f} between groups"
     return float(right.double().mean()), edge_index.size(1) / len(x), words
@@ -77,19 +80,16 @@ def main(arguments: list[str] | None = None) -> None:
     learned, degree = LearnedGraph(source, probes=options.probes), 0.0
     codes = torch.randn(GROUPS, CODE, generator=torch.Generator().manual_seed(options.seed)).sign()
 
-    def of_source(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, Tensor, Choice]:
-        return learned(x, ptr=ptr, seed=seed, return_choice=True)
-
-    def at_random(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, None, None]:
-        return patterns.random(None, round(degree), ptr=ptr, seed=seed).edge_index, None, None
-
-    def of_groups(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, None, None]:
+    def of_groups(group: Tensor) -> tuple[Tensor, None, None]:
         return (group[:, None] == group).fill_diagonal_(False).nonzero().T, None, None
 
-    def of_codes(x: Tensor, ptr: Tensor, group: Tensor, seed: int) -> tuple[Tensor, None, None]:
-        return of_groups(x, ptr, group // GROUPS * GROUPS + torch.cdist(x[:, :CODE], codes).argmin(1), seed)
-
-    for name, edges in (("learned", of_source), ("random", at_random), ("decoded", of_codes), ("true", of_groups)):
+    arms: dict[str, Callable] = {
+        "learned": lambda x, ptr, group, seed: learned(x, ptr=ptr, seed=seed, return_choice=True),
+        "random": lambda x, ptr, group, seed: (patterns.random(None, round(degree), ptr=ptr, seed=seed).edge_index, None, None),
+        "decoded": lambda x, ptr, group, seed: of_groups(group // GROUPS * GROUPS + torch.cdist(x[:, :CODE], codes).argmin(1)),
+        "true": lambda x, ptr, group, seed: of_groups(group),
+    }  # fmt: skip
+    for name, edges in arms.items():
         accuracy, found, words = train(edges, learned, options, name)
         degree = degree or found
         print(f"{name:<8} accuracy {accuracy:.1%}, {found:.1f} edges per node{words}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_geometric.nn import GraphSAGE
 
 from examples import (
     associative_recall,
@@ -313,6 +314,17 @@ def test_learned_graph_makes_the_task_that_it_names() -> None:
         assert bool(label[node]) == (float(value[mine].sum()) > 0)
         near = (x[node, : learned_graph.CODE] - codes).square().sum(1).argmin()
         assert int(near) == int(group[node]) % learned_graph.GROUPS
+
+
+def test_two_layers_of_learned_graph_are_a_graph_sage_that_sums() -> None:
+    model, sage = learned_graph.LAYERS["GraphSAGE"](), GraphSAGE(32, 32, 2, 1, aggr="sum")
+    with torch.no_grad():
+        for mine, theirs in zip((model[0], model[2]), sage.convs, strict=True):
+            mine.lin_rel.load_state_dict(theirs.lin_l.state_dict())
+            mine.lin_root.load_state_dict(theirs.lin_r.state_dict())
+    x, edge_index = torch.randn(20, 32), torch.randint(20, (2, 60))
+    torch.testing.assert_close(model(x, edge_index, None), sage(x, edge_index))
+    assert len([*model.parameters()]) == len([*sage.parameters()])
 
 
 @pytest.mark.slow
