@@ -61,12 +61,13 @@ def work(given: argparse.Namespace) -> Iterator[Path]:
     from examples.graphs.data import make_task
 
     if not given.report:
+        device = train.find_device(given.accelerator)
         sizes = given.train_graphs, given.test_graphs, given.walk_length
         graphs = {name: make_task(name, given.data, *sizes) for name in given.graphs}
         options = fields_of(train.Run, given)
         kinds = itertools.product(graphs, given.splits, given.learning_rates, given.arms)
         runs = [train.Run(graph, arm, rate, split, **options) for graph, split, rate, arm in kinds]
-        train.train_all(runs, graphs, given.output, train.find_device(given.accelerator))
+        train.train_all(runs, graphs, given.output, device)
     print(report.tables(finished(given.output)))
     yield given.output
 

@@ -18,7 +18,7 @@ from .segments import allowed_keys, compress, group_by_length, upcast
 SCORES_PER_TILE = {"cpu": 2**23}
 """Scores that are computed at a time, by kind of device."""
 SCORES_PER_TILE_ELSEWHERE = 2**26
-"""The same for other devices, where few large operations are fastest: 256 MiB in float32, and a few tensors of it."""
+"""The same for other devices, where few large operations are fastest. A tile has a few tensors of 256 MiB."""
 
 
 def scores_per_tile(device: torch.device) -> int:
