@@ -195,7 +195,7 @@ def test_sampling_says_why_it_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("tokens", [100, 4096])
-def test_ranks_of_a_million_pairs_take_one_tile(tokens: int) -> None:
+def test_ranks_of_sixteen_million_pairs_take_one_tile(tokens: int) -> None:
     """Four of the waits, and half of the operations, are for a tile."""
     query, key = torch.randn(1, tokens, 2, 4), torch.randn(1, tokens, 4)
     ptr, count = torch.tensor([0, tokens]), torch.full((tokens,), 5)

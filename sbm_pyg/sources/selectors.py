@@ -391,7 +391,7 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
         most = int(count[queries.clamp(min=0)].max())
-        block, room = max(most, LEAST_BLOCK), pair_ops.scores_per_tile(near.device)
+        block = max(most, LEAST_BLOCK)
         positions = torch.arange(keys.size(1), device=keys.device).expand(*scores.shape[:3], -1)
         best, position = scores[..., :0], positions[..., :0]
         for begin in range(0, queries.size(1), block):
@@ -399,7 +399,8 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
             best = torch.cat([best, scores[..., fresh]], -1)
             position = torch.cat([position, positions[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            for tile in rows.split(max(1, room // max(1, tokens.heads * len(rows) * best.size(-1))), dim=1):
+            size = pair_ops.rows_per_tile(near.device, tokens.heads * len(rows) * best.size(-1))
+            for tile in rows.split(size, dim=1):
                 valid, query = tile >= 0, tile.clamp(min=0)
                 mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
@@ -427,10 +428,10 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     sequences = ptr.numel() - 1
     width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
     width = torch.minimum(width, ptr.diff())  # [B]
-    found, room = [], pair_ops.scores_per_tile(near.device)
+    found = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]
-        for first in range(0, clusters, step := max(1, room // max(1, heads * padded.numel()))):
+        for first in range(0, clusters, step := pair_ops.rows_per_tile(near.device, heads * padded.numel())):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
             kept = pair_ops.best_of(scores, valid, width[which, None])

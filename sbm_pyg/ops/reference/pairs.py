@@ -21,8 +21,9 @@ SCORES_PER_TILE_ELSEWHERE = 2**26
 """The same for other devices, where few large operations are fastest. A tile has a few tensors of 256 MiB."""
 
 
-def scores_per_tile(device: torch.device) -> int:
-    return SCORES_PER_TILE.get(device.type, SCORES_PER_TILE_ELSEWHERE)
+def rows_per_tile(device: torch.device, scores: int) -> int:
+    """Number of rows, each with so many scores in all heads and sequences, that are computed at a time; at least 1."""
+    return max(1, SCORES_PER_TILE.get(device.type, SCORES_PER_TILE_ELSEWHERE) // max(1, scores))
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,9 @@ def pair_tiles(heads: int, query_ptr: Tensor, key_ptr: Tensor, limit: Tensor) ->
         query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
         limit: Number of leading keys of its sequence that a query may attend to, ``[N]``.
     """
-    room = scores_per_tile(query_ptr.device)
     for queries, keys, _ in group_by_length(query_ptr, key_ptr):
         position = torch.arange(keys.size(1), device=keys.device)
-        for tile in queries.split(max(1, room // (heads * keys.numel())), dim=1):
+        for tile in queries.split(rows_per_tile(keys.device, heads * keys.numel()), dim=1):
             valid, query = tile >= 0, tile.clamp(min=0)
             yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
 
