@@ -191,7 +191,7 @@ def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monke
     assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in whole]
 
 
-@pytest.mark.parametrize("conv", ["sage", "gcn", "gin"])
+@pytest.mark.parametrize("conv", train.CONVS)
 def test_compressed_rows_pass_the_messages_of_edges(conv: str, tmp_path: Path) -> None:
     node = np.arange(39)
     write(tmp_path, edges=np.concatenate([np.stack([node, node + 1], 1), np.stack([node[:20], node[:20] + 7], 1)]))

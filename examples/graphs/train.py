@@ -36,9 +36,9 @@ CONVS: dict[str, Callable[[int], nn.Module]] = {
     "gated": lambda channels: ResGatedGraphConv(channels, channels),
 }
 """Message passing along the edges of the data, by name."""
-DENSE = {"full": "multihead", "performer": "performer"}
+OF_PYG = {"full": "multihead", "performer": "performer"}
 """Attention of PyG, by arm."""
-UNSAMPLED = ("none", *DENSE, "sgformer")  # arms without graphs of attention
+UNSAMPLED = ("none", *OF_PYG, "sgformer")  # arms without graphs of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Model(nn.Module):
     @staticmethod
     def _layer(run: Run, nodes: float) -> nn.Module:
         conv = CONVS[run.conv](run.channels)
-        if run.arm in DENSE:
-            return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type=DENSE[run.arm])
+        if run.arm in OF_PYG:
+            return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type=OF_PYG[run.arm])
         if run.arm == "none":
             return WithoutAttention(run.channels, conv, 1, run.dropout)
         return SparseGPSConv(run.channels, conv, make_attention(run, nodes), run.dropout)
@@ -176,10 +176,9 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
         return _batches([task.train[n] for n in order.tolist()], run.batch_size, device)
 
     held_out = _batches(task.held_out, run.batch_size, device)
-    compressed = run.arm != "sgformer" and run.conv != "gated"  # which take edges alone
 
     def forward(data: Any) -> Tensor:
-        return model(data.x, data.adj_t if compressed and "adj_t" in data else data.edge_index, data.batch)
+        return model(data.x, data.adj_t if "adj_t" in data else data.edge_index, data.batch)
 
     def losses(step: int) -> Tensor:
         epoch, number = divmod(step, per_epoch)
