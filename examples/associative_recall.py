@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         sparsifier.step(loss)
         if step % 100 == 0 or step == options.steps:
             tokens, ptr, places, values = make_data(200, *size, torch.Generator().manual_seed(2**32))
-            with torch.no_grad(), sparsifier.sparse():
+            with torch.no_grad():
                 logits, *graphs = model.eval()(tokens, ptr, seed=0)
             right = float((logits[places].argmax(1) == values).double().mean())
             density = torch.stack([graph.density.mean(0) for graph in graphs])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["AuxiliaryLosses", "auxiliary_loss", "in_backward", "mean_weights"]
+__all__ = ["AuxiliaryLosses", "Passes", "auxiliary_loss", "in_backward", "mean_weights"]
+
+UNRECORDED_STEPS = 64  # before a warning; LBFGS resets gradients up to 25 times a step
 
 
 def auxiliary_loss(model: torch.nn.Module) -> Tensor:
@@ -60,26 +63,64 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+class Passes:
+    """The backward passes of a training whose losses of sources join them; all layers of a model share one.
+
+    Copies share the scaler, which the training loop updates; pickles leave it out.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self.scaler = scaler
+        """The :class:`torch.amp.GradScaler` of the loss, or None. Each backward pass reads its scale."""
+        self.per_step: int | None = None
+        """Number of passes of a step, if it is known."""
+        self.last = 1
+        """Number of passes of the last step."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        other = Passes(self.scaler)
+        other.per_step, other.last = self.per_step, self.last
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"scaler": None}
+
+
 class AuxiliaryLosses:
-    """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them.
+    """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them, or they join their calls.
 
     A loss lives as long as the output of its call, whose backward pass checks that it was taken. Copies and pickles of
     the module start without losses, and join later ones as the module does.
     """
 
-    def __init__(self, weight: float | None = None, scaled: bool = False) -> None:
+    def __init__(self) -> None:
+        self.passes: Passes | None = None
+        """Backward passes that losses join. None: :func:`auxiliary_loss` takes them."""
+        self.source: torch.nn.Module | None = None
+        """Module that the losses train."""
+        self.shared: list[AuxiliaryLosses] = []
+        """Those of all layers with the same source."""
+        self._clear()
+
+    def _clear(self) -> None:
         self.calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
         self.count = 0
         self.compiled: Tensor | None = None
-        self.weight = weight
-        """Weight with which losses join the backward pass of their calls. None: :func:`auxiliary_loss` takes them."""
-        self.scaled = scaled
-        """Whether the weight follows a GradScaler."""
-        self.passes = 0
-        """Backward passes of calls that had a loss, since it was set to 0; in compiled code, the calls."""
+        self._nodes: WeakSet[Any] = WeakSet()  # of joined calls in autograd's graph
+        self.end_step()
 
-    def __reduce__(self) -> tuple[type[AuxiliaryLosses], tuple[float | None, bool]]:
-        return AuxiliaryLosses, (self.weight, self.scaled)
+    def end_step(self) -> None:
+        """Count the passes of another step."""
+        self.counted = 0
+        """Backward passes of this step that have accumulated gradients of the loss."""
+        self._task, self._weight, self._resets = -1, 1.0, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"passes": self.passes, "source": self.source, "shared": self.shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._clear()
 
     def add(self, out: Tensor, loss: Tensor | None, whose: str, is_needed: bool = True) -> Tensor:
         """Store the loss of a call, if there is one, and return its output.
@@ -89,7 +130,7 @@ class AuxiliaryLosses:
         """
         if loss is None or not loss.requires_grad:
             return out
-        if self.weight is not None:
+        if self.passes is not None:
             return self._join(out, loss)
         if torch.compiler.is_compiling():  # its backward pass cannot check the loss
             self.compiled = loss if self.compiled is None or not is_needed else self.compiled + loss
@@ -102,45 +143,102 @@ class AuxiliaryLosses:
         reminded: Tensor = _Reminder.apply(out, call, None if out.requires_grad else loss)
         return reminded
 
+    @torch.compiler.disable  # a compiled backward pass would keep the weight of its first run
     def _join(self, out: Tensor, loss: Tensor) -> Tensor:
+        assert self.passes is not None
         device = out.device.type
-        if not self.scaled and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        if self.passes.scaler is None and is_half:
             raise ValueError(
                 "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
                 "`Sparsifier(model, density, total_steps, scaler=scaler)`."
             )
-        is_compiled = torch.compiler.is_compiling()  # a compiled backward pass does not count itself
-        if is_compiled and not in_backward():
-            self.passes += 1
-        joined: Tensor = _Join.apply(out, loss, self.weight, None if is_compiled else self)
+        joined: Tensor = _Join.apply(out, loss, self)
+        if joined.grad_fn is not None:
+            self._nodes.add(joined.grad_fn)
         return joined
+
+    def weight(self) -> float:
+        """Weight of the loss of one call in the backward pass that is running: 1 over all calls of the step."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._weight = task, self._begin_pass()
+        return self._weight
+
+    def _begin_pass(self) -> float:
+        """Count a backward pass, and make room for it in gradients that hold nothing but the mean over earlier ones.
+
+        Calls of one pass share its weight. A step has as many passes as are known, or as the last step had.
+        Where attention is dense, parameters of the source have gradients of this loss alone, so these stay the mean
+        over the passes that there were, and nothing has to be known before.
+        """
+        assert self.passes is not None
+        assert self.source is not None
+        calls = max(1, sum(map(_will_run, self._nodes)))
+        parameters = [parameter for parameter in self.source.parameters() if parameter.requires_grad]
+        usual = 1 / (calls * (self.passes.per_step or self.passes.last))
+        if not any(_will_run(get_gradient_edge(parameter).node) for parameter in parameters):
+            return usual  # `torch.autograd.grad` accumulates no gradients
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.counted and not gradients:  # they have been reset
+            self._note_reset()
+            for losses in self.shared:
+                losses.counted = 0
+        before = max(losses.counted for losses in self.shared)
+        self.counted += 1
+        if self.passes.per_step is not None or getattr(self.source, "target_density", None) != 1:
+            return usual
+        if self.counted > before > 0:
+            with torch.no_grad():
+                for gradient in gradients:
+                    gradient.mul_(before / self.counted)
+        return 1 / (calls * max(before, self.counted))
+
+    def _note_reset(self) -> None:
+        """Warn once if gradients are reset again and again, but no step is recorded, and so training stays dense."""
+        self._resets += 1
+        if self._resets == UNRECORDED_STEPS and getattr(self.source, "training_density", None) is not None:
+            warnings.warn(
+                f"Gradients were reset {UNRECORDED_STEPS} times without `sparsifier.step(loss)`, so training stays "
+                "dense. Call it after each step of the optimizer.",
+                UserWarning,
+                stacklevel=1,  # a backward pass has no caller of the library's
+            )
 
     def take(self) -> list[Tensor]:
         """Remove and return the losses of the calls."""
-        found = [call.take() for _, call in sorted(self.calls.items())]
-        found += [] if self.compiled is None else [self.compiled]
+        losses = [call.take() for _, call in sorted(self.calls.items())]
+        losses += [] if self.compiled is None else [self.compiled]
         self.calls.clear()
         self.compiled = None
-        return found
+        return losses
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the backward pass that is running reaches a node; False at a leaf whose gradient it only returns."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # which torch raises for leaves that are inputs of `torch.autograd.grad`
+        return False
 
 
 class _Join(torch.autograd.Function):
-    """Identity of an output whose backward pass is also that of a loss, times a weight, and is counted."""
+    """Identity of an output whose backward pass is also that of a loss, times its weight and the scale."""
 
     @staticmethod
-    def forward(out: Tensor, loss: Tensor, weight: float, counted: AuxiliaryLosses | None) -> Tensor:
+    def forward(out: Tensor, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, Any], output: Tensor) -> None:
-        _, loss, ctx.weight, ctx.counted = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, AuxiliaryLosses], output: Tensor) -> None:
+        _, loss, ctx.losses = inputs
         ctx.loss = loss.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        if ctx.counted is not None:
-            ctx.counted.passes += 1
-        return grad, torch.full_like(ctx.loss, ctx.weight), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight = torch.full_like(ctx.loss, ctx.losses.weight())
+        scaler = ctx.losses.passes.scaler
+        return grad, weight if scaler is None else scaler.scale(weight), None
 
 
 class _Call:

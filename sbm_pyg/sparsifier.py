@@ -9,19 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .auxiliary import AuxiliaryLosses
+from .auxiliary import AuxiliaryLosses, Passes
 from .estimators import Distill, Local
 from .layers.attention import AttentionConv
 from .ops import checks
-from .sources.learned import DensitySource, LearnedSource
+from .sources.learned import DensitySource
 
 __all__ = ["Loss", "Sparsifier"]
 
@@ -46,17 +45,19 @@ class Loss(NamedTuple):
 class Sparsifier:
     r"""Trains a model with dense attention first and with sparse graphs later.
 
-    While attention is dense, torch's kernel computes it, and each source learns its probabilities by distillation on a
+    Evaluation mode always has the target density, and so does a saved model. In training mode the schedule decides:
+    while attention is dense, torch's kernel computes it, and each source learns its probabilities by distillation on a
     sample of query rows. Every few steps a *trial step* runs at the target density, gradients included, so that the
     loss at the target density is known. After ``dense_part`` of the steps, all steps run at the target density.
 
     Call :meth:`step` after each step of the optimizer. In place of the estimator :class:`~sbm_pyg.estimators.Local`,
     layers get :class:`~sbm_pyg.estimators.Distill`, and sources are detached while attention is dense: then their loss
-    trains no queries and keys. Auxiliary losses join the backward pass by themselves, with weight 1 over the number of
-    forward passes between two steps, so do not add :func:`~sbm_pyg.auxiliary_loss`.
+    trains no queries and keys. Auxiliary losses join the backward pass by themselves, so do not add
+    :func:`~sbm_pyg.auxiliary_loss`. Their weight is 1 over the number of backward passes of the step, see
+    :attr:`passes`.
 
     Args:
-        model: Module with sources that are a :class:`~sbm_pyg.DensitySource`. Their target densities become 1.
+        model: Module with sources that are a :class:`~sbm_pyg.DensitySource`.
         density: Target density in (0, 1): the part of all allowed pairs that each head attends to. Sources with a
             number of keys ``k`` keep at least so many for each query.
         total_steps: Number of training steps.
@@ -100,7 +101,7 @@ class Sparsifier:
         total_steps = checks.integer("total_steps", total_steps, 1, "It is the number of training steps.")
         checks.number("dense_part", dense_part, "[0, 1]", "It is a part of the training steps.")
         every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
-        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(f"Expected 'scaler' to be a GradScaler (got {type(scaler).__name__}). Leave it out.")
         self.sources, kept = self._find_sources(model, keep_dense)
         if not self.sources:
@@ -110,27 +111,25 @@ class Sparsifier:
                 "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none."
             )
         self._number = next(NUMBERS)
+        self._was_sparse = any(each._sparsifier is not None and not each._in_dense_phase for each in self.sources)
         for source in self.sources:
             source._sparsifier = self._number
         for source in kept:
-            source.target_density = 1.0
+            source.target_density, source._sparsifier, source._in_dense_phase = 1.0, None, False
         self.density, self.total_steps, self.every = float(density), total_steps, every
         self.dense_steps = math.ceil(dense_part * total_steps * (1 - 1e-12))  # 0.55 of 100 is 55
         """Number of steps before all steps run at the target density."""
-        self.scaler = scaler
         self.steps = 0
-        """Number of steps that are over."""
+        """Number of steps that are over. A trainer that counts steps itself sets it before :meth:`step`."""
         self.history: list[Loss] = []
         """Running losses after each trial step, and after each ``every``-th sparse step."""
         self._dense = self._sparse = math.nan
-        self._contexts = 0  # of `sparse`, one in the other
+        self._since_trial = 0  # steps, or since the last row of the history
         for layer in model.modules():
             if isinstance(layer, AttentionConv) and layer.source in self.sources and type(layer.estimator) is Local:
                 layer.estimator = Distill(probes=layer.estimator.probes, rows=layer.estimator.rows)
-        found = (getattr(part, "auxiliary_losses", None) for part in model.modules())
-        self._losses = [each for each in found if isinstance(each, AuxiliaryLosses)]
-        self._passes = [1] * len(self._losses)  # calls of each layer in the last step
-        self._join_losses()
+        self._passes = Passes(scaler)
+        self._losses = self._join_losses(model)
         trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
         trained = [each for each in trained if not each.is_inference()]  # which have no versions
         of_sources = {id(each) for source in self.sources for each in source.parameters()}
@@ -158,7 +157,38 @@ class Sparsifier:
         found = (each for each in modules.values() if isinstance(each, DensitySource))
         return [source for source in found if source not in kept], kept
 
+    def _join_losses(self, model: torch.nn.Module) -> list[AuxiliaryLosses]:
+        """Let the auxiliary losses of all layers join their backward passes, and return what keeps them."""
+        of_source: dict[torch.nn.Module, list[AuxiliaryLosses]] = {}
+        for part in model.modules():
+            losses = getattr(part, "auxiliary_losses", None)
+            if isinstance(losses, AuxiliaryLosses):
+                losses.passes, losses.source = self._passes, getattr(part, "source", None) or part
+                losses.shared = of_source.setdefault(losses.source, [])
+                losses.shared.append(losses)
+                losses.end_step()
+        return [losses for shared in of_source.values() for losses in shared]
+
     # ------------------------------------------------------------------ the schedule
+
+    @property
+    def passes(self) -> int | None:
+        """Number of backward passes of a step, e.g. with gradient accumulation. None, the default, counts them.
+
+        In dense steps the count is exact. In trial steps and sparse steps it is that of the step before, so set the
+        number, or None, before steps that have another one.
+        """
+        return self._passes.per_step
+
+    @passes.setter
+    def passes(self, passes: int | None) -> None:
+        way_out = "It is the number of parts of a batch; None counts them."
+        self._passes.per_step = None if passes is None else checks.integer("passes", passes, 1, way_out)
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler of the loss, or None."""
+        return self._passes.scaler
 
     @torch.no_grad()
     def step(self, loss: float | Tensor) -> float:
@@ -169,31 +199,37 @@ class Sparsifier:
 
         Raises:
             TypeError, ValueError: The loss is not one number, or not finite.
-            RuntimeError: Another Sparsifier has been made for the same sources, or :meth:`sparse` has not ended.
+            RuntimeError: Another Sparsifier has been made for the same sources.
         """
         if any(source._sparsifier != self._number for source in self.sources):
             raise RuntimeError(
                 "Expected one Sparsifier for a source (got a step of one after another was made for the same model). "
                 "Step the last one, and make a new one for each training."
             )
-        if self._contexts:
-            raise RuntimeError(
-                "Expected a step outside of `sparse()` (got one inside). Evaluate inside, and train outside; a "
-                "Sparsifier with dense_part=0 trains sparse from the first step."
-            )
         value = checks.scalar("loss", loss, "Take the mean of several losses.")
         if not math.isfinite(value):
             raise ValueError(f"Expected 'loss' to be finite (got {value}). Look for a step that diverged.")
         self._check_optimizer()
         was_trial, was_sparse = self._is_trial, self.is_sparse
+        if self._was_sparse and not was_sparse:
+            warnings.warn(
+                f"The model was sparse, and a second Sparsifier trains it dense until step {self.dense_steps:,}. Pass "
+                "`dense_part=0` to go on sparse, or load the state of the first one.",
+                UserWarning,
+                stacklevel=3,  # the caller of step, which no_grad wraps
+            )
+        self._was_sparse = False
         self.steps += 1
-        self._passes = [losses.passes for losses in self._losses]
-        self._join_losses()
+        self._passes.last = max((losses.counted for losses in self._losses), default=0) or self._passes.last
+        for losses in self._losses:
+            losses.end_step()
         if was_trial or was_sparse:
             self._sparse = _mix(self._sparse, value, MOMENTUM if was_sparse else TRIAL_MOMENTUM)
         else:
             self._dense = _mix(self._dense, value, min(MOMENTUM, 1 - 1 / self.steps))
-        if was_trial or (was_sparse and self.steps % self.every == 0):
+        self._since_trial += 1
+        if self._since_trial >= self.every:
+            self._since_trial = 0
             self.history.append(Loss(self.steps, self._dense, self._sparse, was_sparse))
         self.set_density()
         return self.next_density
@@ -211,38 +247,24 @@ class Sparsifier:
     @property
     def _is_trial(self) -> bool:
         """Whether the next step is a trial step."""
-        return not self.is_sparse and self.steps % self.every == self.every - 1
+        return not self.is_sparse and self._since_trial >= self.every - 1
 
     @property
     def next_density(self) -> float:
-        """Target density of the next step; 1 while attention is dense."""
+        """Target density of the next training step; 1 while attention is dense."""
         return self.density if self.is_sparse or self._is_trial else 1.0
 
     def set_density(self, density: float | None = None) -> None:
-        """Set the target density of all sources, e.g. for an evaluation, without a change of the schedule.
+        """Set the density at which the model is evaluated and saved, until the next step; training keeps its schedule.
 
         Args:
-            density: The density in (0, 1]; None: that of the next training step. A trial step is for training mode
-                alone: in evaluation mode attention is dense until training is sparse.
+            density: The density in (0, 1], e.g. 1 for dense attention; None: the target density.
         """
-        usual = self.density if self.is_sparse else 1.0
         for source in self.sources:
-            source.target_density = usual if density is None else density
-            if density is None and self._is_trial:
-                source.trial_density = self.density
-            if isinstance(source, LearnedSource):
-                source._teach(not self.is_sparse)
-
-    @contextmanager
-    def sparse(self) -> Iterator[None]:
-        """Context in which the model runs at the target density, e.g. to evaluate it before training is sparse."""
-        self._contexts += 1
-        self.set_density(self.density)
-        try:
-            yield
-        finally:
-            self._contexts -= 1
-            self.set_density(self.density if self._contexts else None)
+            source.target_density = self.density if density is None else density
+            source._in_dense_phase = not self.is_sparse
+            if density is not None or not self.is_sparse:
+                source.training_density = self.next_density
 
     def _read_versions(self) -> list[list[int]]:
         """How often parameters of the sources, and all others, have been written."""
@@ -262,55 +284,76 @@ class Sparsifier:
                 stacklevel=4,  # the caller of step, which no_grad wraps
             )
 
-    def _join_losses(self) -> None:
-        """Set the weight of auxiliary losses: that of the loss in one of the backward passes of a step."""
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        for losses, passes in zip(self._losses, self._passes, strict=True):
-            losses.weight, losses.scaled, losses.passes = scale / max(1, passes), self.scaler is not None, 0
-
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """The state that :meth:`load_state_dict` continues from, for a checkpoint. Means of no loss yet are None."""
-        state = {name: _none_if_nan(getattr(self, name)) for name in STATE}
-        return state | {"history": [tuple(map(_none_if_nan, each)) for each in self.history]}
+        return {
+            "steps": self.steps,
+            "is_sparse": self.is_sparse,
+            "dense": _none_if_nan(self._dense),
+            "sparse": _none_if_nan(self._sparse),
+            "since_trial": self._since_trial,
+            "passes": self._passes.last,
+            "history": [tuple(map(_none_if_nan, row)) for row in self.history],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
 
         Raises:
-            TypeError: The state is not a dict, or a number in it has another type.
-            ValueError: The state lacks a number, or is that of a model with other layers.
+            TypeError: The state is not a dict, or a part of it has another type.
+            ValueError: The state lacks a part, or a number is out of range.
         """
         checks.kind("state", state, Mapping, "a dict", "It is the `state_dict()` of a Sparsifier.")
-        missing = [name for name in (*STATE, "history") if name not in state]
+        missing = [name for name in self.state_dict() if name not in state]
         if missing:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
         what = "It is a part of `state_dict()`."
-        for name in ("_passes", "history"):
-            checks.kind(name, state[name], list | tuple, "a list", what)
-        if len(state["_passes"]) != len(self._losses):
-            raise ValueError(
-                f"Expected 'state' of a model with {len(self._losses)} layers that have auxiliary losses (got one with "
-                f"{len(state['_passes'])}). Make the model and its attention as they were when it was saved."
-            )
-        for name in ("steps", "dense_steps"):
-            checks.integer(name, state[name], 0, what)
-        for count in state["_passes"]:
-            checks.integer("_passes", count, 0, what)
-        for each in state["history"]:
-            if not isinstance(each, list | tuple) or len(each) != len(Loss._fields):
-                raise ValueError(f"Expected 'history' of {len(Loss._fields)} numbers a step (got {each!r}). {what}")
-        for name in ("_dense", "_sparse"):
+        for name, least in (("steps", 0), ("since_trial", 0), ("passes", 1)):
+            checks.integer(name, state[name], least, what)
+        checks.flag("is_sparse", state["is_sparse"], what)
+        for name in ("dense", "sparse"):
             if state[name] is not None:
                 checks.number(name, state[name], "[-inf, inf]", what)
-        dense_steps = self.dense_steps
-        for name in STATE:
-            setattr(self, name, math.nan if state[name] is None else state[name])
-        self.dense_steps = min(dense_steps, self.steps) if self.is_sparse else dense_steps  # sparse models stay so
-        self._join_losses()
-        self.history = [Loss._make(math.nan if x is None else x for x in each) for each in state["history"]]
+        checks.kind("history", state["history"], list | tuple, "a list", what)
+        for row in state["history"]:
+            if not isinstance(row, list | tuple) or len(row) != len(Loss._fields):
+                raise ValueError(f"Expected 'history' of {len(Loss._fields)} numbers a step (got {row!r}). {what}")
+        self.steps, self._since_trial = state["steps"], state["since_trial"]
+        self._dense, self._sparse = (math.nan if state[name] is None else state[name] for name in ("dense", "sparse"))
+        self.dense_steps = 0 if state["is_sparse"] else self.dense_steps
+        self._passes.last = state["passes"]
+        self.history = [Loss._make(math.nan if x is None else x for x in row) for row in state["history"]]
         self.set_density()
+
+    # ------------------------------------------------------------------ what callbacks share
+
+    def _follow(self, previous: Sparsifier | None, has_begun: bool) -> None:
+        """Go on from the Sparsifier of an earlier training if it was of the same sources, and sparse or interrupted."""
+        if previous is not None and previous.sources == self.sources and (has_begun or previous.is_sparse):
+            self.load_state_dict(previous.state_dict())
+
+    def _move_to(self, steps: int, passes: int | None) -> None:
+        """Be where a trainer is, before a step of so many backward passes."""
+        self.steps, self.passes = steps, passes
+        self.set_density()
+
+    def _logs(self) -> dict[str, float]:
+        """What a trainer logs: the losses that there are, and the density of training."""
+        losses = {"loss_dense": self._dense, "loss_sparse": self._sparse}
+        return {name: x for name, x in losses.items() if not math.isnan(x)} | {"target_density": self.next_density}
+
+    def _warn_if_dense(self) -> None:
+        """Warn at the end of a training that has not become sparse."""
+        if not self.is_sparse:
+            warnings.warn(
+                f"Training ended after {self.steps:,} of {self.total_steps:,} steps and was dense until then, but "
+                f"evaluation runs at a density of {self.density}, for which it was to begin to train at step "
+                f"{self.dense_steps:,}. Pass `total_steps=` if fewer steps run, or a smaller `dense_part=`.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def __str__(self) -> str:
         """Progress: the running losses, the number of steps, and when training becomes sparse."""
@@ -321,10 +364,6 @@ class Sparsifier:
     def __repr__(self) -> str:
         sources = f"{len(self.sources)} source{'' if len(self.sources) == 1 else 's'}"
         return f"{type(self).__name__}({sources}, density={self.density}, {self})"
-
-
-STATE = ("steps", "dense_steps", "_dense", "_sparse", "_passes")
-"""Attributes of a state."""
 
 
 def _mix(old: float, new: float, momentum: float) -> float:

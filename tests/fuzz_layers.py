@@ -1154,7 +1154,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
     **dict.fromkeys(("info.tqdm", "info.tqdm.refresh"), "a progress bar, see test_progress.py"),
     "sparsefinder.Sample": "a type",
-    **dict.fromkeys(("Sparsifier", *(f"Sparsifier.{name}" for name in ("step", "sparse", "state_dict", "load_state_dict", "losses", "next_density"))),
+    **dict.fromkeys(("Sparsifier", *(f"Sparsifier.{name}" for name in ("step", "state_dict", "load_state_dict", "losses", "next_density", "passes", "scaler"))),
                     "a schedule of a model, see test_sparsifier.py"),
     **dict.fromkeys(("LearnedSource.predict", "SBMSource.choose", "SBMSource.predict", "indexer.IndexerSource.predict",
                      "DensitySource.choose", "selectors.TopKSource.choose"),

@@ -105,10 +105,10 @@ def test_dense_attention_loses_nothing() -> None:
 def test_dense_and_sparse_calls_count_alike() -> None:
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, 2, num_blocks=3).double()
-    sparsifier = Sparsifier(conv, 0.3, 10)
+    Sparsifier(conv, 0.3, 10)
     with compare_heads(conv, rows=math.inf) as both:
         conv(X, ptr=PTR, seed=0)
-        with sparsifier.sparse(), compare_heads(conv, rows=math.inf) as sparse:
+        with compare_heads(conv.eval(), rows=math.inf) as sparse:
             conv(X, ptr=PTR, seed=0)
     for mean, one in zip(both.heads, sparse.heads, strict=True):
         wanted = [(1 + part) / 2 for part in one[2:5]] + [one.error / 2**0.5]

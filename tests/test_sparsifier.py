@@ -81,15 +81,25 @@ def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
     assert repr(sparsifier) == f"Sparsifier(1 source, density=0.1, {sparsifier})"
 
 
-def test_a_step_is_outside_of_the_sparse_context() -> None:
+def test_evaluation_has_the_target_density_in_each_phase() -> None:
+    """And so do states. Training follows the schedule, also after an evaluation at another density."""
     conv = layer()
-    sparsifier = Sparsifier(conv, 0.2, total_steps=10)
-    with sparsifier.sparse():
-        with pytest.raises(RuntimeError, match=r"Expected a step outside of `sparse\(\)` \(got one inside"):
-            sparsifier.step(1.0)
-        assert cast(Any, conv.source).target_density == 0.2
-    assert cast(Any, conv.source).target_density == 1
-    assert sparsifier.steps == 0
+    source: Any = conv.source
+    sparsifier = Sparsifier(conv, 0.2, total_steps=4, every=2, dense_part=0.5)
+    for of_training in (1.0, 0.2, 0.2, 0.2):  # dense, trial, sparse, sparse
+        for density in (None, 1.0, 0.5, None):
+            sparsifier.set_density(density)
+            assert conv.train().source.target_density == of_training
+            assert conv.eval().source.target_density == (density or 0.2)
+            assert conv.state_dict()["source.target_density"] == (density or 0.2)
+        sparsifier.set_density(1.0)
+        conv.train()
+        sparsifier.step(1.0)  # which ends what was set
+        assert conv.eval().source.target_density == 0.2
+    assert source.training_density is None
+    fresh = layer()
+    fresh.load_state_dict(conv.state_dict())
+    assert cast(Any, fresh.source).target_density == 0.2
 
 
 @pytest.mark.parametrize(
@@ -97,10 +107,11 @@ def test_a_step_is_outside_of_the_sparse_context() -> None:
     [
         ("steps", "x", TypeError),
         ("steps", -1, ValueError),
-        ("dense_steps", 1.5, TypeError),
-        ("_dense", "1", TypeError),
-        ("_passes", 1, TypeError),
-        ("_passes", ["x"], TypeError),
+        ("is_sparse", 1, TypeError),
+        ("since_trial", 1.5, TypeError),
+        ("dense", "1", TypeError),
+        ("passes", 0, ValueError),
+        ("passes", ["x"], TypeError),
         ("history", "abcd", TypeError),
         ("history", [1.0], ValueError),
         ("history", [(1, 2.0, 3.0)], ValueError),
@@ -118,19 +129,12 @@ def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
         [layer(), layer(detach=True), AttentionConv(8, 4, source=IndexerSource(Indexer(4), select="bernoulli"))]
     )
     sparsifier = Sparsifier(model, 0.2, total_steps=10, every=2, dense_part=0.2)
-    state = [(source.target_density, source.detach) for source in sparsifier.sources]
-    assert state == [(1.0, True)] * 3
-    with sparsifier.sparse():
-        assert [source.target_density for source in sparsifier.sources] == [0.2] * 3
-    assert [source.target_density for source in sparsifier.sources] == [1.0] * 3
-    assert sparsifier.next_density == 1.0
-    assert sparsifier.step(1.0) == 0.2
-    assert [source.target_density for source in sparsifier.sources] == [0.2] * 3  # a trial step
-    sparsifier.step(1.0)
+    for densities, detached in (([1.0] * 3, [True] * 3), ([0.2] * 3, [True] * 3), ([0.2] * 3, [False, True, False])):
+        assert sparsifier.next_density == densities[0]
+        assert [source.target_density for source in sparsifier.sources] == densities
+        assert [cast(Any, source)._detaches for source in sparsifier.sources] == detached
+        sparsifier.step(1.0)
     assert sparsifier.is_sparse
-    assert [(source.target_density, source.detach) for source in sparsifier.sources] == [
-        (0.2, False), (0.2, True), (0.2, False)
-    ]  # fmt: skip
 
 
 def test_a_later_sparsifier_restores_what_sources_send_to_queries_and_keys() -> None:
@@ -140,10 +144,10 @@ def test_a_later_sparsifier_restores_what_sources_send_to_queries_and_keys() -> 
         Sparsifier(model, 0.2, total_steps=10)
         for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             sparsifier = Sparsifier(each, 0.2, total_steps=2, dense_part=0.5)
-            assert sparsifier.sources[0].detach
+            assert cast(Any, sparsifier.sources[0])._detaches
             sparsifier.step(1.0)
             assert sparsifier.is_sparse
-            assert sparsifier.sources[0].detach == own
+            assert cast(Any, sparsifier.sources[0])._detaches == own
 
 
 def test_named_modules_stay_dense() -> None:
@@ -226,8 +230,8 @@ def gradients(conv: SBMAttentionConv, scale: float = 1.0, parts: int = 1, add: b
 class Scaler:
     """As a GradScaler whose scale is fixed."""
 
-    def get_scale(self) -> float:
-        return 1024.0
+    def scale(self, x: Tensor) -> Tensor:
+        return 1024.0 * x
 
 
 @pytest.mark.parametrize("density", [1.0, 0.3])
@@ -291,6 +295,166 @@ def test_a_loss_counts_once_in_loops_of_any_kind(how: str, dense_part: float) ->
         sparsifier.step(1.0)
     assert len(found) == len(wanted) > 4
     torch.testing.assert_close(found, wanted)
+
+
+def of_source(conv: Any, weigh: Callable[[SBMAttentionConv], None] | None = None, parts: int = 1) -> list[Tensor]:
+    """Gradients of the source after so many parts of a step, and whatever else the loop does with each part's loss."""
+    conv.zero_grad()
+    for _ in range(parts):
+        (conv(torch.linspace(-1, 1, 240).view(30, 8), seed=3).square().mean() / parts).backward()
+        if weigh is not None:
+            weigh(conv)
+    return [parameter.grad.clone() for parameter in conv.source.parameters()]
+
+
+def test_the_number_of_parts_may_change_from_step_to_step() -> None:
+    """Where attention is dense, without being told; a part counts once, however many steps had other numbers."""
+    conv = layer()
+    sparsifier, wanted = Sparsifier(conv, 0.3, 100), of_source(layer_with_sparsifier())
+    for parts in (4, 4, 2, 1, 3, 4):
+        torch.testing.assert_close(of_source(conv, parts=parts), wanted)
+        sparsifier.step(1.0)
+
+
+def layer_with_sparsifier(**options: Any) -> SBMAttentionConv:
+    conv = layer()
+    Sparsifier(conv, 0.3, 100, **options)
+    return conv
+
+
+@pytest.mark.parametrize("dense_part", [1.0, 0.0])
+def test_a_loop_may_tell_the_number_of_parts(dense_part: float) -> None:
+    """Sparse steps cannot know it otherwise before the second one of the same number."""
+    conv = layer(exploration=0.01)
+    sparsifier = Sparsifier(conv, 0.3, 100, dense_part=dense_part)
+    wanted = of_source(conv)
+    sparsifier.step(1.0)
+    for parts in (4, 2, 3):
+        sparsifier.passes = parts
+        torch.testing.assert_close(of_source(conv, parts=parts), wanted)
+        sparsifier.step(1.0)
+    sparsifier.passes = None  # as many as in the last step
+    torch.testing.assert_close(of_source(conv, parts=3), wanted)
+    with pytest.raises(ValueError, match="Expected 'passes' to be at least 1"):
+        sparsifier.passes = 0
+
+
+@pytest.mark.parametrize("dense_part", [1.0, 0.0])
+@pytest.mark.parametrize("of", ["input", "source"])
+def test_a_gradient_for_a_log_is_no_part(of: str, dense_part: float) -> None:
+    """``torch.autograd.grad`` accumulates nothing."""
+
+    def log(conv: Any) -> None:
+        x = torch.randn(30, 8, requires_grad=True)
+        inputs = [*conv.source.parameters()] if of == "source" else [x]
+        torch.autograd.grad(conv(x, seed=3).square().mean(), inputs)
+
+    conv = layer(exploration=0.01)
+    sparsifier, wanted = Sparsifier(conv, 0.3, 100, dense_part=dense_part), of_source(conv)
+    for _ in range(3):
+        torch.testing.assert_close(of_source(conv, log), wanted)
+        sparsifier.step(1.0)
+
+
+@pytest.mark.parametrize("how", ["none", "checkpoint", "reentrant"])
+def test_calls_of_one_pass_share_its_weight(how: str) -> None:
+    """Two calls of a layer, or two layers of one source, whose losses are as if each layer had its own."""
+    x = torch.linspace(-1, 1, 240).view(30, 8)
+
+    def gradient(model: Any, calls: list[int], parts: int) -> list[Tensor]:
+        model.zero_grad()
+        for _ in range(parts):
+            y = x.clone().requires_grad_()
+            for number in calls:
+                run = partial(model[number], seed=3)
+                y = y + (run(y) if how == "none" else checkpoint(run, y, use_reentrant=how == "reentrant"))
+            (y.square().mean() / parts).backward()
+        return [parameter.grad.clone() for parameter in model[0].source.parameters()]
+
+    torch.manual_seed(0)
+    model: Any = nn.ModuleList([SBMAttentionConv(8, 4, heads=2, num_blocks=4) for _ in range(2)])
+    model[1].source = model[0].source
+    sparsifier = Sparsifier(model, 0.3, 100)
+    for calls in ([0, 0], [0, 1]):
+        wanted = gradient(model, calls, 1)
+        sparsifier.step(1.0)
+        for parts in (3, 2):
+            torch.testing.assert_close(gradient(model, calls, parts), wanted)
+            sparsifier.step(1.0)
+    first, second = gradient(model, [0], 1), gradient(model, [0, 0], 1)
+    assert 0.5 < float(first[0].norm() / second[0].norm()) < 2  # a mean
+    assert float(first[0].norm() / gradient(model, [0, 1], 1)[0].norm()) < 0.75  # a sum
+
+
+@pytest.mark.parametrize("sparsifier_first", [False, True])
+def test_the_scale_is_read_when_a_backward_pass_runs(sparsifier_first: bool) -> None:
+    """Whether ``step`` comes before ``update`` or after it, and in whichever order states are loaded."""
+    conv, wanted = layer(), of_source(layer_with_sparsifier())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    sparsifier, optimizer = Sparsifier(conv, 0.3, 100, scaler=scaler), torch.optim.SGD(conv.parameters(), 0.0)
+
+    def scaled(conv: Any, scaler: Any) -> list[Tensor]:
+        conv.zero_grad()
+        scaler.scale(conv(torch.linspace(-1, 1, 240).view(30, 8), seed=3).square().mean()).backward()
+        return [parameter.grad / scaler.get_scale() for parameter in conv.source.parameters()]
+
+    for _ in range(3):
+        torch.testing.assert_close(scaled(conv, scaler), wanted)
+        scaler.step(optimizer)
+        for call in (lambda: sparsifier.step(1.0), scaler.update)[:: 1 if sparsifier_first else -1]:
+            call()
+    assert scaler.get_scale() == 8192.0
+    again, other = layer(), torch.amp.GradScaler("cpu", init_scale=65536.0)
+    parts: list[Any] = [(Sparsifier(again, 0.3, 100, scaler=other), sparsifier), (other, scaler)]
+    for new, old in parts if sparsifier_first else reversed(parts):
+        new.load_state_dict(old.state_dict())
+    torch.testing.assert_close(scaled(again, other), wanted)
+    torch.testing.assert_close(scaled(copy.deepcopy(again), other), wanted)
+    assert pickle.loads(pickle.dumps(again)).auxiliary_losses.passes.scaler is None
+
+
+def test_a_forgotten_step_is_noticed() -> None:
+    """Gradients that are reset tell of steps of the optimizer."""
+    conv, x = layer(), torch.randn(30, 8)
+    sparsifier = Sparsifier(conv, 0.3, 1000)
+
+    def train(steps: int, record: bool) -> None:
+        for _ in range(steps):
+            conv.zero_grad()
+            conv(x).square().mean().backward()
+            if record:
+                sparsifier.step(1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ANNOTATIONS)
+        train(70, record=True)
+        train(60, record=False)
+        for _ in range(70):
+            conv(x).square().mean().backward()  # parts of one step
+    with pytest.warns(UserWarning, match=r"reset 64 times without `sparsifier.step\(loss\)`, so training stays dense"):
+        train(10, record=False)
+
+
+def test_a_sparse_model_does_not_become_dense_in_silence() -> None:
+    conv = layer()
+    first = Sparsifier(conv, 0.2, 2, dense_part=0.5)
+    first.step(1.0)
+    assert first.is_sparse
+    second = Sparsifier(conv, 0.1, 10)
+    words = "The model was sparse, and a second Sparsifier trains it dense until step 7"
+    with pytest.warns(UserWarning, match=words) as caught:
+        second.step(1.0)
+    assert {each.filename for each in caught if ANNOTATIONS not in str(each.message)} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.step(1.0)  # which has said so
+        Sparsifier(conv, 0.1, 10).step(1.0)  # after one that was dense yet
+        Sparsifier(conv, 0.1, 10, dense_part=0.0).step(1.0)
+        third = Sparsifier(conv, 0.1, 10)
+        third.load_state_dict(first.state_dict())
+        third.step(1.0)
+        assert third.is_sparse
 
 
 def test_a_frozen_model_trains_its_source() -> None:
@@ -391,17 +555,13 @@ def test_a_restored_sparsifier_continues_alike() -> None:
         other.load_state_dict(pickle.loads(pickle.dumps(one.state_dict())))
         for step in range(stop, 80):
             assert one.step(loss(step)) == other.step(loss(step))
-            assert [s.detach for s in one.sources] == [s.detach for s in other.sources]
+            assert [s._in_dense_phase for s in one.sources] == [s._in_dense_phase for s in other.sources]
         assert one.history == other.history
         assert one.state_dict() == other.state_dict()
     with pytest.raises(ValueError, match=r"Expected 'state' of a Sparsifier \(got none of \['steps'"):
         one.load_state_dict({})
     with pytest.raises(TypeError, match=r"Expected 'state' to be a dict \(got NoneType\)"):
         one.load_state_dict(cast(Any, None))
-    deeper = Sparsifier(nn.ModuleList([layer(), layer()]), 0.2, total_steps=80)
-    with pytest.raises(ValueError, match=r"Expected 'state' of a model with 2 layers .* \(got one with 1\)"):
-        deeper.load_state_dict(one.state_dict())
-    assert deeper.steps == 0
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -432,27 +592,17 @@ def test_copies_of_a_model_with_a_sparsifier_train_alike(is_sparse: bool) -> Non
     assert all(torch.equal(*both) for other in grads[1:] for both in zip(other, grads[0], strict=True))
     pair[1].step(1.0)
     pair[1].set_density(0.5)
-    assert [cast(Any, each).source.target_density for each in (conv, pair[0])] == [0.2 if is_sparse else 1, 0.5]
+    assert [cast(Any, each).eval().source.target_density for each in (conv, pair[0])] == [0.2, 0.5]
 
 
-def test_trial_steps_are_for_training_mode_alone() -> None:
+def test_a_density_that_is_set_by_hand_is_that_of_both_modes() -> None:
     conv = layer()
     sparsifier = Sparsifier(conv, 0.2, total_steps=10, every=2)
     sparsifier.step(1.0)
     source: Any = conv.source
-    assert source.target_density == 0.2
-    assert conv.state_dict()["source.target_density"] == 1
-    conv.eval()
-    assert source.target_density == 1
-    with sparsifier.sparse():
-        with sparsifier.sparse():  # as in an evaluation within that of a callback
-            pass
-        assert source.target_density == 0.2
-    assert source.target_density == 1
-    conv.train()
-    assert source.target_density == 0.2
-    source.target_density = 0.5  # by hand
-    assert source.target_density == 0.5
+    assert source.target_density == 0.2  # a trial step
+    source.target_density = 0.5
+    assert [conv.train(mode).source.target_density for mode in (True, False)] == [0.5, 0.5]
 
 
 def test_a_sparse_model_stays_sparse_in_a_longer_training() -> None:

@@ -136,6 +136,8 @@ def train(run: Run, folder: Path) -> list[Row]:
             found = evaluate(model, test, max(1, min(32, TOKENS // length)))
             known = {"length": length, "size": " x ".join(map(str, size))}
             rows.append(run.known | known | found | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)})
+        if sparsifier:
+            sparsifier.set_density()
         return rows
 
     return fit(model, sparsifier, run, folder / run.file, losses, measure)

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def fit(
         run: A dataclass that decides the outcome, with ``steps``, ``learning_rate``, ``weight_decay`` and ``evaluations``.
         path: Of the checkpoint.
         losses: The loss of a step, counted from 0.
-        measure: Rows of an evaluation, at the target density.
+        measure: Rows of an evaluation.
         rate_at: Factor of the learning rate, from the part of the steps that is over.
         source_rate: Factor of the learning rate of graph sources.
         best: A column of rows, of which each evaluation then has one. The weights of its largest value, the first of equals, are saved
@@ -98,7 +97,7 @@ def fit(
                 found = []
                 if evaluates:
                     model.eval()
-                    with torch.no_grad(), sparsifier.sparse() if sparsifier else nullcontext():
+                    with torch.no_grad():
                         found = measure()
                         if best and all(found[0][best] > row[best] for row in rows):
                             kept = {"run": dataclasses.asdict(run), best: found[0][best], "model": model.state_dict()}

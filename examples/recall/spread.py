@@ -45,7 +45,7 @@ from examples.common.hybrid import Recaller
 from examples.common.runs import RunError, read_checkpoint
 from examples.common.tables import Row, Rows, add, by, groups, markdown, read
 from examples.recall.train import Batches, Run, make_model
-from sbm_pyg import LearnedSource, auxiliary_loss
+from sbm_pyg import auxiliary_loss
 from sbm_pyg.estimators import Local
 from sbm_pyg.info import tqdm
 
@@ -84,10 +84,9 @@ def models(path: Path) -> tuple[Run, Iterator[tuple[str, Recaller]]]:
             model, sparsifier = make_model(run)
             if when == "end":
                 model.load_state_dict(state["model"])
-            for source in sparsifier.sources if sparsifier else ():
-                source.target_density = run.density
-                if isinstance(source, LearnedSource):
-                    source.detach = False
+            if sparsifier:  # which then trains at the target density
+                sparsifier.steps = run.steps
+                sparsifier.set_density()
             yield when, model.train()
 
     return run, each()

@@ -271,8 +271,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         if self.saved:
             self.sparsifier.load_state_dict(self.saved)
             self.saved = {}  # another training begins anew
-        before = model.register_forward_pre_hook(self._before)
-        self._hooks = [before, model.register_forward_hook(self._after, with_kwargs=True)]
+        self._hooks = [model.register_forward_hook(self._after, with_kwargs=True)]
 
     def _forget(self) -> None:
         """Remove the hooks from the model, and the losses."""
@@ -280,11 +279,6 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             hook.remove()
         self._hooks = []
         self._losses.clear()
-
-    def _before(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Set the density of a forward pass."""
-        assert self.sparsifier is not None
-        self.sparsifier.set_density(None if model.training else self.density)
 
     def _after(self, model: torch.nn.Module, inputs: Any, options: Any, output: Any) -> None:
         """Note the loss of a forward pass in training."""
@@ -307,12 +301,6 @@ class SparsifierCallback(TrainerCallback, ExportableState):
             loss = losses.mean()
         self.sparsifier.step(loss)
         self._losses.clear()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Return to the density of training, which a checkpoint then contains."""
-        if self._hooks:
-            assert self.sparsifier is not None
-            self.sparsifier.set_density()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
         """Add the running losses to the logs."""

@@ -102,17 +102,6 @@ class SparsifierCallback(lightning.Callback):
         pl_module.log_dict({"loss_dense": last.dense, "loss_sparse": last.sparse}, prog_bar=True)
         pl_module.log("target_density", density)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validate at the target density."""
-        if self.sparsifier is not None:
-            self._sparse = self.sparsifier.sparse()
-            self._sparse.__enter__()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Return to the density of training."""
-        if self.sparsifier is not None:
-            self._sparse.__exit__(None, None, None)
-
     def state_dict(self) -> dict[str, Any]:
         """State of the sparsifier, for checkpoints."""
         return self._state if self.sparsifier is None else self.sparsifier.state_dict()

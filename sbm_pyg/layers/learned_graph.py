@@ -227,7 +227,7 @@ class LearnedGraph(nn.Module):
             )
         if source.target_density == 1:
             return Choice(among.graph)
-        probability = source.predict(tokens.detached() if source.detach else tokens)
+        probability = source.predict(tokens.detached() if source._detaches else tokens)
         over = _OverCandidates(probability, among.graph, source.target_density)
         exploration = source._exploration
         graph = among.draw(over.on_candidates.detach() + exploration, 0)

@@ -241,8 +241,8 @@ class DensitySource(GraphSource):
     """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
     At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, and nothing is chosen.
-    ``state_dict`` contains the density, which is empty for a number of keys ``k`` without one. Subclasses define
-    :meth:`choose`. The density is None until it is set. To begin dense without a Sparsifier too, set
+    ``state_dict`` contains the density of evaluation, which is empty for a number of keys ``k`` without one. Subclasses
+    define :meth:`choose`. The density is None until it is set. To be dense without a Sparsifier, set
     ``self.target_density = 1.0`` in ``__init__``.
 
     Example:
@@ -257,11 +257,12 @@ class DensitySource(GraphSource):
         DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
     """
 
-    trial_density: float | None = None
-    """Target density of calls in training mode, in place of :attr:`target_density`, or None. A
-    :class:`~sbm_pyg.Sparsifier` sets it for trial steps; ``state_dict`` does not contain it."""
+    training_density: float | None = None
+    """Target density of calls in training mode, in place of that of evaluation, or None. A
+    :class:`~sbm_pyg.Sparsifier` sets it for dense steps and trial steps; ``state_dict`` does not contain it."""
     _density: float | None = None
     _sparsifier: int | None = None  # number of the last one that was made for it
+    _in_dense_phase = False  # whether a Sparsifier trains it, and not all steps are sparse yet
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Choice:
@@ -278,8 +279,11 @@ class DensitySource(GraphSource):
 
     @property
     def target_density(self) -> float | None:
-        """Density of the graphs among all allowed pairs, in (0, 1], or None. It may change between calls."""
-        return self.trial_density if self.training and self.trial_density is not None else self._density
+        """Density of the graphs among all allowed pairs, in (0, 1], or None. It may change between calls.
+
+        To set it sets that of training and of evaluation.
+        """
+        return self.training_density if self.training and self.training_density is not None else self._density
 
     @target_density.setter
     def target_density(self, density: float | None) -> None:
@@ -290,7 +294,7 @@ class DensitySource(GraphSource):
                 "Expected 'target_density' to be a number in (0, 1] without a 'k' (got None). One of them fixes the "
                 "number of keys of a query; 1 is dense attention."
             )
-        self._density, self.trial_density = density, None
+        self._density, self.training_density = density, None
         self._prepare()
 
     @property
@@ -317,10 +321,10 @@ class DensitySource(GraphSource):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _restore_density(self, density: float | None) -> None:
-        """Set the target density of a file; that of a trial step is the Sparsifier's, and stays."""
-        trial = self.trial_density
+        """Set the target density of a file; that of training is the Sparsifier's, and stays."""
+        of_training = self.training_density
         self.target_density = density
-        self.trial_density = trial
+        self.training_density = of_training
 
 
 class LearnedSource(DensitySource):
@@ -353,15 +357,18 @@ class LearnedSource(DensitySource):
     """Stop gradients from the probabilities to queries and keys."""
     block_size = 1
     """Tokens of a block of the graph."""
-    _own_detach: bool | None = None  # the option, while a Sparsifier has set `detach` in its place
 
     @abstractmethod
     def predict(self, tokens: Tokens) -> EdgeProbability:
         """The probabilities of all pairs. Nothing is sampled, and they need not have the target density."""
 
     def forward(self, tokens: Tokens) -> Choice:
-        detach = self.detach and self.target_density != 1
-        return super().forward(tokens.detached() if detach else tokens)
+        return super().forward(tokens.detached() if self._detaches and self.target_density != 1 else tokens)
+
+    @property
+    def _detaches(self) -> bool:
+        """Whether the probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
+        return self.detach or self._in_dense_phase
 
     @property
     def _drawn(self) -> float:
@@ -375,8 +382,3 @@ class LearnedSource(DensitySource):
             return 0.0
         density = self.target_density or 0.0
         return (self._drawn * density) ** 2 if self.exploration is None else self.exploration
-
-    def _teach(self, taught: bool) -> None:
-        """Detach the source while dense attention teaches it; afterwards, restore its own option."""
-        own = self.detach if self._own_detach is None else self._own_detach
-        self.detach, self._own_detach = taught or own, own if taught else None
