@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -21,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from sbm_pyg import LearnedSource, SBMAttentionConv, Sparsifier
+from sbm_pyg import LearnedSource, SBMAttentionConv
 from sbm_pyg.integrations.hugging_face import SparsifierCallback as HuggingFaceCallback
 from sbm_pyg.integrations.hugging_face import replace_attention
 from sbm_pyg.integrations.lightning import SparsifierCallback as LightningCallback
@@ -94,6 +97,7 @@ def test_lightning_counts_steps_of_the_optimizer(tmp_path: Path) -> None:
     module, callback, _ = fit(tmp_path, 10, accumulate=2)
     assert callback.sparsifier.steps == 10
     assert [density for training, each in module.seen if training for density in each][:8] == [1, 1, 0.2, 0.2] * 2
+    assert callback.sparsifier.passes == 2
 
 
 class Constant(Module):
@@ -111,7 +115,7 @@ class Constant(Module):
 
 def test_lightning_notes_the_mean_of_accumulated_losses(tmp_path: Path) -> None:
     """Also of the last batches of an epoch, which are fewer, and where one of them is skipped."""
-    for accumulate, steps in ((4, 3), (1, 9)):
+    for accumulate, steps in ((4, 3), (1, 10)):
         _, callback, _ = fit(tmp_path, 10, accumulate=accumulate, module=Constant(), max_epochs=1)
         assert callback.sparsifier.steps == steps
         assert callback.sparsifier.losses[1:3] == pytest.approx((3, 3))
@@ -181,6 +185,153 @@ def test_lightning_continues_where_a_strategy_loads_late(tmp_path: Path) -> None
     assert [each for training, each in module.seen if training] == [{0.2}] * 2
 
 
+class Scored(Module):
+    """With a score that is the same for the same weights and density; skips every second batch if told so."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def training_step(self, batch: Tensor, number: int) -> Any:
+        loss = super().training_step(batch, number)
+        return None if self.skips and number % 2 else -loss
+
+    def validation_step(self, batch: Tensor, number: int) -> None:
+        super().validation_step(batch, number)
+        self.log("score", self.conv(batch[0], seed=0).square().mean())
+
+    test_step = validation_step
+
+
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    return lightning.Trainer(
+        default_root_dir=folder, callbacks=[*callbacks], logger=False, accelerator="cpu", enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+
+
+def batches(count: int = 8) -> Any:
+    """So many batches of one sequence."""
+    return DataLoader(torch.linspace(-1, 1, count * 20 * 8).view(count, 20, 8), shuffle=False)  # type: ignore[arg-type]
+
+
+def test_lightning_tests_the_best_checkpoint_at_the_density_that_chose_it(tmp_path: Path) -> None:
+    """It was written in the dense phase."""
+    module = Scored()
+    best = ModelCheckpoint(tmp_path, monitor="score")
+    trainer = trainer_of(tmp_path, LightningCallback(0.3, every=3), best, max_epochs=4)
+    trainer.fit(module, batches(), batches(1))
+    for model in (module, Scored.load_from_checkpoint(best.best_model_path)):
+        path = "best" if model is module else None
+        (found,) = trainer.test(model, batches(1), ckpt_path=path, verbose=False, weights_only=False)
+        assert found["score"] == pytest.approx(float(cast(Any, best.best_model_score)), rel=1e-5)
+        assert model.seen[-1] == (False, {0.3})
+
+
+def test_lightning_follows_the_step_of_the_trainer(tmp_path: Path) -> None:
+    """Skipped batches are steps; a second training goes on from the first, and keeps a sparse model sparse."""
+    module, callback = Scored(skips=True), LightningCallback(0.3, every=3)
+    trainer_of(tmp_path, callback, max_steps=12, enable_checkpointing=False).fit(module, batches())
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.steps == 12
+    assert densities(module) == {0.3}
+    module, callback = Scored(), LightningCallback(0.3, every=3)
+    trainer = trainer_of(tmp_path, callback, max_epochs=2, enable_checkpointing=False)
+    trainer.fit(module, batches())
+    assert densities(module) == {0.3}
+    trainer.fit_loop.max_epochs = 4
+    module.seen.clear()
+    trainer.fit(module, batches())
+    assert callback.sparsifier is not None
+    assert (callback.sparsifier.steps, callback.sparsifier.total_steps) == (32, 32)
+    assert module.seen == [(True, {0.3})] * 16
+    again = trainer_of(tmp_path, callback, max_epochs=1, enable_checkpointing=False)
+    again.fit(module, batches())
+    assert module.seen == [(True, {0.3})] * 24
+
+
+def test_lightning_interrupted_between_goes_on(tmp_path: Path) -> None:
+    """Of 8 steps each: the second training begins where the first one was, with its losses."""
+    module, callback = Scored(), LightningCallback(0.3, total_steps=16, every=3)
+    trainer = trainer_of(tmp_path, callback, max_epochs=1, enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="Training ended after 8 of 16 steps and was dense until then"):
+        trainer.fit(module, batches())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches())
+    assert callback.sparsifier is not None
+    assert [row.step for row in callback.sparsifier.history] == [3, 6, 9, 12, 15]
+    assert densities(module) == {0.3}
+
+
+class Failure(lightning.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("of a test")
+
+
+@pytest.mark.parametrize("how", ["early stopping", "an error", "time"])
+def test_lightning_warns_if_training_ends_dense(how: str, tmp_path: Path) -> None:
+    stops = {"early stopping": EarlyStopping("score", patience=1), "an error": Failure()}
+    others = [stops[how]] if how in stops else []
+    options: dict[str, Any] = {"max_time": {"milliseconds": 200}} if how == "time" else {}
+    module, callback = Scored(), LightningCallback(0.3, every=3)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)  # type: ignore[method-assign]
+    trainer = trainer_of(tmp_path, callback, *others, max_epochs=10_000, enable_checkpointing=False, **options)
+    errors: Any = pytest.raises(RuntimeError, match="of a test") if how == "an error" else nullcontext()
+    with pytest.warns(UserWarning, match="Pass `total_steps=` if fewer steps run, or a smaller `dense_part=`"), errors:
+        trainer.fit(module, batches(), batches(1))
+    assert callback.sparsifier is not None
+    assert not callback.sparsifier.is_sparse
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.linspace(-1, 1, 10 * 20 * 8).view(10, 20, 8))
+
+
+def test_lightning_needs_a_number_of_steps(tmp_path: Path) -> None:
+    data: Any = DataLoader(Stream())
+    trainer = trainer_of(tmp_path, LightningCallback(0.3), max_epochs=2, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="Expected 'total_steps' for a trainer that does not know how many steps"):
+        trainer.fit(Module(), data)
+    callback = LightningCallback(0.3, total_steps=20)
+    trainer_of(tmp_path, callback, max_epochs=2, enable_checkpointing=False).fit(Module(), data)
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.steps == 20
+
+
+@pytest.mark.parametrize(("data", "told"), [(batches(10), [4] * 8 + [2] * 2), (DataLoader(Stream()), [None] * 10)])
+def test_lightning_tells_the_number_of_backward_passes(data: Any, told: list[int | None], tmp_path: Path) -> None:
+    """Also of the last batches of an epoch, which are fewer, if the data have a length."""
+    module, callback = Module(), LightningCallback(0.3, total_steps=3)
+    seen: list[int | None] = []
+    module.on_after_backward = lambda: seen.append(cast(Any, callback.sparsifier).passes)  # type: ignore[method-assign]
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 1, "enable_checkpointing": False}
+    trainer_of(tmp_path, callback, **options).fit(module, data)
+    assert seen == told
+
+
+def test_lightning_follows_batches_where_the_module_steps_by_itself(tmp_path: Path) -> None:
+    """After every fourth batch; some of these steps are trial steps."""
+
+    class Manual(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, number: int) -> Any:
+            loss = super().training_step(batch, number)
+            self.manual_backward(loss / 4)
+            if number % 4 == 3:
+                cast(Any, self.optimizers()).step()
+                cast(Any, self.optimizers()).zero_grad()
+            return loss
+
+    module, callback = Manual(), LightningCallback(0.3, every=2, dense_part=0.5)
+    trainer_of(tmp_path, callback, max_epochs=5, enable_checkpointing=False).fit(module, batches())
+    assert callback.sparsifier is not None
+    assert (callback.sparsifier.steps, callback.sparsifier.total_steps) == (40, 40)
+    assert [row.step for row in callback.sparsifier.history] == [8, 16, 24, 32, 40]
+    assert [density for _, each in module.seen for density in each][::4] == [1.0, 0.3] * 2 + [1.0] + [0.3] * 5
+
+
 # ------------------------------------------------------------------ Hugging Face
 
 
@@ -208,22 +359,23 @@ def train(folder: Path, steps: int, resume: bool = False, **options: Any) -> tup
     callback = HuggingFaceCallback(0.2, every=2, total_steps=12, dense_part=0.5)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, save_steps=5, logging_steps=2,
-        use_cpu=True, report_to=[], disable_tqdm=True, restore_callback_states_from_checkpoint=True,
-        learning_rate=1e-3, lr_scheduler_type="constant", **options,
+        use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-3, lr_scheduler_type="constant", **options,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5") if resume else None)
     return model, next(c for c in trainer.callback_handler.callbacks if isinstance(c, HuggingFaceCallback)), trainer
 
 
-def test_hugging_face_trains_from_dense_to_sparse_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restores", [False, True])
+def test_hugging_face_trains_from_dense_to_sparse_and_resumes(restores: bool, tmp_path: Path) -> None:
+    """Whether or not the trainer restores callbacks, as the state is in the checkpoint."""
     model, callback, trainer = train(tmp_path, 12)
     assert callback.sparsifier.steps == 12
     assert densities(model) == {0.2}
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs
     assert not model._forward_hooks
-    resumed, other, _ = train(tmp_path, 12, resume=True)
+    resumed, other, _ = train(tmp_path, 12, resume=True, restore_callback_states_from_checkpoint=restores)
     assert other.sparsifier.state_dict() == callback.sparsifier.state_dict()
     for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -231,31 +383,88 @@ def test_hugging_face_trains_from_dense_to_sparse_and_resumes(tmp_path: Path) ->
 
 def test_hugging_face_evaluates_at_the_target_density(tmp_path: Path) -> None:
     model, _, trainer = train(tmp_path, 3, eval_strategy="steps", eval_steps=1)
+    seen: list[tuple[bool, set[float | None]]] = []
+    model.register_forward_hook(lambda *_: seen.append((model.training, densities(model))))
+    with pytest.warns(UserWarning, match="Training ended after 3 of 12 steps and was dense until then"):
+        trainer.train()
+    assert [density for training, density in seen if training] == [{1.0}, {0.2}, {1.0}]
+    assert {*map(str, (density for training, density in seen if not training))} == {"{0.2}"}
+
+
+def test_hugging_face_loads_the_best_model_at_the_density_that_chose_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True}
+    model, _, trainer = train(tmp_path, 5, seed=1, **options)  # in the dense phase
+    best = BertForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
+    assert densities(best.eval()) == densities(model.eval()) == {0.2}
+    values = []
+    for each in (model, best):
+        trainer.model = each
+        torch.manual_seed(0)
+        values.append(trainer.evaluate()["eval_loss"])
+    assert values[0] == values[1]
+
+
+def test_hugging_face_keeps_a_sparse_model_sparse_in_a_second_training(tmp_path: Path) -> None:
+    model, _, trainer = train(tmp_path, 12)
     seen: list[set[float | None]] = []
     model.register_forward_hook(lambda *_: seen.append(densities(model)))
     trainer.train()
-    dense = [each for each in seen if each == {1.0}]
-    assert len(dense) == 2  # of three training steps, the second of which is a trial
-    assert seen.count({0.2}) > 3 * 8
+    assert seen == [{0.2}] * 12
 
 
-def test_hugging_face_logs_both_losses_and_the_density() -> None:
-    callback, logs = HuggingFaceCallback(0.2), {"loss": 1.0}
-    callback.on_log(None, None, None, logs=logs)
-    assert logs == {"loss": 1.0}  # before training
-    callback.sparsifier = Sparsifier(small_bert(), 0.2, total_steps=4, dense_part=0.0)
-    callback.sparsifier.step(1.5)
-    callback.on_log(None, None, None, logs=logs)
-    assert (logs["loss_sparse"], logs["target_density"]) == (1.5, 0.2)
-    assert "loss_dense" in logs
+@pytest.mark.parametrize(("accumulate", "told"), [(3, [3, 3, 2, 3, 3, 2]), (1, [1] * 6)])
+def test_hugging_face_tells_the_number_of_backward_passes(accumulate: int, told: list[int], tmp_path: Path) -> None:
+    """Of eight batches an epoch."""
+    seen: list[int | None] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            seen.append(cast(Any, callback.sparsifier).passes)
+
+    callback = HuggingFaceCallback(0.2)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=8, gradient_accumulation_steps=accumulate,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    Trainer(small_bert(), arguments, train_dataset=Sentences(), callbacks=[callback, Look()]).train()
+    assert seen == told
+
+
+def test_hugging_face_logs_both_losses_and_the_density(tmp_path: Path) -> None:
+    """To callbacks that were added before, as those of TensorBoard are; and no loss before there is one."""
+    reported: list[dict[str, float]] = []
+
+    class Report(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            reported.append(dict(logs))
+
+    model = small_bert()
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=8, logging_steps=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    callbacks = [Report(), HuggingFaceCallback(0.2, every=2, dense_part=0.5)]
+    trainer = Trainer(model, arguments, train_dataset=Sentences(), callbacks=callbacks)
+    trainer.train()
+    for logs in (trainer.state.log_history, reported):
+        training = [entry for entry in logs if "loss" in entry]
+        assert ["loss_sparse" in entry for entry in training] == [False, True, True, True]
+        assert [entry["target_density"] for entry in training] == [0.2] * 4  # of a trial step, and of sparse steps
+        assert training[0]["loss_dense"] == pytest.approx(training[0]["loss"], rel=1e-4)
+        assert not any(math.isnan(value) for entry in logs for value in entry.values())
 
 
 def test_hugging_face_needs_a_loss(tmp_path: Path) -> None:
-    callback = HuggingFaceCallback(0.2)
     model = small_bert()
-    callback.on_train_begin(None, cast(Any, type("State", (), {"max_steps": 4})), None, model)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=8, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=Sentences(), callbacks=[HuggingFaceCallback(0.2)],
+        compute_loss_func=lambda outputs, labels, **others: outputs.logits.square().mean(),
+    )  # fmt: skip
     with pytest.raises(ValueError, match="Expected 'model' to return its loss in training"):
-        callback.on_step_end(None, None, None)
+        trainer.train()
 
 
 class Completions(Sentences):
@@ -301,11 +510,9 @@ def test_hugging_face_trains_again_after_an_interruption(tmp_path: Path) -> None
         trainer.train()
     assert callback._losses
     trainer.remove_callback(Interruption)
-    callback.saved = Sparsifier(small_bert(), 0.2, 4).state_dict() | {"steps": 1}  # as of a checkpoint
-    for steps in (3, 2):  # the second training does not continue from it
-        trainer.train()
-        assert callback.sparsifier is not None
-        assert callback.sparsifier.steps == steps
+    trainer.train()
+    assert callback.sparsifier is not None
+    assert callback.sparsifier.steps == 2
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not callback._losses

@@ -6,7 +6,9 @@ self-attention; its weights and the sources are saved and loaded together. Not h
 
 Importing this module registers ``"sbm"`` as an attention implementation, and extends two methods of
 ``PreTrainedModel``: ``post_init`` adds the sources that a config describes, before weights are loaded, and
-``initialize_weights`` resets those that no file contained. Needs the packages ``transformers`` and ``accelerate``.
+``initialize_weights`` resets those that no file contained. ``CallbackHandler.add_callback`` puts a
+:class:`SparsifierCallback` first, so that all others report its losses. Needs the packages ``transformers`` and
+``accelerate``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainerCallback
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import has_length
 
 from ..layers import named
 from ..layers.attention import AttentionConv
@@ -212,17 +215,17 @@ def _initialize_weights(self: PreTrainedModel, *args: Any, original: Any, **kwar
     original(self, *args, **kwargs)
 
 
-def _extend(name: str, extension: Any) -> None:
-    """Replace a method of ``PreTrainedModel`` by an extension that gets it as ``original``; once, even if reloaded."""
-    method = getattr(PreTrainedModel, name)
+def _extend(owner: type, name: str, extension: Any) -> None:
+    """Replace a method of a class by an extension that gets it as ``original``; once, even if reloaded."""
+    method = getattr(owner, name)
     original = getattr(method, "_sbm_original", method)
 
     @wraps(original)
-    def extended(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
         extension(self, *args, original=original, **kwargs)
 
     extended._sbm_original = original  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, extended)
+    setattr(owner, name, extended)
 
 
 # ------------------------------------------------------------------ registration
@@ -231,8 +234,8 @@ def _extend(name: str, extension: Any) -> None:
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
 setattr(PreTrainedConfig, NAME, None)  # an attribute of each config, so that `from_pretrained(folder, sbm=...)` sets it
-_extend("post_init", _post_init)
-_extend("initialize_weights", _initialize_weights)
+_extend(PreTrainedModel, "post_init", _post_init)
+_extend(PreTrainedModel, "initialize_weights", _initialize_weights)
 
 
 # ------------------------------------------------------------------ training
@@ -241,9 +244,10 @@ _extend("initialize_weights", _initialize_weights)
 class SparsifierCallback(TrainerCallback, ExportableState):
     """Trains a model with dense attention first and with sparse graphs later, by a :class:`~sbm_pyg.Sparsifier`.
 
-    The number of steps and the scaler of float16 are those of the trainer. ``loss_dense``, ``loss_sparse`` and
-    ``target_density`` are in its logs, and evaluation runs at the target density. Checkpoints contain the state, which
-    ``TrainingArguments(restore_callback_states_from_checkpoint=True)`` restores.
+    The number of steps, the step at which training is, and the scaler of float16 are those of the trainer. Evaluation
+    runs at the target density. ``loss_dense``, ``loss_sparse`` and ``target_density`` are in its logs. Checkpoints
+    contain the state, and a training that is resumed reads it. A warning follows if training ends before it has become
+    sparse.
 
     Args:
         density: Target density in (0, 1).
@@ -258,35 +262,46 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         self.density, self.options = density, options
         self.sparsifier: Sparsifier | None = None
         """Made when training starts."""
-        self.saved: dict[str, Any] = {}
         self._losses: list[Tensor] = []
         self._are_parts = False
-        self._hooks: list[Any] = []
+        self._hook: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
-        """Make the sparsifier, and continue from the state of a checkpoint."""
-        usual = {"total_steps": state.max_steps, "scaler": getattr(given.get("optimizer"), "scaler", None)}
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Make the sparsifier, and continue from the state of the checkpoint from which training is resumed."""
         self._forget()  # what a training that was interrupted has left
-        self.sparsifier = Sparsifier(model, self.density, **usual | self.options)
-        if self.saved:
-            self.sparsifier.load_state_dict(self.saved)
-            self.saved = {}  # another training begins anew
-        self._hooks = [model.register_forward_hook(self._after, with_kwargs=True)]
+        usual = {"total_steps": state.max_steps, "scaler": getattr(others.get("optimizer"), "scaler", None)}
+        previous, self.sparsifier = self.sparsifier, Sparsifier(model, self.density, **usual | self.options)
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        if saved:
+            self.sparsifier.load_state_dict((saved[0] if isinstance(saved, list) else saved)["sparsifier"])
+        else:
+            self.sparsifier._follow(previous, has_begun=False)
+        self._hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
 
     def _forget(self) -> None:
-        """Remove the hooks from the model, and the losses."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Remove the hook from the model, and the losses."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
         self._losses.clear()
 
-    def _after(self, model: torch.nn.Module, inputs: Any, options: Any, output: Any) -> None:
+    def _note_loss(self, model: torch.nn.Module, inputs: Any, options: Any, output: Any) -> None:
         """Note the loss of a forward pass in training."""
         if model.training and getattr(output, "loss", None) is not None:
             self._losses.append(output.loss.detach())
             self._are_parts = options.get("num_items_in_batch") is not None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
+        """Set the density of the step, and the number of its backward passes."""
+        assert self.sparsifier is not None
+        turns = args.gradient_accumulation_steps
+        passes = turns if turns == 1 else None
+        if turns > 1 and has_length(train_dataloader):
+            batches = len(train_dataloader)
+            passes = min(turns, batches - state.global_step % -(-batches // turns) * turns)
+        self.sparsifier._move_to(state.global_step, passes)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>`."""
         assert self.sparsifier is not None
         if not self._losses:
@@ -302,21 +317,30 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         self.sparsifier.step(loss)
         self._losses.clear()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
-        """Add the running losses to the logs."""
-        if self.sparsifier is not None and logs is not None:
-            last = self.sparsifier.losses
-            logs |= {"loss_dense": last.dense, "loss_sparse": last.sparse}
-            logs["target_density"] = self.sparsifier.next_density
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Add the running losses to the logs of training, and not to those of evaluation."""
+        if self.sparsifier is not None and logs is not None and not {"loss", "train_loss"}.isdisjoint(logs):
+            values = self.sparsifier._logs()
+            logs |= values
+            state.log_history[-1] |= values
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Remove the hooks from the model, and leave it at the density of the last step."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Remove the hook from the model, and warn if training has not become sparse."""
         assert self.sparsifier is not None
         self._forget()
-        self.sparsifier.set_density()
+        self.sparsifier._warn_if_dense()
 
     def state(self) -> dict[str, Any]:
         """Arguments of the constructor and the state of the sparsifier, for checkpoints."""
-        saved = self.saved if self.sparsifier is None else self.sparsifier.state_dict()
         options = {name: _as_json(each) for name, each in {"density": self.density, **self.options}.items()}
-        return {"args": options, "attributes": {"saved": saved}}
+        saved = {} if self.sparsifier is None else self.sparsifier.state_dict()
+        return {"args": options, "attributes": {}, "sparsifier": saved}
+
+
+def _add_callback(self: CallbackHandler, *args: Any, original: Any, **kwargs: Any) -> None:
+    """Add a callback; a SparsifierCallback comes before those that report its losses."""
+    original(self, *args, **kwargs)
+    self.callbacks.sort(key=lambda callback: not isinstance(callback, SparsifierCallback))
+
+
+_extend(CallbackHandler, "add_callback", _add_callback)

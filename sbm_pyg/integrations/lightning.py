@@ -6,6 +6,7 @@ Needs the package ``lightning``.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning
@@ -19,14 +20,16 @@ __all__ = ["SparsifierCallback"]
 class SparsifierCallback(lightning.Callback):
     """Trains a model with dense attention first and with sparse graphs later, by a :class:`~sbm_pyg.Sparsifier`.
 
-    The number of steps and the scaler of float16 are those of the trainer. ``loss_dense``, ``loss_sparse`` and
-    ``target_density`` are logged and in the progress bar, validation runs at the target density, and checkpoints
-    contain the state.
+    The number of steps, the step at which training is, and the scaler of float16 are those of the trainer, so a
+    training goes on where an earlier one of the same trainer ended. Validation and tests run at the target density.
+    ``loss_dense``, ``loss_sparse`` and ``target_density`` are logged and in the progress bar, and checkpoints contain
+    the state. A warning follows if training ends before it has become sparse.
 
     Args:
         density: Target density in (0, 1).
-        **options: Options of :class:`~sbm_pyg.Sparsifier`. With several optimizers and ``max_steps``, ``total_steps``
-            is needed: the number of batches.
+        **options: Options of :class:`~sbm_pyg.Sparsifier`. ``total_steps`` is needed for data without a length and
+            ``max_epochs``, for a training without an end, and, as the number of batches, for several optimizers and
+            ``max_steps``.
 
     Example:
         >>> import lightning
@@ -40,29 +43,32 @@ class SparsifierCallback(lightning.Callback):
         """Made when training starts."""
         self._state: dict[str, Any] = {}
         self._losses: list[Tensor] = []
-        self._steps = 0
+        self._global_step = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the sparsifier."""
-        steps = self.options.get("total_steps", trainer.estimated_stepping_batches)
-        if steps == float("inf"):
-            raise ValueError(
-                "Expected 'total_steps' for a trainer without an end (got none). Pass it, or `max_steps` or "
-                "`max_epochs` to the trainer."
-            )
-        if "total_steps" not in self.options and steps == trainer.max_steps and len(trainer.optimizers) > 1:
-            raise ValueError(
-                f"Expected 'total_steps' with 'max_steps' and {len(trainer.optimizers)} optimizers (got none). The "
-                "trainer counts the steps of each optimizer: pass the number of batches."
-            )
+        steps = self.options.get("total_steps")
+        if steps is None:
+            steps = trainer.estimated_stepping_batches
+            if not 0 < steps < math.inf:
+                raise ValueError(
+                    "Expected 'total_steps' for a trainer that does not know how many steps it will take (got none). "
+                    "Pass it, or `max_steps` to the trainer; `max_epochs` is enough for data with a length."
+                )
+            if steps == trainer.max_steps and len(trainer.optimizers) > 1:
+                raise ValueError(
+                    f"Expected 'total_steps' with 'max_steps' and {len(trainer.optimizers)} optimizers (got none). The "
+                    "trainer counts the steps of each optimizer: pass the number of batches."
+                )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        usual: dict[str, Any] = {"total_steps": int(steps), "scaler": scaler}
-        self.sparsifier = Sparsifier(pl_module, self.density, **usual | self.options)
+        options = {"scaler": scaler, **self.options, "total_steps": steps}
+        previous, self.sparsifier = self.sparsifier, Sparsifier(pl_module, self.density, **options)
+        self.sparsifier._follow(previous, trainer.global_step > 0)
         self._losses.clear()  # of a training that was interrupted
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue from the state of a checkpoint, which some strategies load only now, and note the first step."""
-        self._steps = trainer.global_step
+        self._global_step = trainer.global_step
         self._restore()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -79,6 +85,24 @@ class SparsifierCallback(lightning.Callback):
         """Forget the state of a checkpoint that was tested or validated."""
         self._state = {}
 
+    def _steps(self, trainer: Any, pl_module: Any, is_over: bool) -> int:
+        """Steps of the optimizer before a batch, or after it; batches, if these end a training that steps by itself."""
+        assert self.sparsifier is not None
+        ends_by_steps = len(trainer.optimizers) == 1 and self.sparsifier.total_steps == trainer.max_steps
+        if pl_module.automatic_optimization or ends_by_steps:
+            return int(trainer.global_step)
+        return int(trainer.fit_loop.total_batch_idx + is_over)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Set the density of the step of a batch, and the number of its backward passes."""
+        assert self.sparsifier is not None
+        turns = trainer.accumulate_grad_batches
+        if batch_idx % turns == 0:
+            left = trainer.num_training_batches - batch_idx
+            is_known = pl_module.automatic_optimization and (turns == 1 or left < math.inf)
+            steps = self._steps(trainer, pl_module, is_over=False)
+            self.sparsifier._move_to(steps, min(turns, left) if is_known else None)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>` after each step of the optimizer."""
         assert self.sparsifier is not None
@@ -90,17 +114,27 @@ class SparsifierCallback(lightning.Callback):
                 "Expected 'training_step' to return its loss with manual optimization (got none). Return it, as in "
                 "`return loss`."
             )
-        if trainer.global_step == self._steps:  # gradients are accumulated
+        if trainer.global_step == self._global_step:  # gradients are accumulated
             return
-        self._steps = trainer.global_step
+        self._global_step = trainer.global_step
+        self.sparsifier.steps = self._steps(trainer, pl_module, is_over=True)
         if not self._losses:  # the training step returned None, to skip its batch
             return
         loss = sum(self._losses) / len(self._losses) * trainer.accumulate_grad_batches  # by which each is divided
-        density = self.sparsifier.step(loss)
+        self.sparsifier.steps -= 1
+        self.sparsifier.step(loss)
         self._losses.clear()
-        last = self.sparsifier.losses
-        pl_module.log_dict({"loss_dense": last.dense, "loss_sparse": last.sparse}, prog_bar=True)
-        pl_module.log("target_density", density)
+        pl_module.log_dict(self.sparsifier._logs(), prog_bar=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Warn if training has not become sparse."""
+        if self.sparsifier is not None:
+            self.sparsifier._warn_if_dense()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Warn if training was interrupted before it has become sparse."""
+        if trainer.training:
+            self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sparsifier, for checkpoints."""
