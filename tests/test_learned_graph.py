@@ -518,6 +518,52 @@ def test_a_target_density_is_one_of_the_candidates(kind: str) -> None:
     assert 0.15 < choice.graph.num_edges / among.num_edges < 0.42  # 0.25 plus exploration, 900 candidates
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "twice as many drawn": {"target_density": 0.3, "candidates": 2.0},
+    "all drawn": {"target_density": 0.3, "candidates": 4.0},
+    "drawn without a density": {"candidates": 2.0},
+    "budget": {"budget": 5.0},
+    "budget of what is kept": {"budget": 5.0, "candidates": 2.0, "target_density": 0.5},
+    "window": {"target_density": 0.1, "window": 3},
+    "self-loops": {"target_density": 0.1, "self_loops": True},
+    "no exploration": {"target_density": 0.3, "exploration": 0.0},
+    "detached": {"target_density": 0.3, "detach": True},
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_source_mean_the_same_among_candidates(name: str, training: bool) -> None:
+    """With all pairs as candidates, a call has as many edges as without, and as many are forced."""
+    learned, x = LearnedGraph(block_source(**OPTIONS[name])).train(training), draw(1, 100, 8).float().requires_grad_()
+    others = patterns.full(100).select(patterns.full(100).lag != 0)
+    found = []
+    for given in (None, others):
+        calls = [copy.deepcopy(learned)(x, candidates=given, seed=seed, return_choice=True)[2] for seed in range(8)]
+        forced = [0 if choice.forced is None else int(choice.forced.sum()) for choice in calls]
+        reaches = (
+            torch.autograd.grad(calls[0].probability.on(calls[0].graph).sum(), x, allow_unused=True)[0] is not None
+        )
+        found.append((sum(choice.graph.num_edges for choice in calls), forced, calls[0].exploration, reaches))
+    assert found[0][0] == pytest.approx(found[1][0], rel=0.04)
+    assert found[0][1:] == found[1][1:]
+
+
+def test_ranks_among_candidates_are_those_of_the_source() -> None:
+    learned, x = LearnedGraph(IndexerSource(Indexer(8), k=3).double()).eval(), draw(1, 40, 8)
+    among = patterns.window(40, 6)
+    graph, choice = learned(x, candidates=among, return_graph=True, return_choice=True)[2:]
+    scores = choice.probability.probability.score(patterns.full(40)).view(40, 40)
+    scores = scores.masked_fill(~among.to_dense()[0], -math.inf)
+    wanted = torch.zeros(40, 40, dtype=torch.bool).scatter_(
+        1, scores.argsort(dim=1, descending=True, stable=True)[:, :3], True
+    )  # often 0: the lower key wins
+    assert torch.equal(graph.to_dense()[0], wanted)
+    assert not choice.independent
+    with pytest.raises(ValueError, match="select='bernoulli'"):
+        learned.train()(x, candidates=among)
+
+
 def test_a_price_on_edges_thins_a_graph() -> None:
     source = PairSource(12)
     learned, x, ring = LearnedGraph(source), draw(1, 12, 4), patterns.window(12, 2)
@@ -677,7 +723,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ranks before graphs are sparse": (lambda: LearnedGraph(IndexerSource(Indexer(8)))(X8), ValueError, "select='bernoulli'"),
     "own heads": (lambda: LearnedGraph(Two())(X8), ValueError, "2 heads and blocks of 1"),
     "candidates of a plain source": (lambda: LearnedGraph(Plain())(X8, candidates=patterns.full(6)), TypeError, "LearnedSource with 'candidates' (got Plain)"),
-    "a window and candidates": (lambda: LearnedGraph(block_source(window=1, budget=2.0))(X8, candidates=patterns.full(6)), ValueError, "without ['window', 'budget'] with 'candidates'"),
     "flag": (lambda: LearnedGraph(block_source())(X8, return_graph=1), TypeError, "'return_graph' to be a bool"),
 }  # fmt: skip
 

@@ -17,17 +17,15 @@ from torch.autograd.function import once_differentiable
 from ..gradients import draw_probes
 from ..graph import Adjacency, AttentionGraph
 from ..ops import checks
-from ..ops.reference.random_words import PAIR, philox, split_ids
 from ..ops.reference.segments import upcast
 from ..ops.schemas import weigh_effect
-from ..ragged import Tokens, draw_seed, resolve_ptr, resolve_sequence_ids
-from ..sources.interface import Choice, EdgeProbability, GraphSource, min_probability
+from ..ragged import Tokens, draw_seed, resolve_ptr
+from ..sources.candidates import Candidates
+from ..sources.interface import Choice, GraphSource
 from ..sources.learned import LearnedSource
 
 __all__ = ["LearnedGraph", "edge_weights"]
 
-OF_ALL_PAIRS = {"window": None, "self_loops": False, "budget": None, "k": None, "select": "bernoulli"}
-"""Options with which a source chooses among all pairs, and their values that also suit candidates."""
 PATIENCE = 16
 """Training calls in a row without a gradient after which a LearnedGraph warns."""
 
@@ -151,9 +149,10 @@ class LearnedGraph(nn.Module):
                 of PyG, or an :class:`AttentionGraph`. They send no gradient to the source. With the edges of a data
                 set, the source adds edges to them.
             candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
-                the edges of a data set, the source thins them. The source then computes probabilities of these pairs
-                alone, a target density is a part of them, and so is the expected density. Needs a
-                :class:`~sbm_pyg.LearnedSource`.
+                the edges of a data set, the source thins them. All options of the source keep their meaning among these
+                pairs: a target density is a part of them, a budget counts them; a window is added. Needs a
+                :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
+                density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
             seed: Fixes the edges and the probes; from torch's default generator if None. In training, pass another one
@@ -185,7 +184,7 @@ class LearnedGraph(nn.Module):
             sequence_ids=sequence_ids,
         )  # fmt: skip
         kept, given = (_over(edges, tokens, name) for name, edges in (("keep", keep), ("candidates", candidates)))
-        among = None if given is None else _Candidates(given, tokens)
+        among = None if given is None else Candidates(given, tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
         if kept is not None:
             choice = choice.force(kept)
@@ -211,29 +210,16 @@ class LearnedGraph(nn.Module):
         own = choice.graph.lag == 0
         return choice.select(~own if choice.forced is None else ~own | choice.forced)
 
-    def _choose_among(self, among: _Candidates, tokens: Tokens) -> Choice:
-        """Draw each candidate with its probability."""
-        source = self.source
-        if not isinstance(source, LearnedSource):
+    def _choose_among(self, among: Candidates, tokens: Tokens) -> Choice:
+        """The choice of the source among candidates."""
+        if not isinstance(self.source, LearnedSource):
             raise TypeError(
-                f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(source).__name__}). "
+                f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(self.source).__name__}). "
                 "Its `predict` computes their probabilities."
             )
-        others = [name for name, usual in OF_ALL_PAIRS.items() if getattr(source, name, usual) != usual]
-        if others:
-            raise ValueError(
-                f"Expected 'source' without {others} with 'candidates' (got {source}). These choose among all pairs: "
-                "pass further edges as 'keep', and set a 'target_density' of the candidates."
-            )
-        if source.target_density == 1:
-            return Choice(among.graph)
-        probability = source.predict(tokens.detached() if source._detaches else tokens)
-        over = _OverCandidates(probability, among.graph, source.target_density)
-        exploration = source._exploration
-        graph = among.draw(over.on_candidates.detach() + exploration, 0)
-        return Choice(graph, over, exploration=exploration)
+        return self.source.choose_among(tokens, among)
 
-    def _weigh(self, choice: Choice, tokens: Tokens, among: _Candidates | None) -> tuple[Tensor, Tensor]:
+    def _weigh(self, choice: Choice, tokens: Tokens, among: Candidates | None) -> tuple[Tensor, Tensor]:
         """Edges and their weights, with probes in training."""
         graph, probability, like = choice.graph, choice.probability, tokens.query
         fixed = graph.edge_index, like.new_ones(graph.num_edges)
@@ -336,24 +322,7 @@ class _Weights(torch.autograd.Function):
         return edges, probes, *[None] * 6
 
 
-class _Candidates:
-    """Candidates with the random words of each pair, which depend on seed, graph and positions of its nodes."""
-
-    def __init__(self, graph: AttentionGraph, tokens: Tokens) -> None:
-        self.graph = graph
-        key, query = graph.edge_index
-        ids, first_head = split_ids(resolve_sequence_ids(tokens.sequence_ids, graph.num_sequences, graph.device))
-        sequence = tokens.query_sequence[query]
-        positions = tokens.key_position[key], tokens.query_position[query]
-        self.words = philox(*positions, ids[sequence], first_head[sequence] | PAIR, tokens.seed)
-
-    def draw(self, p: Tensor, word: int) -> AttentionGraph:
-        """Draw each pair with its probability ``[E]``: edges by word 0, and probes by word 1."""
-        threshold = p.to(checks.widest(p.device)).nan_to_num(0.0).clamp(0, 1) * 2.0**32
-        return self.graph.select(self.words[word] < threshold.long())
-
-
-def _probes_of(tokens: Tokens, per_node: float, among: _Candidates | None) -> tuple[AttentionGraph, Tensor]:
+def _probes_of(tokens: Tokens, per_node: float, among: Candidates | None) -> tuple[AttentionGraph, Tensor]:
     """Probes among all pairs of different nodes, or among candidates; and the probability of a pair to be one."""
     if among is None:
         ptr = tokens.query_ptr
@@ -363,42 +332,3 @@ def _probes_of(tokens: Tokens, per_node: float, among: _Candidates | None) -> tu
         return probes.select(probes.lag != 0), chance
     chance = (per_node / among.graph.degree[0].clamp(min=1)).clamp(max=1).float()
     return among.draw(chance[among.graph.edge_row], 1), chance
-
-
-class _OverCandidates(EdgeProbability):
-    """Probabilities of candidates, scaled to a target density among them; other pairs have probability 0.
-
-    Args:
-        probability: Probabilities of all pairs.
-        candidates: The candidates.
-        density: Mean probability over the candidates of each graph, or None for that of ``probability``.
-    """
-
-    def __init__(self, probability: EdgeProbability, candidates: AttentionGraph, density: float | None) -> None:
-        self.probability, self.candidates = probability, candidates
-        p = probability.on(candidates)
-        self.factor = None
-        if density is not None:
-            mean = self._mean(p)
-            self.factor = density / mean.clamp(min=min_probability(p))  # [B]
-        self.on_candidates = self._scale(p, candidates)
-
-    def on(self, graph: AttentionGraph) -> Tensor:
-        """Probability of each edge of a graph, ``[E]``."""
-        p = self._scale(self.probability.on(graph), graph)
-        return p * self.candidates.contains(graph.edge_index, graph.edge_head)
-
-    def expected_density(self) -> Tensor:
-        """Mean probability over the candidates of each graph, ``[B, 1]``."""
-        return self._mean(self.on_candidates)[:, None]
-
-    def _scale(self, p: Tensor, graph: AttentionGraph) -> Tensor:
-        return p if self.factor is None else p * self.factor.to(p.dtype)[self._sequence(graph)]
-
-    def _sequence(self, graph: AttentionGraph) -> Tensor:
-        return torch.repeat_interleave(graph.edges_per_sequence[:, 0], output_size=graph.num_edges)
-
-    def _mean(self, p: Tensor) -> Tensor:
-        count = self.candidates.edges_per_sequence[:, 0]
-        total = upcast(p).new_zeros(count.numel()).index_add(0, self._sequence(self.candidates), upcast(p))
-        return total / count.clamp(min=1)

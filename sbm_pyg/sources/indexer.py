@@ -33,6 +33,7 @@ from ..ops.reference.pairs import PairTile, index_scores, pair_tiles, small_head
 from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
+from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, check_over
 from .learned import LearnedSource
 from .pairs import check_vectors, graph_of_best, graph_of_rows, number_of_keys, select_pairs
@@ -531,6 +532,15 @@ class IndexerSource(LearnedSource):
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(graph, probability, exploration=exploration)
         return patterns.with_window(choice, self.window, tokens.bipartite)
+
+    def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
+        if self.select == "bernoulli":
+            return super()._select_among(probability, candidates, tokens)
+        graph = candidates.graph
+        count = number_of_keys(self.k, self.target_density, graph.degree[0])
+        count = torch.as_tensor(count, device=graph.device).expand(graph.num_queries)
+        rowptr, edge = ops.segment_top_k(probability.on_candidates.detach(), graph.rowptr, count)
+        return Choice(graph._with(rowptr, graph.col[edge], 1), probability, independent=False)
 
     def extra_repr(self) -> str:
         names = ("k", "target_density", "exploration", "window")

@@ -25,6 +25,8 @@ from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, ru
 from ..ops.values import can_read_without_sync
 from ..ragged import Tokens, count_pairs, count_positions, offsets
 from ..rows import index_type
+from . import patterns
+from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, GraphSource
 
 __all__ = [
@@ -369,6 +371,25 @@ class LearnedSource(DensitySource):
     def _detaches(self) -> bool:
         """Whether the probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
         return self.detach or self._in_dense_phase
+
+    def choose_among(self, tokens: Tokens, candidates: Candidates) -> Choice:
+        """Choose among given pairs of one head, with a target density, a budget and numbers of keys among them.
+
+        At a target density of 1 all of them are edges. Cost: the prediction, and O(E K) for E pairs.
+        """
+        if self.target_density == 1:
+            return Choice(candidates.graph)
+        seen = tokens.detached() if self.detach else tokens
+        density, budget = self.target_density, getattr(self, "budget", None)
+        density, budget = (x if x is None else x * self._drawn for x in (density, budget))
+        probability = CandidateProbability(self.predict(seen), candidates.graph, density, budget)
+        choice = self._select_among(probability, candidates, tokens)
+        return patterns.with_window(choice, self.forced_distance, tokens.bipartite)
+
+    def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
+        """Draw each pair with its probability; subclasses select in another way."""
+        p, exploration = probability.on_candidates.detach(), self._exploration
+        return Choice(candidates.draw(p + exploration), probability, exploration=exploration)
 
     @property
     def _drawn(self) -> float:

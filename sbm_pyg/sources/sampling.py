@@ -24,6 +24,7 @@ from ..ops.reference.blocks import cut_blocks
 from ..ops.values import can_read
 from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
 from . import patterns
+from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
 from .interface import Choice
 from .learned import LearnedSource
@@ -300,19 +301,32 @@ class SBMSource(LearnedSource, FollowingSource):
         # probabilities exceed 1 only by a target density, or by rounding in low precision
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
         graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
-        if drawn > 1:
-            with torch.no_grad():
-                score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
-            count = graph.rowptr.diff().to(checks.widest(graph.device)) / drawn
-            if self.target_density is not None:
-                share = self.target_density * sbm._allowed_keys()
-                count = count.maximum(share.expand(graph.heads, -1).flatten())
-            rowptr, edge = ops.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
-            graph = graph._with(rowptr, graph.col[edge], graph.heads)
-        choice = Choice(graph, sbm, exploration=exploration)
+        choice = self._keep_best(Choice(graph, sbm, exploration=exploration), tokens, sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.forced_distance
         size = size if size is None else -(-size // self.block_size)
         return patterns.with_window(choice, size, tokens.bipartite)
+
+    def _keep_best(self, choice: Choice, tokens: Tokens, allowed: Tensor) -> Choice:
+        """Keep the drawn edges of each query with the largest dot products, one in ``candidates``.
+
+        Args:
+            allowed: Number of pairs of each query that might have been drawn, ``[N]``.
+        """
+        if self._drawn == 1:
+            return choice
+        graph = choice.graph
+        with torch.no_grad():
+            score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
+        count = graph.rowptr.diff().to(checks.widest(graph.device)) / self._drawn
+        if self.target_density is not None:
+            share = self.target_density * allowed
+            count = count.maximum(share.expand(graph.heads, -1).flatten())
+        rowptr, edge = ops.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
+        return replace(choice, graph=graph._with(rowptr, graph.col[edge], graph.heads))
+
+    def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
+        choice = super()._select_among(probability, candidates, tokens)
+        return self._keep_best(choice, tokens, candidates.graph.degree[0])
 
     def _scale_to_target_density(self, sbm: SBM, density: float, seed: int) -> tuple[SBM, Tensor]:
         """Scale the model so that, by the running mean of each head, its mean probability is ``density``.
