@@ -702,10 +702,34 @@ def test_a_hook_weighs_the_messages_of_a_layer_without_weights() -> None:
 
 
 X8 = torch.ones(6, 8)
+
+
+def test_channels_make_a_source() -> None:
+    learned, x = LearnedGraph(8, heads=1, probes=2), draw(1, 100, 8).float()
+    source = cast(SBMSource, learned.source)
+    assert (source.target_density, learned.probes) == (0.1, 2)
+    assert 500 < learned(x, seed=0, return_graph=True)[2].num_edges < 1500
+
+
+def test_evaluation_repeats_without_a_seed() -> None:
+    learned, x = LearnedGraph(block_source()).eval(), draw(1, 40, 8).float()
+    for given in (None, patterns.window(40, 6)):
+        first, second, zero = (learned(x, candidates=given, seed=seed)[0] for seed in (None, None, 0))
+        assert torch.equal(first, second)
+        assert torch.equal(first, zero)
+        learned.eval_seed = None
+        assert not torch.equal(learned(x, candidates=given)[0], learned(x, candidates=given)[0])
+        learned.eval_seed = 0
+    learned.train()
+    assert not torch.equal(learned(x)[0], learned(x)[0])
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no source": (lambda: LearnedGraph(SBMHead(8)), TypeError, "'source' to be a GraphSource (got SBMHead)"),  # type: ignore[arg-type]
     "probes": (lambda: LearnedGraph(block_source(), probes=-1), ValueError, "'probes' in [0, inf] (got -1)"),
     "heads": (lambda: LearnedGraph(SBMSource(SBMHead(8, 2))), ValueError, "'source' with one head, as a convolution has one graph (got 2)"),
+    "channels and heads": (lambda: LearnedGraph(16, heads=4), ValueError, "'source' with one head, as a convolution has one graph (got 4)"),
+    "no channels": (lambda: LearnedGraph(0), ValueError, "'channels'"),
     "index heads": (lambda: LearnedGraph(IndexerSource(Indexer(8, 2), select="bernoulli")), ValueError, "with one head"),
     "blocks": (lambda: LearnedGraph(block_source(block_size=4)), ValueError, "'source' with block_size=1 (got 4)"),
     "fastrg": (lambda: LearnedGraph(block_source(method="fastrg")), ValueError, "method='bernoulli' (got 'fastrg')"),

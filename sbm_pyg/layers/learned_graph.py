@@ -23,6 +23,8 @@ from ..ragged import Tokens, draw_seed, resolve_ptr
 from ..sources.candidates import Candidates
 from ..sources.interface import Choice, GraphSource
 from ..sources.learned import LearnedSource
+from ..sources.sampling import SBMSource
+from ..sources.sbm import SBMHead
 
 __all__ = ["LearnedGraph", "edge_weights"]
 
@@ -63,7 +65,9 @@ class LearnedGraph(nn.Module):
     Args:
         source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
             :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
-            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
+            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen. Or the
+            number of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
+        heads: 1, as a convolution has one graph.
         probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
             them. With 0, pairs without an edge get no gradient.
 
@@ -92,17 +96,24 @@ class LearnedGraph(nn.Module):
     to first order, from one pass for all pairs.
     """
 
-    def __init__(self, source: GraphSource, *, probes: float = 8.0) -> None:
+    eval_seed: int | None = 0
+    """Seed of the graphs in evaluation mode, if a call passes none. None: each call draws one from torch's default
+    generator."""
+
+    def __init__(self, source: GraphSource | int, heads: int = 1, *, probes: float = 8.0) -> None:
         super().__init__()
-        way_out = "Build an SBMSource, an IndexerSource, or a subclass of LearnedSource."
+        heads = checks.integer("heads", heads, 1, "A convolution has one graph.")
+        if isinstance(source, int) and not isinstance(source, bool):
+            source = SBMSource(SBMHead(source, heads), target_density=0.1)
+        way_out = "Pass the number of channels, an SBMSource, an IndexerSource, or a subclass of LearnedSource."
         checks.kind("source", source, GraphSource, "a GraphSource", way_out)
         checks.number("probes", probes, "[0, inf]", "It is the mean number of probes per node.")
-        for part in (source, *(getattr(source, name, None) for name in ("head", "scorer"))):
-            heads = getattr(part, "heads", 1)
-            if heads != 1:
-                raise ValueError(
-                    f"Expected 'source' with one head, as a convolution has one graph (got {heads}). Use heads=1."
-                )
+        parts = (source, *(getattr(source, name, None) for name in ("head", "scorer")))
+        heads = max(heads, *(getattr(part, "heads", 1) for part in parts))
+        if heads != 1:
+            raise ValueError(
+                f"Expected 'source' with one head, as a convolution has one graph (got {heads}). Use heads=1."
+            )
         if getattr(source, "block_size", 1) != 1:
             raise ValueError(
                 f"Expected 'source' with block_size=1 (got {source.block_size}). Nodes of a graph have no order."
@@ -155,8 +166,9 @@ class LearnedGraph(nn.Module):
                 density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
-            seed: Fixes the edges and the probes; from torch's default generator if None. In training, pass another one
-                at each step: running means take calls with equal seeds for one step.
+            seed: Fixes the edges and the probes. None: in training from torch's default generator, in evaluation mode
+                :attr:`eval_seed`. In training, pass another one at each step: running means take calls with equal seeds
+                for one step.
             sequence_ids: Number of each graph, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a graph gets
                 the same edges in any batch.
             return_graph: Also return the chosen :class:`AttentionGraph`, without probes.
@@ -179,6 +191,7 @@ class LearnedGraph(nn.Module):
         checks.shape("x", x, (None, None), "[N, C]", "It holds the features of each node.")
         for name, value in (("return_graph", return_graph), ("return_choice", return_choice)):
             checks.flag(name, value, "It asks for an extra output.")
+        seed = self.eval_seed if seed is None and not self.training else seed
         tokens = Tokens(
             x[None], query_ptr=resolve_ptr(x.size(0), ptr, batch, device=x.device), seed=draw_seed(seed),
             sequence_ids=sequence_ids,
