@@ -17,18 +17,24 @@ import torch
 from problems import draw
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GraphConv
 
 import sbm_pyg
 from sbm_pyg import (
     ALiBi,
     AttentionConv,
     DCMMBias,
+    DensitySource,
     GraphSource,
     HeadParallel,
+    LearnedGraph,
     Rotary,
     SBMAttentionConv,
+    SBMHead,
+    SBMSource,
     SequenceClassifier,
     SequenceEncoder,
+    Sparsifier,
     auxiliary_loss,
     patterns,
     selectors,
@@ -281,6 +287,82 @@ class OfMine(GraphSource):
         )
 
 
+class Graphs(nn.Module):
+    """A convolution over learned edges."""
+
+    def __init__(self, source: GraphSource, candidates: Any = None) -> None:
+        super().__init__()
+        self.learned, self.candidates = LearnedGraph(source), candidates
+        self.conv = GraphConv(8, 3)
+
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        return cast(Tensor, self.conv(x, *self.learned(x, seed=seed, candidates=self.candidates)))
+
+
+class Attends(nn.Module):
+    """Attention over two sequences."""
+
+    def __init__(self, attention: AttentionConv) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        return cast(Tensor, self.attention(x, ptr=torch.tensor([0, 9, 20]), seed=seed))
+
+
+def scored(select: str, scorer: Any = Indexer, **options: Any) -> IndexerSource:
+    return IndexerSource(scorer(CHANNELS, HEADS), select=select, **options)
+
+
+def pairs(select: str = "bernoulli", **options: Any) -> IndexerSource:
+    return IndexerSource(Indexer(8), select=select, **options)
+
+
+AMONG = patterns.window(20, 4)
+TRAINED: dict[str, Callable[[], nn.Module]] = {
+    "block model": sbm,
+    "mixed memberships with degrees": partial(sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}),
+    "candidates": partial(sbm, candidates=3, window=1),
+    "blocks of tokens": partial(sbm, block_size=3, pool="learned"),
+    "entmax": partial(sbm, normalizer="entmax"),
+    **{
+        f"estimator {name}": partial(sbm, estimator=name) for name in ("distill", "imitate", "mask", "paper", "relaxed")
+    },
+    "concrete": partial(sbm, estimator="concrete"),
+    "fastrg": partial(sbm, method="fastrg"),
+    "indexer, drawn": lambda: conv(scored("bernoulli")),
+    "indexer, drawn, distilled": lambda: conv(scored("bernoulli", detach=True), estimator="distill"),
+    "indexer by rank": lambda: conv(scored("top_k", k=2)),
+    "scores of keys, drawn": lambda: conv(scored("bernoulli", KeyScorer)),
+    "scores of keys by rank": lambda: conv(scored("top_k", KeyScorer, k=2)),
+    "ranks of dot products": lambda: conv(selectors.TopKSource()),
+    "centroids": lambda: conv(selectors.RoutingSource(CHANNELS, HEADS, 3)),
+    "learned graph": lambda: Graphs(SBMSource(SBMHead(8, num_blocks=3))),
+    "learned graph among candidates": lambda: Graphs(SBMSource(SBMHead(8, num_blocks=3), candidates=2), AMONG),
+    "learned graph of an indexer": lambda: Graphs(pairs()),
+    "learned graph of an indexer among candidates": lambda: Graphs(pairs(), AMONG),
+}
+
+
+def check_phases(rank: int, world: int, name: str) -> None:
+    """Steps in all phases of training, in DistributedDataParallel, which stops if a parameter has no gradient."""
+    torch.manual_seed(0)
+    made = TRAINED[name]()
+    run = DistributedDataParallel(Attends(made) if isinstance(made, AttentionConv) else made)
+    has_density = any(isinstance(module, DensitySource) for module in run.modules())
+    sparsifier = Sparsifier(run, 0.3, 12, dense_part=0.5, every=3) if has_density else None
+    optimizer = torch.optim.Adam(run.parameters(), 0.01)
+    for step in range(12):
+        loss = run(draw(world * step + rank, 20, 8).float(), step).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        missing = [key for key, parameter in run.named_parameters() if parameter.grad is None]
+        assert not missing, (name, step, missing)
+        optimizer.step()
+        if sparsifier is not None:
+            sparsifier.step(loss)
+
+
 def check_errors(rank: int, world: int) -> None:
     def refused(message: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
         with pytest.raises(kind, match=message):
@@ -374,6 +456,11 @@ def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
         for wrapper in ("DDP", "FSDP2")
     ]
     run(2, tmp_path, *checks, check_errors)
+
+
+@pytest.mark.slow
+def test_each_parameter_has_a_gradient_in_each_phase(tmp_path: Path) -> None:
+    run(2, tmp_path, *(partial(check_phases, name=name) for name in TRAINED))
 
 
 def test_a_process_group_is_needed() -> None:

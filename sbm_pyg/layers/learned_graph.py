@@ -103,10 +103,10 @@ class LearnedGraph(nn.Module):
     def __init__(self, source: GraphSource | int, heads: int = 1, *, probes: float = 8.0) -> None:
         super().__init__()
         heads = checks.integer("heads", heads, 1, "A convolution has one graph.")
-        if isinstance(source, int) and not isinstance(source, bool):
+        way_out = "Build an SBMSource, an IndexerSource, or a subclass of LearnedSource."
+        checks.kind("source", source, GraphSource | int, "a GraphSource, or the number of channels", way_out)
+        if not isinstance(source, GraphSource):
             source = SBMSource(SBMHead(source, heads), target_density=0.1)
-        way_out = "Pass the number of channels, an SBMSource, an IndexerSource, or a subclass of LearnedSource."
-        checks.kind("source", source, GraphSource, "a GraphSource", way_out)
         checks.number("probes", probes, "[0, inf]", "It is the mean number of probes per node.")
         parts = (source, *(getattr(source, name, None) for name in ("head", "scorer")))
         heads = max(heads, *(getattr(part, "heads", 1) for part in parts))
@@ -245,14 +245,17 @@ class LearnedGraph(nn.Module):
                 "Expected 'source' to draw edges independently in training (got edges selected by rank). "
                 "Use select='bernoulli'."
             )
+        parameters = [each for each in self.source.parameters() if each.requires_grad]
+        # also without an effect, as while all candidates are edges: DistributedDataParallel waits for each gradient
+        anchor = torch.stack([each.sum() for each in parameters]).sum() * 0 if parameters else 0
         if p is None or probability is None or not p.requires_grad:
-            return fixed
+            return fixed[0], fixed[1] + anchor
         probes, chance = _probes_of(tokens, self.probes, among)
         probes = probes.select(~graph.contains(probes.edge_index))
         both = (p, probability.on(probes))
         weight = edge_weights(graph, probes, both, chance, choice.forced, choice.exploration, like.dtype)
         self._expect_gradient(weight)
-        return torch.cat([graph.edge_index, probes.edge_index], 1), weight
+        return torch.cat([graph.edge_index, probes.edge_index], 1), weight + anchor
 
     def _expect_gradient(self, weight: Tensor) -> None:
         """Warn, once, after several training calls in a row whose weights got no gradient."""

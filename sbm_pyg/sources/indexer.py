@@ -512,7 +512,10 @@ class IndexerSource(LearnedSource):
         """The probabilities of all pairs, at the target density if there is one."""
         count = self._count(tokens)
         degree = None if count is None else count.to(torch.promote_types(tokens.query.dtype, torch.float32))
-        return IndexProbability(tokens, *self.scorer(tokens.query, tokens.key), degree=degree, bias=self.bias)
+        query, weight, key = self.scorer(tokens.query, tokens.key)
+        if degree is not None and self.bias is not None:  # DistributedDataParallel waits for its gradient, which is 0
+            weight = weight + 0 * self.bias[:, None, None]
+        return IndexProbability(tokens, query, weight, key, degree=degree, bias=self.bias)
 
     def _count(self, tokens: Tokens) -> Tensor | None:
         """Number of keys of each query, ``[N]``, or None."""
