@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import product
 from typing import Any, cast
 
@@ -535,3 +536,80 @@ def test_probabilities_refuse_graphs_over_other_sequences_or_that_are_not_causal
                 probability.on(both)
         else:
             probability.on(both.causal())
+
+
+# ------------------------------------------------------------------ NaN
+
+
+def attention(source: GraphSource | None = None, **options: Any) -> AttentionConv:
+    return AttentionConv(8, 4, 2, source, **options)
+
+
+def predicted(rule: Any, **options: Any) -> AttentionConv:
+    return attention(sparsefinder.SparsefinderSource(sparsefinder.Projection(4, 2), rule, **options))
+
+
+CENTROIDS = draw(5, 2, 3, 4).float()
+CHOOSING: dict[str, Callable[[], AttentionConv]] = {
+    "top_k": lambda: attention(selectors.TopKSource(k=2)),
+    "top_k of a density": lambda: attention(selectors.TopKSource(target_density=0.3)),
+    "block_top_k": lambda: attention(selectors.SelectorSource(selectors.block_top_k, k=1, block_size=3)),
+    "lsh": lambda: attention(selectors.SelectorSource(selectors.lsh, num_buckets=4, chunk_size=2)),
+    "routing": lambda: attention(selectors.RoutingSource(4, 2, 3)),
+    "indexer": lambda: attention(indexer.IndexerSource(indexer.Indexer(4, 2), k=2)),
+    "indexer that draws": lambda: attention(indexer.IndexerSource(indexer.Indexer(4, 2), select="bernoulli")),
+    "indexer of a density": lambda: attention(
+        indexer.IndexerSource(indexer.Indexer(4, 2), select="bernoulli", target_density=0.3)
+    ),
+    "scores of keys": lambda: attention(indexer.IndexerSource(indexer.KeyScorer(4, 2), k=2)),
+    "scores of keys that draw": lambda: attention(indexer.IndexerSource(indexer.KeyScorer(4, 2), select="bernoulli")),
+    "block model": lambda: attention(SBMSource(SBMHead(4, 2, 3))),
+    "block model of a density": lambda: attention(SBMSource(SBMHead(4, 2, 3), target_density=0.3, candidates=2)),
+    "distance": lambda: predicted(predictors.distance, threshold=1.0),
+    "nearest": lambda: predicted(predictors.distance, threshold=1.0, cap=2),
+    "bucketing": lambda: predicted(predictors.bucketing, num_buckets=3),
+    "clustering": lambda: predicted(predictors.clustering, centroids=CENTROIDS),
+    "capped clustering": lambda: predicted(predictors.clustering, centroids=CENTROIDS, cap=1),
+    "BigBird": lambda: predicted(predictors.block_bigbird, centroids=CENTROIDS, k=1, block_size=2),
+    "BigBird of centroids": lambda: predicted(
+        predictors.block_bigbird, centroids=CENTROIDS, k=1, block_size=2, by="nearest"
+    ),
+}
+RANKED_LATER = ("bucketing", "capped", "BigBird")  # not for causal attention
+WRONG = ("query", "key", "tokens", "token", "source")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_nan_shows_as_in_dense_attention(name: str, is_causal: bool, wrong: str) -> None:
+    """In the sequence that has it, and where attention is causal not before it; or an error names it."""
+    if is_causal and name.startswith(RANKED_LATER):
+        return
+    torch.manual_seed(0)
+    conv, x, ptr = CHOOSING[name](), draw(1, 40, 8).float(), torch.tensor([0, 12, 32, 40])
+    conv.is_causal, first, last = is_causal, 0, 40
+    made = {
+        "query": [conv.lin_query.weight],
+        "key": [conv.lin_key.weight],
+        "source": [*cast(GraphSource, conv.source).parameters()],
+    }
+    with torch.no_grad():
+        for parameter in made.get(wrong, []):
+            parameter.fill_(torch.nan)
+    if wrong == "tokens":
+        x.fill_(torch.nan)
+    if wrong == "token":
+        x[17] = torch.nan
+        first, last = 17 if is_causal else 12, 32
+    if wrong == "source" and not made["source"]:
+        return
+    if wrong == "source" or name.startswith("block model"):
+        with pytest.raises(ValueError, match="finite"):
+            conv(x, ptr=ptr, seed=0)
+        return
+    out = conv(x, ptr=ptr, seed=0)
+    bad = torch.zeros(40, dtype=torch.bool)
+    bad[first:last] = True
+    assert bool(out[bad].isnan().all())
+    assert bool(out[~bad].isfinite().all())

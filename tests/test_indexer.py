@@ -386,13 +386,16 @@ def test_a_step_leaves_nothing_behind() -> None:
         gc.enable()
 
 
-def test_scores_of_nan_choose_nothing() -> None:
+def test_scores_of_nan_are_edges() -> None:
+    """Of each query one; of a query that is NaN the first."""
     x = draw(1, HEADS, 6, CHANNELS)
     x[:, 2] = torch.nan
-    given = IndexProbability(Tokens(x), *make("indexer")(x, x))
-    for graph in (given.top_k(3), given.sample(exploration=0.5, seed=0)):
-        assert graph.num_edges > 0
-        assert not (graph.edge_index == 2).any()
+    for degree in (None, torch.full((6,), 0.01, dtype=x.dtype)):
+        given = IndexProbability(Tokens(x), *make("indexer")(x, x), degree=degree)
+        for graph in (given.top_k(1), given.sample(seed=0)):
+            dense = graph.to_dense()
+            assert bool(dense[:, [0, 1, 3, 4, 5], 2].all())
+            assert dense[:, 2].int().tolist() == [[1, 0, 0, 0, 0, 0]] * HEADS
 
 
 def test_words_are_those_of_block_models() -> None:

@@ -1355,7 +1355,7 @@ def test_reach_dots_are_sums_over_allowed_pairs(
 def best_keys(
     query: Tensor, weight: Tensor | None, key: Tensor, ptrs: list[Tensor], count: Tensor, is_causal: bool
 ) -> list[list[int]]:
-    """The keys of each row by their definition: sorted by score, then by number."""
+    """The keys of each row by their definition: sorted by score, where NaN counts as infinity, then by number."""
     if weight is None:
         scores = query.sum(2) @ key.mT
     else:
@@ -1365,8 +1365,8 @@ def best_keys(
         b = int(torch.searchsorted(ptrs[0], i, right=True)) - 1
         first, last = int(ptrs[1][b]), int(ptrs[1][b + 1])
         last = min(last, first + i - int(ptrs[0][b]) + 1) if is_causal else last
-        known = [j for j in range(first, last) if not scores[head, i, j].isnan()]
-        rows.append(sorted(sorted(known, key=lambda j: (-float(scores[head, i, j]), j))[: int(count[i])]))
+        row = scores[head, i].masked_fill(scores[head, i].isnan(), torch.inf).tolist()
+        rows.append(sorted(sorted(range(first, last), key=lambda j: (-row[j], j))[: int(count[i])]))
     return rows
 
 
@@ -1388,6 +1388,7 @@ def test_the_best_keys_are_those_of_the_largest_scores(
     dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
     query, weight, key = (whole(-2, 2, *size).to(dtype) for size in sizes)
     key[torch.rand(2, keys, generator=random) < 0.1] = torch.nan if seed % 2 else torch.inf
+    query[torch.rand(2, queries, generator=random) < 0.1] = torch.nan
     count = whole(1, 1 + most // (1 + seed % 9), queries)
     given = (query, weight if weighted else None, key, *ptrs, count, is_causal)
     weights = weight.double() if weighted else None
@@ -1408,8 +1409,8 @@ def test_the_largest_values_of_segments(seed: int, segments: int, most: int, dis
     count = torch.randint(0, 2 + most // (1 + seed % 5), (segments,), generator=random)
     wanted = []
     for first, last, few in zip(ptr[:-1].tolist(), ptr[1:].tolist(), count.tolist(), strict=True):
-        known = [place for place in range(first, last) if not src[place].isnan()]
-        wanted.append(sorted(sorted(known, key=lambda place: (-float(src[place]), place))[:few]))
+        numbers = src.masked_fill(src.isnan(), torch.inf)
+        wanted.append(sorted(sorted(range(first, last), key=lambda place: (-float(numbers[place]), place))[:few]))
     for kept_ptr, kept in (ops.segment_top_k(src, ptr, count), reference_pairs.segment_top_k(src, ptr, count)):
         assert [part.tolist() for part in kept.split(kept_ptr.diff().tolist())] == wanted
 

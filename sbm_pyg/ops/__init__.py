@@ -204,8 +204,8 @@ def index_top_k(
     .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
 
     Without weights the scores are dot products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. The lower key wins
-    a tie, and scores that are NaN are never chosen. No array of all pairs is stored. Cost O(H N M S D), and no
-    gradient. Scores that are equal up to rounding may rank differently on another kind of device.
+    a tie, and a score that is NaN counts as infinity, so that NaN shows. No array of all pairs is stored. Cost
+    O(H N M S D), and no gradient. Scores that are equal up to rounding may rank differently on another kind of device.
 
     Args:
         query: Small queries of S heads, ``[H, N, S, D]``.
@@ -758,7 +758,7 @@ def segment_entmax(
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest values of consecutive segments. The earlier value wins a tie, and NaN is never chosen.
+    """The largest values of consecutive segments. The earlier value wins a tie, and NaN counts as infinity.
 
     Cost O(E) on the CPU, two sorts on other devices, and no gradient.
 

@@ -34,9 +34,9 @@ from ..ops.values import require_values
 from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .candidates import CandidateProbability, Candidates
-from .interface import Choice, EdgeProbability, check_over
+from .interface import Choice, EdgeProbability, check_finite, check_over
 from .learned import LearnedSource
-from .pairs import check_vectors, graph_of_best, graph_of_rows, number_of_keys, select_pairs
+from .pairs import check_vectors, graph_of_best, graph_of_rows, number_of_keys, select_pairs, show_nan
 from .sbm import log_odds
 
 __all__ = ["IndexProbability", "Indexer", "IndexerSource", "KeyScorer"]
@@ -527,13 +527,14 @@ class IndexerSource(LearnedSource):
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank, or by Bernoulli draws."""
         probability = self.predict(tokens)
+        check_finite("scorer", tokens, probability.query, probability.weight, probability.key)
         if self.select == "top_k":
             count = number_of_keys(self.k, self.target_density, tokens.allowed_keys)
             choice = Choice(probability.top_k(count), probability, independent=False)
         else:
             exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
-            choice = Choice(graph, probability, exploration=exploration)
+            choice = Choice(show_nan(tokens, graph), probability, exploration=exploration)
         return patterns.with_window(choice, self.window, tokens.bipartite)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:

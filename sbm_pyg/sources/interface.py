@@ -20,6 +20,7 @@ from torch_geometric.transforms import BaseTransform
 from ..graph import AttentionGraph, check_graph
 from ..ops import checks
 from ..ops.reference.segments import upcast
+from ..ops.values import can_read
 from ..ragged import Tokens, check_record, draw_seed, stored_ptr
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
@@ -344,6 +345,17 @@ def check_probability(probability: object) -> None:
     """Raise TypeError unless it is an :class:`EdgeProbability`."""
     way_out = "An SBM is one; others are subclasses of `sbm_pyg.EdgeProbability`."
     checks.kind("probability", probability, EdgeProbability, "an EdgeProbability", way_out)
+
+
+def check_finite(name: str, tokens: Tokens, *made: Tensor) -> None:
+    """Raise ValueError if a module made NaN of finite tokens, since edges would then be chosen by nothing."""
+    if not can_read(tokens.query) or not bool(torch.stack([x.sum() for x in made]).isnan().any()):
+        return
+    if all(bool(x.isfinite().all()) for x in (tokens.query, tokens.key)) and any(bool(x.isnan().any()) for x in made):
+        raise ValueError(
+            f"Expected '{name}' to make finite numbers of finite tokens (got NaN). Look for NaN in its parameters, "
+            "then for a diverged loss."
+        )
 
 
 def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, tokens: Any) -> None:

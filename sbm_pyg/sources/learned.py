@@ -27,7 +27,7 @@ from ..ragged import Tokens, count_pairs, count_positions, offsets
 from ..rows import index_type
 from . import patterns
 from .candidates import CandidateProbability, Candidates
-from .interface import Choice, EdgeProbability, GraphSource
+from .interface import Choice, EdgeProbability, GraphSource, check_finite
 
 __all__ = [
     "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "sample_rows",
@@ -383,6 +383,7 @@ class LearnedSource(DensitySource):
         density, budget = self.target_density, getattr(self, "budget", None)
         density, budget = (x if x is None else x * self._drawn for x in (density, budget))
         probability = CandidateProbability(self.predict(seen), candidates.graph, density, budget)
+        check_finite("source", tokens, probability.on_candidates)
         choice = self._select_among(probability, candidates, tokens)
         return patterns.with_window(choice, self.forced_distance, tokens.bipartite)
 

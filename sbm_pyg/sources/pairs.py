@@ -20,8 +20,9 @@ from ..ragged import Tokens, check_record, count_pairs, offsets
 from ..rows import index_type
 
 __all__ = [
-    "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges", "graph_of_best",
-    "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "number_of_keys", "select_pairs",
+    "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges",
+    "graph_of_best", "graph_of_pairs", "graph_of_ranges", "graph_of_rows", "grouped", "keep_top_k", "number_of_keys",
+    "select_pairs", "show_nan",
 ]  # fmt: skip
 
 
@@ -62,6 +63,27 @@ def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int)
     here = low + tokens.query_position[:, None]
     bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
     return order // theirs.size(2) % tokens.num_keys, *bounds
+
+
+def show_nan(tokens: Tokens, graph: AttentionGraph) -> AttentionGraph:
+    """Join tokens that are not finite, for a rule that may leave them without edges.
+
+    Dense attention makes NaN of them, and a sparse layer would be silent. So each such query attends to its first key,
+    and each query to the first such key that it may attend to.
+
+    Args:
+        graph: The graph of the rule.
+    """
+    bad = [~x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)).isfinite() for x in (tokens.query, tokens.key)]
+    if not bool(bad[0].any() | bad[1].any()):
+        return graph
+    first, keys = tokens.first_key, bad[1].flatten().nonzero().flatten()
+    end = first + tokens.allowed_keys.repeat(tokens.heads)
+    nearest = torch.searchsorted(keys, first).clamp(max=max(0, keys.numel() - 1))
+    key = keys[nearest] if keys.numel() else end
+    key = torch.where((key >= first) & (key < end), key, torch.where(bad[0].flatten(), first, end))
+    row = (key < end).nonzero().flatten()
+    return graph | graph_of_pairs(tokens, row, key[row] % tokens.num_keys)
 
 
 def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph:

@@ -40,8 +40,8 @@ LEAST_BLOCK = 32  # keys of a block in causal routing
 def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
     r"""Each query attends to the k keys of its largest scores :math:`\langle q_i, k_j \rangle`.
 
-    If it may attend to fewer than k keys, it attends to all of them. The lower key wins a tie, and NaN is never chosen.
-    Cost O(H N M C), without an array of all pairs; on a CPU one kernel computes the scores and selects.
+    If it may attend to fewer than k keys, it attends to all of them. The lower key wins a tie, and NaN counts as
+    infinity. Cost O(H N M C), without an array of all pairs; on a CPU one kernel computes the scores and selects.
 
     Args:
         tokens: Queries and keys.
@@ -153,7 +153,8 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
             end = torch.minimum(high, start + (rank // size + 1) * size)
         shift = number * order.numel()  # to the keys of this round in the concatenation
         found.append((every, first + shift, end + shift, order))
-    return pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    graph = pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    return pairs.show_nan(tokens, graph)
 
 
 @torch.no_grad()
@@ -163,7 +164,7 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     Tokens and centroids are scaled to length 1. In each sequence a centroid takes the w queries and the w keys of the
     largest dot products, and each of these queries attends to each of these keys. The lower token wins a tie. A token
     may have any number of centroids, and a query without one has no keys. Tokens that are not finite are taken last, if
-    a sequence has fewer than w others.
+    a sequence has fewer than w others; then each query also attends to the first of them, so that NaN shows.
 
     These ranks depend on later tokens. So in a causal graph each query takes its nearest centroid, and attends to the w
     keys of the largest dot products with it, up to its own position, if they are finite. Cost
@@ -190,13 +191,15 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     if tokens.is_causal:
         count = tokens.allowed_keys.clamp(min=1)
         count = (count + centroids.size(1) - 1) // centroids.size(1) if size is None else count.clamp(max=size)
-        return pairs.graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
+        graph = pairs.graph_of_rows(tokens, *_best_so_far(tokens, near[0].argmax(2), near[1], count))
+        return pairs.show_nan(tokens, graph)
     # tokens by group; a group is a head, a sequence and a centroid
     query_count, queries = _nearest_tokens(near[0], tokens.query_ptr, size)
     key_count, keys = _nearest_tokens(near[1], tokens.key_ptr, size)
     group = torch.repeat_interleave(query_count)
     key_end = key_count.cumsum(0)
-    return pairs.graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
+    graph = pairs.graph_of_ranges(tokens, queries, (key_end - key_count)[group], key_end[group], keys % tokens.num_keys)
+    return pairs.show_nan(tokens, graph)
 
 
 class SelectorSource(GraphSource):

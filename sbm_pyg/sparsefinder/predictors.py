@@ -160,7 +160,8 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
         order, low, _, _, high = pairs.grouped(tokens, mine, theirs, count)
         shift = dim * order.numel()  # to the keys of this dimension in the concatenation
         found.append((every, low + shift, high + shift, order))
-    return pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    graph = pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+    return pairs.show_nan(tokens, graph)
 
 
 def _bucket(x: Tensor, ptr: Tensor, sequence: Tensor, buckets: int) -> Tensor:
@@ -201,7 +202,7 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
     group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
     order, low, _, after, high = pairs.grouped(tokens, mine[0], group, count + 1)
     every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
-    return pairs.graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order)
+    return pairs.show_nan(tokens, pairs.graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order))
 
 
 def _check_top(top: int, count: int) -> int:
@@ -306,7 +307,8 @@ def block_bigbird(
     block = chosen.col[edge].long()
     sequence = over.key_sequence[block]
     first = tokens.key_ptr[sequence] + over.key_position[block] * size
-    return pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
+    graph = pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, tokens.key_ptr[sequence + 1]))
+    return pairs.show_nan(tokens, graph)
 
 
 def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:

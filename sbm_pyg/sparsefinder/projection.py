@@ -23,7 +23,7 @@ from ..ops import checks
 from ..ops.reference.segments import allowed_keys
 from ..ragged import Tokens, draw_seed
 from ..sources import patterns
-from ..sources.interface import Choice, GraphSource
+from ..sources.interface import Choice, GraphSource, check_finite
 from ..sources.pairs import check_vectors
 from ..sources.selectors import SelectorSource
 
@@ -329,7 +329,9 @@ class SparsefinderSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         if tokens.bipartite and self.num_global:
             raise ValueError("Expected the same tokens on both sides with 'num_global' (got a pair). Leave it out.")
-        graph = self.rule(tokens.with_vectors(*self.projection(tokens.query, tokens.key))).graph
+        projected = self.projection(tokens.query, tokens.key)
+        check_finite("projection", tokens, *projected)
+        graph = self.rule(tokens.with_vectors(*projected)).graph
         if self.num_global:
             wide = patterns.global_tokens(None, self.num_global, is_causal=tokens.is_causal, ptr=tokens.query_ptr)
             graph = graph | wide

@@ -131,7 +131,7 @@ def _count_above(scores, end, bound):
 
 @numba_kernel
 def _spread_of(scores, count, kind):
-    """Of ``count`` scores: how many are finite or infinity, the lowest, the highest, their mean and their deviation.
+    """Of ``count`` scores: how many are above minus infinity, the lowest, the highest, their mean and their deviation.
 
     NaN counts as minus infinity, but makes mean and deviation NaN.
     """
@@ -224,7 +224,7 @@ def _write_best_of_few(scores, k, known, low, high, best, where, base, out, used
 
 @numba_kernel
 def _write_best(scores, count, end, k, relu, best, where, base, out, used):
-    """Append ``base`` and the positions of the k largest scores, ascending; fewer if others are NaN.
+    """Append ``base`` and the positions of the k largest scores, ascending; NaN becomes infinity.
 
     A few trials find a bound that some more than k scores exceed, or exactly k; then the bound among these is found,
     and of scores that equal it the first are taken. Scores from ``count`` to ``end`` are NaN. ``best`` has room for
@@ -232,6 +232,12 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     """
     lowest, half, zero = best.dtype.type(-np.inf), best.dtype.type(0.5), best.dtype.type(0)
     known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
+    if known < count:  # others are NaN, or minus infinity
+        for j in range(count):
+            score = peek(scores, j)
+            if score != score:
+                poke(scores, j, -lowest)
+        known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
     if known <= k:
         return _write_above(scores, end, lowest, k - known, base, out, used)
     at_high, start = 0, lowest
@@ -275,8 +281,8 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
 
 
 @numba_kernel
-def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wanted, key_ptr, panel_ptr, degree, out):
-    """Write the keys of rows ``first .. last-1``, ascending, and how many there are.
+def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wanted, key_ptr, panel_ptr, out):
+    """Write the keys of rows ``first .. last-1``, ascending.
 
     Without small heads the scores are dot products.
     """
@@ -289,7 +295,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
     where, done = np.empty(width + KEYS_PER_PANEL, np.int32), first
     for r in range(first, last):
         head, i = r // queries, r % queries
-        b, count, before = batch[i], allowed[i], used
+        b, count = batch[i], allowed[i]
         start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
         panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         if r == done:  # rows of one head and sequence
@@ -307,7 +313,6 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
         for j in range(count, end):
             poke(row, j, query.dtype.type(np.nan))
         used = _write_best(row, count, end, wanted[i], small > 0, best, where, key_ptr[b], out, used)
-        degree[r] = used - before
 
 
 def index_top_k(
@@ -333,20 +338,19 @@ def index_top_k(
     pieces = even_ranges(
         heads * queries, task_count(heads * int(allowed.sum()) * (max(1, small) * channels // 8 + 4), 8)
     )
-    rowptr, degree = np.zeros(heads * queries + 1, np.int64), np.empty(heads * queries, np.int64)
+    rowptr = np.zeros(heads * queries + 1, np.int64)
     np.cumsum(np.tile(wanted.numpy(), heads), out=rowptr[1:])
     outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
     shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), wanted.numpy(), k_ptr)
-    tasks = [(*piece, *shared, panel_ptr, degree, out) for piece, out in zip(pieces, outs, strict=True)]
+    tasks = [(*piece, *shared, panel_ptr, out) for piece, out in zip(pieces, outs, strict=True)]
     run(_rank_rows, tasks)
-    np.cumsum(degree, out=rowptr[1:])  # fewer than wanted where scores are NaN
     ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))
     return torch.from_numpy(rowptr), torch.from_numpy(np.concatenate([*ends]))
 
 
 @numba_kernel
-def _rank_segments(first, last, src, ptr, count, degree, out):
-    """Write the places of the largest numbers of segments ``first .. last-1``, and how many there are in each.
+def _rank_segments(first, last, src, ptr, count, out):
+    """Write the places of the largest numbers of segments ``first .. last-1``.
 
     Places count from 0 in each segment.
     """
@@ -357,25 +361,23 @@ def _rank_segments(first, last, src, ptr, count, degree, out):
     numbers, best = np.empty(width, src.dtype), np.empty(width, src.dtype)
     where = np.empty(width + KEYS_PER_PANEL, np.int32)
     for s in range(first, last):
-        before, size = used, ptr[s + 1] - ptr[s]
+        size = ptr[s + 1] - ptr[s]
         if count[s] > 0 and size > 0:
             end = (size + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
             numbers[:size] = src[ptr[s] : ptr[s + 1]]
             numbers[size:end] = np.nan
             used = _write_best(at(numbers, 0), size, end, min(count[s], size), False, best, where, 0, out, used)
-        degree[s] = used - before
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     numbers = to_array(src, src.new_empty(0, dtype=torch.promote_types(src.dtype, torch.float32)))
     before, wanted = ptr.contiguous().numpy(), count.contiguous().numpy()
-    degree, most = np.empty(wanted.size, np.int64), np.minimum(wanted, np.diff(before)).clip(0)
+    most = np.minimum(wanted, np.diff(before)).clip(0)
     ends = np.concatenate([[0], most.cumsum()])
     pieces = split(before, task_count(4 * numbers.size)) or [(0, 0)]
     outs = [np.empty(ends[last] - ends[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
-    tasks = [(*piece, numbers, before, wanted, degree, out) for piece, out in zip(pieces, outs, strict=True)]
+    tasks = [(*piece, numbers, before, wanted, out) for piece, out in zip(pieces, outs, strict=True)]
     run(_rank_segments, tasks)
-    kept = np.concatenate([[0], degree.cumsum()])  # fewer than wanted where numbers are NaN
-    found = [out[: kept[last] - kept[first]] for (first, last), out in zip(pieces, outs, strict=True)]
-    edge = np.concatenate(found) + np.repeat(before[:-1], degree)
-    return torch.from_numpy(kept), torch.from_numpy(edge)
+    found = [out[: ends[last] - ends[first]] for (first, last), out in zip(pieces, outs, strict=True)]
+    edge = np.concatenate(found) + np.repeat(before[:-1], most)
+    return torch.from_numpy(ends), torch.from_numpy(edge)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..values import can_read_without_sync
 from .segments import allowed_keys, compress, group_by_length, upcast
 
 SCORES_PER_TILE = {"cpu": 2**23}
@@ -43,12 +44,16 @@ class PairTile:
         Args:
             scores: Scores of the pairs, ``[H, b, r, L]``, which are overwritten: those that are NaN, or of impossible
                 pairs, become minus infinity.
-            keep: The rule.
+            keep: The rule. The first pair of a row whose score is NaN is kept as well, so that NaN shows.
             row: Row of each query and head, ``[H, N]``.
             dtype: Of the keys.
         """
-        possible = self.possible & ~scores.isnan()
+        undefined = scores.isnan().logical_and_(self.possible)
+        possible = self.possible & ~undefined
         kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, self)
+        if scores.size(-1) and not (can_read_without_sync(undefined) and not bool(undefined.any())):
+            first = undefined.to(torch.uint8).argmax(-1, keepdim=True)
+            kept = kept.scatter(-1, first, kept.gather(-1, first) | undefined.gather(-1, first))
         return self.rows(kept, self.key.to(dtype)[:, None].expand_as(kept)[kept], row)
 
     def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,6 +134,7 @@ def index_top_k(
     for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
         mine, theirs = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
         scores = mine @ theirs.mT if weight is None else index_scores(mine, theirs, small)
+        scores.masked_fill_(scores.isnan(), torch.inf)
 
         def best(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
             return best_of(scores, possible, count[tile.query])
@@ -138,11 +144,9 @@ def index_top_k(
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    known = (~src.isnan()).nonzero().flatten()
-    segment = torch.repeat_interleave(ptr.diff(), output_size=src.numel())[known]
-    order = src[known].argsort(descending=True, stable=True)
+    segment = torch.repeat_interleave(ptr.diff(), output_size=src.numel())
+    order = src.masked_fill(src.isnan(), torch.inf).argsort(descending=True, stable=True)
     order = order[segment[order].argsort(stable=True)]  # by segment, then the largest first, then the earlier first
-    first = torch.searchsorted(segment, torch.arange(count.numel(), device=src.device))  # of each segment
-    rank = torch.arange(known.numel(), device=src.device) - first[segment]
-    kept = known[order[rank < count[segment]]].sort().values
+    rank = torch.arange(src.numel(), device=src.device) - ptr[segment]
+    kept = order[rank < count[segment]].sort().values
     return torch.searchsorted(kept, ptr), kept
