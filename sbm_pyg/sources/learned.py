@@ -379,7 +379,7 @@ class LearnedSource(DensitySource):
         """
         if self.target_density == 1:
             return Choice(candidates.graph)
-        seen = tokens.detached() if self.detach else tokens
+        seen = tokens.detached() if self._detaches else tokens
         density, budget = self.target_density, getattr(self, "budget", None)
         density, budget = (x if x is None else x * self._drawn for x in (density, budget))
         probability = CandidateProbability(self.predict(seen), candidates.graph, density, budget)
