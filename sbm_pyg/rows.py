@@ -383,7 +383,7 @@ class CompressedRows:
     def union(self, other: Self) -> tuple[Self, Tensor]:
         """The union of both graphs per head, and a mask of the edges of the other graph.
 
-        Cost O(E + E' log E) for E' edges of ``other``; both graphs are sorted already.
+        Cost O(HN + E + E' log E) for E' edges of ``other``; both graphs are sorted already.
 
         Args:
             other: A graph over the same tokens. If one of the graphs has one head, its edges are repeated for all heads
@@ -411,20 +411,8 @@ class CompressedRows:
             )
         way_out = "Take graphs with fewer heads or shorter sequences."
         checks.memory("other", self.num_edges + other.num_edges, 36, self.device, way_out)  # numbers, masks, the result
-        mine, theirs = self._numbered(), other._numbered()
-        position = torch.searchsorted(mine, theirs)
-        added = torch.cat([mine, mine.new_full((1,), -1)])[position] != theirs
-        before = offsets(added)
-        slot = position + before[:-1]  # position in the union of each edge of the other graph
-        (new,) = unmerged(added).nonzero(as_tuple=True)
-        size, new_slot = mine.numel() + new.numel(), slot[new]
-        from_other, is_new = (
-            torch.zeros(size, dtype=torch.bool, device=self.device).index_fill_(0, x, True) for x in (slot, new_slot)
-        )
-        col = self.col.new_empty(size, dtype=torch.promote_types(self.col.dtype, other.col.dtype))
-        col = col.masked_scatter(~is_new, self.col.to(col.dtype)).index_copy(0, new_slot, other.col[new].to(col.dtype))
-        is_causal = self.is_causal and other.is_causal
-        return self._with(self.rowptr + before[other.rowptr], col, self.heads, is_causal), from_other
+        rowptr, col, from_other = ops.union_rows(self.rowptr, self.col, other.rowptr, other.col, self.num_keys)
+        return self._with(rowptr, col, self.heads, self.is_causal and other.is_causal), from_other
 
     def select(self, mask: Tensor) -> Self:
         """The graph with only the edges for which a mask, ``[E]`` bool, is True. Cost O(HN + E).

@@ -324,6 +324,15 @@ def _segment_top_k(d: Draw) -> Case:
     return Case(ops.segment_top_k, arguments, unchecked=("ptr",))
 
 
+@case("ops.union_rows")
+def _union_rows(d: Draw) -> Case:
+    graph = d.graph()
+    other = graph.select(torch.rand(graph.num_edges, generator=d.torch) < 0.5)
+    names = ("rowptr", "col", "other_rowptr", "other_col", "num_keys")
+    arguments = dict(zip(names, (graph.rowptr, graph.col, other.rowptr, other.col, graph.num_keys), strict=True))
+    return Case(ops.union_rows, arguments, unchecked=names[:4])
+
+
 # ------------------------------------------------------------------ graphs
 
 GRAPH = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")

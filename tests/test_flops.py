@@ -46,6 +46,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "segment_entmax",
         "segment_entmax_backward",
         "segment_top_k",
+        "union_rows",
         "sample_queries",
         "sample_systematic",
         "invalid_row",

@@ -35,6 +35,7 @@ from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import reach as reference_reach
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.ops.reference import union as reference_union
 from sbm_pyg.ops.reference import validate as reference_validate
 from sbm_pyg.sources import patterns
 
@@ -790,6 +791,11 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.segment_top_k(x[0, 0], ptr, ptr[1:].int()), r"Expected 'count' to be int64"),
         (lambda: ops.segment_top_k(x[0, 0], ptr, -ptr[1:]), r"Expected 'count' to be 0 or more \(got -"),
         (lambda: ops.segment_top_k(x, ptr, ptr[1:]), r"Expected 'src' to be \[E\]"),
+        (lambda: ops.union_rows(ptr, ptr, ptr[1:], ptr, 3), r"Expected 'other_rowptr' to be \[S\+1\]"),
+        (lambda: ops.union_rows(ptr, x, ptr, ptr, 3), r"Expected 'col' to be one of .* \(got torch.float32\)"),
+        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, 3), "Expected 'rowptr' to run from 0 to 2, the number of edges"),
+        (lambda: ops.union_rows(ptr, ptr, ptr, ptr[None], 3), r"Expected 'other_col' to be \[E\]"),
+        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, 0), "Expected 'num_keys' to be at least 1"),
         (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
         (lambda: best(weight=1.0), "Expected 'weight' to be a tensor"),
         (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
@@ -1133,6 +1139,7 @@ def _samples() -> dict[str, tuple]:
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
         "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
+        "union_rows": (*rows, graph.rowptr, graph.col, graph.num_keys),
         "index_score": (small, weight, key, *rows),
         "index_score_backward": (plain[3], small.detach(), weight.detach(), plain[1], *rows),
         "edge_cross_entropy": (*plain[:2], plain[3].clone().requires_grad_(), *rows, plain[4], 0.5),
@@ -1413,6 +1420,36 @@ def test_the_largest_values_of_segments(seed: int, segments: int, most: int, dis
         wanted.append(sorted(sorted(range(first, last), key=lambda place: (-float(numbers[place]), place))[:few]))
     for kept_ptr, kept in (ops.segment_top_k(src, ptr, count), reference_pairs.segment_top_k(src, ptr, count)):
         assert [part.tolist() for part in kept.split(kept_ptr.diff().tolist())] == wanted
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5), st.sampled_from([1, 3, 40, 700]))
+def test_the_union_of_two_graphs_is_that_of_the_sets_of_keys(seed: int, rows: int, keys: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    shares = torch.rand(2, 1, 1, generator=random)
+    masks = torch.rand(2, rows, keys, generator=random) < shares
+    dtypes = [(torch.int32, torch.int32), (torch.int32, torch.int64), (torch.int64, torch.int64)][seed % 3]
+    graphs = []
+    for mask, dtype in zip(masks, dtypes, strict=True):
+        graphs += [
+            torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)]),
+            mask.nonzero()[:, 1].to(dtype),
+        ]
+    union = masks.any(0)
+    for rowptr, col, from_other in (ops.union_rows(*graphs, keys), reference_union.union_rows(*graphs, keys)):
+        assert rowptr.tolist() == [0, *union.sum(1).cumsum(0).tolist()]
+        assert col.dtype == dtypes[1]
+        assert col.tolist() == union.nonzero()[:, 1].tolist()
+        assert torch.equal(from_other, masks[1][union])
+
+
+def test_unions_are_the_same_on_any_number_of_threads() -> None:
+    graphs = [patterns.random(3000, count, seed=count) for count in (40, 9)]
+    rows = [x for graph in graphs for x in (graph.rowptr, graph.col)]
+    found = []
+    for threads in (1, 4):
+        with on_threads(threads):
+            found.append(ops.union_rows(*rows, 3000))
+    assert same(*found)
 
 
 def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:

@@ -24,7 +24,7 @@ __all__ = [
     "Rows", "block_attention", "block_effect", "block_expectation", "block_weight", "edge_attention",
     "edge_cross_entropy", "edge_dot", "edge_effect", "edge_entmax", "edge_gate", "index_score", "index_top_k",
     "invalid_row", "local_expectation", "reach_dot", "sample_queries", "sample_sbm", "sample_systematic",
-    "segment_entmax", "segment_top_k",
+    "segment_entmax", "segment_top_k", "union_rows",
 ]  # fmt: skip
 
 METHODS = ("bernoulli", "fastrg")
@@ -982,6 +982,50 @@ def sample_systematic(
     values.require_unbatched(chance=chance)
     checks.not_captured(chance.device)
     return schemas.sample_systematic(chance, query_ptr, key_ptr, sequence_ids, heads, checks.seed(seed), is_causal)
+
+
+def union_rows(
+    rowptr: Tensor, col: Tensor, other_rowptr: Tensor, other_col: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The union of the edges of two graphs over the same rows and keys.
+
+    Both have ascending keys in each row, without repeats, as :func:`invalid_row` checks; so has the union. Cost
+    O(S + E + E' log E) with S rows.
+
+    Args:
+        rowptr: Row offsets, ``[S+1]`` int64.
+        col: Key of each edge, ``[E]`` int32 or int64.
+        other_rowptr: Row offsets of the other graph, ``[S+1]`` int64.
+        other_col: Its keys, ``[E']`` int32 or int64.
+        num_keys: Number of keys M; all keys are in ``0 .. M-1``.
+
+    Returns:
+        ``rowptr`` [S+1] int64 and ``col`` [E''] of the union, and a mask ``[E'']`` bool of the edges of the other.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or shape.
+
+    Example:
+        >>> ptr, other_ptr = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 2])
+        >>> union_rows(ptr, torch.tensor([0, 2, 1]), other_ptr, torch.tensor([1, 1]), 3)
+        (tensor([0, 3, 4]), tensor([0, 1, 2, 1]), tensor([False,  True, False,  True]))
+    """
+    graphs = {"rowptr": rowptr, "col": col, "other_rowptr": other_rowptr, "other_col": other_col}
+    checks.tensors(**graphs)
+    checks.shape("rowptr", rowptr, (None,), "[S+1]", "It holds the offsets of the rows.")
+    checks.shape("other_rowptr", other_rowptr, rowptr.shape, "[S+1]", "Both graphs have the same rows.")
+    num_keys = checks.integer("num_keys", num_keys, 1, "It is the number of keys.")
+    for name, x in graphs.items():
+        dtypes = (torch.int64,) if name.endswith("ptr") else checks.INTEGERS
+        if x.dtype not in dtypes:
+            raise TypeError(f"Expected '{name}' to be one of {dtypes} (got {x.dtype}). Convert it with `.long()`.")
+    for name in ("col", "other_col"):
+        checks.shape(name, graphs[name], (None,), "[E]", "It holds the key of each edge.")
+    checks.same_device("col", col, rowptr=rowptr, other_rowptr=other_rowptr, other_col=other_col)
+    values.require_unbatched(**graphs)
+    checks.spans("rowptr", rowptr, col.size(0), "edges in 'col'")
+    checks.spans("other_rowptr", other_rowptr, other_col.size(0), "edges in 'other_col'")
+    return schemas.union_rows(rowptr, col, other_rowptr, other_col, num_keys)
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:

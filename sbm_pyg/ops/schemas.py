@@ -133,6 +133,14 @@ def _fake_chosen(src: Tensor, ptr: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ptr), ptr.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
+def _fake_union(
+    rowptr: Tensor, col: Tensor, other_rowptr: Tensor, other_col: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    union = col.new_empty(num_edges, dtype=torch.promote_types(col.dtype, other_col.dtype))
+    return torch.empty_like(rowptr), union, union.new_empty(num_edges, dtype=torch.bool)
+
+
 def _fake_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
     return query_ptr.new_empty(num_queries, dtype=torch.bool)
 
@@ -181,6 +189,7 @@ sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
 index_top_k = _declare("index_top_k", _fake_rows, "pairs", ("cpu",))
 segment_top_k = _declare("segment_top_k", _fake_chosen, "pairs", ("cpu",))
+union_rows = _declare("union_rows", _fake_union, "union", ("cpu",))
 index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
 index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
 edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")

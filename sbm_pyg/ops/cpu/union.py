@@ -1,0 +1,68 @@
+"""The union of the edges of two graphs, on the CPU: the keys of each row are copied once, around those of the other.
+
+In and out: the tensors of ``union_rows`` in :mod:`sbm_pyg.ops`. Not here: the reference
+(:mod:`sbm_pyg.ops.reference.union`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .sampling import even_ranges
+from .threads import numba_kernel, run, task_count
+
+
+@numba_kernel
+def _lower_bound(keys, first, last, key):
+    """The first place in ``first .. last`` whose key is not below ``key``; places are ascending."""
+    while first < last:
+        middle = (first + last) // 2
+        if keys[middle] < key:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@numba_kernel
+def _count_new(first, last, rowptr, col, other_rowptr, other_col, new):
+    """Count the keys of each row of the other graph that this graph lacks."""
+    for row in range(first, last):
+        begin, end, count = rowptr[row], rowptr[row + 1], 0
+        for edge in range(other_rowptr[row], other_rowptr[row + 1]):
+            begin = _lower_bound(col, begin, end, other_col[edge])
+            if begin == end or col[begin] != other_col[edge]:
+                count += 1
+        new[row] = count
+
+
+@numba_kernel
+def _merge(first, last, rowptr, col, other_rowptr, other_col, union_rowptr, union, from_other):
+    for row in range(first, last):
+        begin, end, shift = rowptr[row], rowptr[row + 1], union_rowptr[row] - rowptr[row]
+        for edge in range(other_rowptr[row], other_rowptr[row + 1]):
+            place = _lower_bound(col, begin, end, other_col[edge])
+            union[begin + shift : place + shift] = col[begin:place]
+            union[place + shift] = other_col[edge]
+            from_other[place + shift] = True
+            is_new = place == end or col[place] != other_col[edge]
+            begin, shift = (place, shift + 1) if is_new else (place + 1, shift)
+        union[begin + shift : end + shift] = col[begin:end]
+
+
+def union_rows(
+    rowptr: Tensor, col: Tensor, other_rowptr: Tensor, other_col: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(col.dtype, other_col.dtype)
+    graphs = [x.contiguous().numpy() for x in (rowptr, col.to(dtype), other_rowptr, other_col.to(dtype))]
+    rows, edges = rowptr.numel() - 1, col.numel() + other_col.numel()
+    union_rowptr, new = np.zeros(rows + 1, np.int64), np.empty(rows, np.int64)
+    pieces = even_ranges(rows, task_count(rows + edges, 3))
+    run(_count_new, [(*piece, *graphs, new) for piece in pieces])
+    np.cumsum(new, out=union_rowptr[1:])
+    union_rowptr += graphs[0]
+    union, from_other = np.empty(union_rowptr[-1], graphs[1].dtype), np.zeros(union_rowptr[-1], np.bool_)
+    run(_merge, [(*piece, *graphs, union_rowptr, union, from_other) for piece in pieces])
+    return torch.from_numpy(union_rowptr), torch.from_numpy(union), torch.from_numpy(from_other)
