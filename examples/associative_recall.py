@@ -41,7 +41,7 @@ class Block(nn.Module):  # a gated short convolution, which binds neighbours, an
         self.conv = nn.Conv1d(CHANNELS, CHANNELS, 3, groups=CHANNELS)
         self.gate, self.mix, self.out = (nn.Linear(CHANNELS, CHANNELS) for _ in range(3))
         self.norm1, self.norm2 = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
-        self.attention = SBMAttentionConv(CHANNELS, CHANNELS, self_loops=True, is_causal=True)
+        self.attention = SBMAttentionConv(CHANNELS, CHANNELS, is_causal=True)
 
     def forward(self, x: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, AttentionGraph]:
         h = self.norm1(x)

@@ -159,7 +159,7 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
         model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
     if run.method in ("sparse", "candidates", "random"):
         estimator, candidates = "none" if run.method == "random" else None, 4 if run.method == "candidates" else 1
-        replace_attention(model, num_blocks=run.num_blocks, self_loops=True, estimator=estimator, candidates=candidates)
+        replace_attention(model, num_blocks=run.num_blocks, estimator=estimator, candidates=candidates)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
     elif run.method in ("at-once", "top-k"):

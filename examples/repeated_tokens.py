@@ -86,6 +86,7 @@ def make_model(settings: Settings) -> TokenClassifier:
     options: dict[str, Any] = {}
     if settings.attention == "sbm":
         options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration")}
+        options["window"] = None
         options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
         names = ("cluster_init", "parameterization", "temperature")
         options["sbm_options"] = {name: getattr(settings, name) for name in names} | {"tied": bool(settings.tied)}

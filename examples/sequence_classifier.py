@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     train, test = DataLoader(make_data(2000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
-    attention = {"num_blocks": options.num_blocks}
+    attention = {"num_blocks": options.num_blocks, "window": None}
     encoder = SequenceEncoder(NUMBERS, 32, num_layers=2, max_length=LONGEST, dropout=0.0, attention_options=attention)
     model = SequenceClassifier(encoder, num_classes=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

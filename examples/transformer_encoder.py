@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"replaced {len(replaced)} layers; over the full graph, logits differ by {difference:.1e} at most")
 
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)
-    replace_attention(model, num_blocks=options.num_blocks, target_density=None)  # sampled from the start
+    replace_attention(model, num_blocks=options.num_blocks, target_density=None, window=None)  # sampled from the start
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(options.steps):
         *inputs, answer = batch(32, options.length, 16, generator)

@@ -260,7 +260,7 @@ def row_distillation(
 
     .. math:: - \frac{1}{R} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}}
 
-    over R sampled rows of all heads. Pairs that are edges for any p, by a window or self-loops, are left out, so p
+    over R sampled rows of all heads. Pairs that are edges for any p, by a window, are left out, so p
     learns where attention goes beyond them. Queries and keys are constants too: only the parameters of the source are
     trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
     while attention is dense.
@@ -298,8 +298,8 @@ def row_distillation(
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     log_p = source.predict(tokens).log_on(blocks)
-    if source.forced_distance is not None:
-        near = blocks.lag.abs() <= -(-source.forced_distance // source.block_size)
+    if source.window is not None and not tokens.bipartite:
+        near = blocks.lag.abs() <= -(-source.window // source.block_size)
         log_p = log_p.masked_fill(near, -torch.inf)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
 

@@ -131,7 +131,7 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
         "fastrg": {"method": "fastrg"},
         "budget": {"budget": 5.0},
         "exploration": {"exploration": 0.01},
-        "window and self-loops": {"window": 2, "self_loops": True},
+        "window": {"window": 2},
         "no probes": {"probes": 0},
         "dropout": {"dropout": 0.3},
         "mean of heads": {"concat": False},

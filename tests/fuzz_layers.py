@@ -141,7 +141,7 @@ def _conv(d: Draw) -> Case:
     options |= {"num_blocks": d.randint(1, 4), "concat": d.random() < 0.7, "bias": d.random() < 0.7}
     options |= {"is_causal": d.random() < 0.2, "sbm_options": None, "probes": 4.0, "exploration": d.maybe(0.1)}
     options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "method": "bernoulli", "budget": d.maybe(2.0)}
-    options |= {"self_loops": d.random() < 0.3, "window": d.maybe(1), "normalizer": "softmax"}
+    options |= {"window": d.choice((None, 0, 1)), "normalizer": "softmax"}
     options |= {"candidates": d.choice((1.0, 1.0, 2.5))}
     if d.random() < 0.2:
         options |= {"normalizer": d.choice(("entmax15", "sparsemax", "entmax"))}
@@ -692,7 +692,7 @@ def _source_call(d: Draw, source: Callable[[Draw], Any]) -> Case:
     arguments = token_fields(d, channels=4)
     del arguments["is_causal"]
     arguments["query"] = arguments["key"] = arguments["query"].float()
-    names = {"query": ("query_membership", "key"), "key": ("key_membership",), "bipartite": ("self_loops", "rule")}
+    names = {"query": ("query_membership", "key"), "key": ("key_membership",), "bipartite": ("rule",)}
     names |= {"query_ptr": ("ptr", "key_ptr"), "key_ptr": ("ptr",)}
     return Case(lambda **given: of_tokens(source(d))(**given).graph, arguments, names=names)
 
@@ -715,7 +715,7 @@ for _name, _source in SOURCES.items():
 
 def _sbm_source(d: Draw) -> dict[str, Any]:
     arguments = {"head": SBMHead(4, 2, 3), "method": "bernoulli", "exploration": 0.1, "budget": d.maybe(2.0)}
-    arguments |= {"self_loops": False, "window": d.maybe(1), "block_size": d.randint(1, 4), "pool": "mean"}
+    arguments |= {"window": d.choice((None, 0, 1)), "block_size": d.randint(1, 4), "pool": "mean"}
     arguments |= {"candidates": 3 if arguments["block_size"] == 1 else 1}
     return arguments | {"detach": d.random() < 0.5}
 
@@ -1100,7 +1100,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], str]] = {  # class -> an instanc
     "Entmax": (lambda d: Entmax(2), "alpha extra_repr reset_parameters"),
     "AttentionConv": (lambda d: AttentionConv(4, 2), "reset_parameters"),
     "SBMSource": (lambda d: SBMSource(SBMHead(4, 2)), "extra_repr reset_parameters"),
-    "DensitySource": (lambda d: SBMSource(SBMHead(4, 2), target_density=0.5, window=1), "target_density forced_distance"),
+    "DensitySource": (lambda d: SBMSource(SBMHead(4, 2), target_density=0.5, window=1), "target_density"),
     "Choice": (choice_of, "shape density"),
     "patterns.PatternSource": (lambda d: patterns.PatternSource(patterns.full), "extra_repr"),
     "sparsefinder.Projection": (lambda d: sparsefinder.Projection(4), "extra_repr reset_parameters"),

@@ -158,7 +158,7 @@ def test_bipartite(sample: bool) -> None:
 def test_estimators_equal_their_closed_forms(estimator: str, exploration: float) -> None:
     """dL/dp = P (g - gbar) for "mask", times the score for "paper", on sampled edges; then dY = G Z S^T and so on."""
     paper = {"parameterization": "paper", "cluster_init": "kaiming"}
-    conv, x = layer(estimator=estimator, exploration=exploration, sbm_options=paper), tokens()
+    conv, x = layer(estimator=estimator, exploration=exploration, sbm_options=paper, window=None), tokens()
     out, graph, choice = conv(x, seed=2, return_graph=True, return_choice=True)
     sbm = choice.probability
     weight = torch.randn(30, 16, dtype=torch.float64)
@@ -206,12 +206,12 @@ def test_exploration_in_training_only() -> None:
 def test_self_loops_and_window_are_always_there() -> None:
     x = tokens()
     for options, pattern in (
-        ({"self_loops": True}, patterns.self_loops(None, ptr=PTR)),
+        ({"window": 0}, patterns.self_loops(None, ptr=PTR)),
         ({"window": 2}, patterns.window(None, 2, ptr=PTR)),
     ):
         conv = layer(**options)
         graph = conv(x, ptr=PTR, seed=1, return_graph=True)[1].validate()
-        plain = layer()(x, ptr=PTR, seed=1, return_graph=True)[1]
+        plain = layer(window=None)(x, ptr=PTR, seed=1, return_graph=True)[1]
         assert graph == plain | pattern
         assert graph != plain
 
@@ -223,10 +223,11 @@ def test_forced_edges_have_probability_one_in_a_soft_mask(estimator: str) -> Non
     full = conv(x, patterns.full(None, ptr=PTR))
     torch.testing.assert_close(conv(x, ptr=PTR, seed=1), full)
     torch.testing.assert_close(conv.eval()(x, ptr=PTR, seed=1), full)
-    some = layer(estimator=estimator, self_loops=True)
-    assert not torch.allclose(some(x, ptr=PTR, seed=1), layer(estimator=estimator)(x, ptr=PTR, seed=1))
-    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys"):
-        some((x, tokens(seed=2)))
+    some = layer(estimator=estimator, window=0)
+    none = layer(estimator=estimator, window=None)
+    assert not torch.allclose(some(x, ptr=PTR, seed=1), none(x, ptr=PTR, seed=1))
+    pair = (x, tokens(seed=2))
+    assert torch.equal(some(pair, seed=1), none(pair, seed=1))
 
 
 def test_the_default_estimator_is_one_for_the_law() -> None:
@@ -447,6 +448,24 @@ def test_autocast_leaves_float64_alone(x: torch.dtype, weight: torch.dtype) -> N
         conv(tokens().to(x), patterns.full(30))
 
 
+def test_a_window_forces_nothing_between_different_tokens() -> None:
+    """As in cross attention: the output is that of a layer without a window."""
+    pair = (tokens(), tokens(seed=2))
+    outs = [layer(window=window, target_density=0.3)(pair, seed=0, return_choice=True) for window in (None, 0, 3)]
+    assert all(torch.equal(out, outs[0][0]) and choice.forced is None for out, choice in outs)
+
+
+def test_each_token_keeps_its_own_key() -> None:
+    """Without forced edges, a density of 5 % leaves many of 30 queries without any key."""
+    x = tokens()
+    for options in ({}, {"is_causal": True}, {"block_size": 3}):
+        conv = layer(target_density=0.05, **options)
+        graph = conv(x, ptr=PTR, seed=0, return_graph=True)[1]
+        assert graph.contains(patterns.self_loops(30).edge_index).all()
+        assert not graph.degree.eq(0).any()
+    assert layer(target_density=0.05, window=None)(x, ptr=PTR, seed=0, return_graph=True)[1].degree.eq(0).any()
+
+
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
     with pytest.raises(ValueError, match=r"Expected 'edge_index' .*the layer has no source"):
@@ -457,8 +476,6 @@ def test_call_errors() -> None:
         conv(x, patterns.full(30, heads=3))
     with pytest.raises(ValueError, match=r"Expected 'ptr' to run from 0 to 30, the number of tokens \(got 0 to 20\)"):
         conv(x, ptr=torch.tensor([0, 20]))
-    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys"):
-        layer(window=1)((x, tokens(seed=2)))
     with pytest.raises(ValueError, match=r"Expected 'edge_index\[0\]' in 0..29 \(got 0 to 30\)"):
         conv(x, torch.tensor([[0, 30], [0, 1]]))
     with pytest.raises(ValueError, match=r"Expected 'out_channels' to be at least 1 \(got 0\)"):
@@ -578,7 +595,7 @@ def test_no_adjacency_is_named() -> None:
 
 
 def test_the_sampled_graph_is_that_of_sample_edges() -> None:
-    conv, x = layer(exploration=0.03), tokens()
+    conv, x = layer(exploration=0.03, window=None), tokens()
     _, choice = conv(x, ptr=PTR, seed=4, return_choice=True)
     assert choice.graph == sample_edges(choice.probability, exploration=0.03, seed=4)
 

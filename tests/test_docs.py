@@ -130,6 +130,9 @@ def test_other_pages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert code
     for number, part in enumerate(code):
         exec(compile(part, f"{name}, block {number}", "exec"), names)
+    if name == "README.md":
+        assert len(names["calls"]) == 2
+        assert all((call.graph.degree > 0).all() for call in names["calls"]), "a query has no key"
 
 
 def test_every_page_is_in_a_table_of_contents() -> None:

@@ -40,7 +40,7 @@ TEXT: dict[str, Any] = SIZES | {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
-OPTIONS: dict[str, Any] = {"num_blocks": 4, "self_loops": True}
+OPTIONS: dict[str, Any] = {"num_blocks": 4}
 LENGTH = 12
 REAL = torch.arange(LENGTH) < torch.tensor([[12], [7], [5], [1]])
 
@@ -603,8 +603,8 @@ def test_options_are_checked() -> None:
         replace_attention(model, num_blocks=None)
     assert model.config.sbm is None
     assert not sources(model)
-    replace_attention(model, num_blocks=np.int64(4), target_density=np.float32(0.25), self_loops=True)
-    assert model.config.sbm == {"source": "sbm", "num_blocks": 4, "target_density": 0.25, "self_loops": True}
+    replace_attention(model, num_blocks=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))
+    assert model.config.sbm == {"source": "sbm", "num_blocks": 4, "target_density": 0.25, "window": 0}
     json.dumps(model.config.sbm)
 
 

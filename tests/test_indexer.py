@@ -444,11 +444,6 @@ class OwnRanks(GraphSource):
         (lambda: IndexerSource(Indexer(3), select="bernoulli", target_density=2), ValueError, r"Expected 'target_density' in \(0, 1\]"),
         (lambda: IndexerSource(Indexer(3), select="bernoulli", initial_density=1), ValueError, r"Expected 'initial_density' in \(0, 1\)"),
         (lambda: IndexerSource(Indexer(3), select="bernoulli", detach=cast(bool, 1)), TypeError, "Expected 'detach' to be a bool"),
-        (
-            lambda: IndexerSource(Indexer(3, 2), select="bernoulli", window=1)(Tokens(X, bipartite=True)),
-            ValueError,
-            "Expected the same tokens as queries and keys with 'window'",
-        ),
         (lambda: IndexProbability(Tokens(X), X, X, X), ValueError, r"Expected 'query' to be \[H, N, S, D\]"),
         (
             lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1], degree=torch.ones(4)),

@@ -43,7 +43,7 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, self_loops=True)
+        self.conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4)
         self.seen: list[tuple[bool, set[float | None]]] = []
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -368,7 +369,9 @@ def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> No
     layer.zero_grad()
     query, key = (lin(x).view(30, 2, 8).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
     few: dict[str, Any] = {"scale": layer.scale, "rows": 0.25, "part": 1 / 16}
-    (0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, seed=1), **few)).backward()
+    (
+        0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, bipartite=False, seed=1), **few)
+    ).backward()
     assert layer.lin_query.weight.grad is None  # trains the source alone
     torch.testing.assert_close(grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(SBMHead, layer.sbm).clusters.grad))
     layers[1].eval()
@@ -713,3 +716,41 @@ def test_all_pairs_that_memory_does_not_hold_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(checks, "available", lambda device: 2**20)
     with pytest.raises(ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 18,000,000 "):
         choice.stored()
+
+
+def warnings_of(options: dict[str, Any], lengths: list[int], **more: Any) -> list[str]:
+    """Warnings of a dense call of a layer, and of two at its target density."""
+    torch.manual_seed(0)
+    make: Any = TopKSource if "k" in options else partial(SBMSource, SBMHead(4, 2, num_blocks=3))
+    source, ptr = make(**options), torch.tensor([0, *lengths]).cumsum(0)
+    conv, x = AttentionConv(8, 4, 2, source, **more), torch.randn(int(ptr[-1]), 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for density in (1.0, *2 * [options["target_density"]]):
+            source.target_density = density
+            conv(x, ptr=ptr)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "layer", "keys"),
+    [
+        ({"target_density": 0.05}, [16, 16], {}, "1.8 keys in the mean, of 16.0"),
+        ({"target_density": 0.05, "window": None}, [16], {}, "0.8 keys"),
+        ({"target_density": 0.05}, [10, 30], {}, "2.2 keys in the mean, of 25.0"),
+        ({"target_density": 0.05}, [64], {"is_causal": True}, "2.6 keys in the mean, of 32.5"),
+        ({"target_density": 0.05, "window": 1}, [16, 16], {"is_causal": True}, "2.4 keys"),
+        ({"target_density": 0.05, "k": 2}, [16], {}, "2.0 keys"),
+        ({"target_density": 0.05, "k": 4}, [16], {}, None),
+        ({"target_density": 0.05, "window": 2}, [16], {}, None),
+        ({"target_density": 0.05}, [64], {}, None),
+        ({"target_density": 0.9}, [3], {}, None),  # 2.7 of 3, and the token itself
+    ],
+)
+def test_a_density_that_leaves_few_keys_warns_once(
+    options: dict[str, Any], lengths: list[int], layer: dict[str, Any], keys: str | None
+) -> None:
+    found = warnings_of(options, lengths, **layer)
+    assert len(found) == (keys is not None)
+    if keys is not None:
+        assert f"A target density of 0.05 leaves a query {keys}" in found[0]

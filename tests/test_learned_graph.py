@@ -585,11 +585,16 @@ def test_a_price_on_edges_thins_a_graph() -> None:
 # ------------------------------------------------------------------ sources, the sparsifier, and state
 
 
-def test_forced_edges_of_a_source_stay_even_self_loops() -> None:
-    learned, x = LearnedGraph(block_source(window=1)), draw(1, 20, 8).float()
+@pytest.mark.parametrize("window", [0, 2])
+def test_forced_edges_of_a_source_stay_and_its_self_loops_do_not(window: int) -> None:
+    """Layers such as GCNConv add self-loops themselves."""
+    learned, x = LearnedGraph(block_source(window=window)), draw(1, 20, 8).float()
     _, _, choice = learned(x, seed=0, return_choice=True)
-    assert choice.graph.select(choice.forced) == patterns.window(20, 1)
-    assert int((choice.graph.lag == 0).sum()) == 20
+    near = patterns.window(20, window)
+    assert choice.graph.select(choice.forced) == near.select(near.lag != 0)
+    assert not (choice.graph.lag == 0).any()
+    loops = patterns.self_loops(20).edge_index
+    assert learned(x, keep=loops, seed=0, return_graph=True)[2].contains(loops).all()
 
 
 class Plain(GraphSource):

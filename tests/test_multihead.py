@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GPSConv
 from torch_geometric.nn.aggr import SetTransformerAggregation
 
-from sbm_pyg import AttentionGraph, SBMMultiheadAttention, pad, replace_attention, unpad
+from sbm_pyg import AttentionGraph, SBMMultiheadAttention, Sparsifier, analysis, pad, replace_attention, unpad
 from sbm_pyg.sources import patterns
 
 PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
@@ -542,6 +542,26 @@ def test_transformer(batch_first: bool) -> None:
         with torch.set_grad_enabled(train):
             out = ours.train(train)(source, target, **arguments)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_transformer_with_a_window_becomes_sparse() -> None:
+    """The window is one of self-attention; cross attention has the pairs that are drawn."""
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    replace_attention(model, num_blocks=4, window=1)
+    sparsifier = Sparsifier(model, density=0.5, total_steps=4, dense_part=0.5, every=2)
+    source, target = draw(3, 12, 16).float(), draw(3, 8, 16, seed=2).float()
+    for _ in range(4):  # dense, a trial step, sparse
+        loss = model(source, target).square().mean()
+        loss.backward()
+        sparsifier.step(loss)
+    with analysis.record_attention(model.eval()) as calls:
+        model(source, target)
+    assert len(calls) == 3
+    for call in calls:
+        near = patterns.window(None, 1, ptr=call.graph.query_ptr) if "self_attn" in call.layer else None
+        assert near is None or call.graph.contains(near.edge_index).all()
+        assert call.graph.num_edges < call.graph.heads * 3 * 12 * 12
 
 
 def test_transformer_decoder_layer() -> None:

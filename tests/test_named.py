@@ -9,6 +9,7 @@ import pytest
 import torch
 from problems import draw
 from torch import Tensor, nn
+from torch_geometric.nn import GPSConv
 
 from sbm_pyg import (
     AttentionConv,
@@ -17,6 +18,7 @@ from sbm_pyg import (
     SBMAttentionConv,
     SBMMultiheadAttention,
     SequenceEncoder,
+    SparseGPSConv,
     Sparsifier,
     Tokens,
     patterns,
@@ -196,12 +198,22 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
         (lambda: replace_attention(torch_model(), source="indexer", num_blocks=4), TypeError,
          r"Expected options of source='indexer' to be known \(got \['num_blocks'\]\)\. They are \['aggr'.*'index_heads'"),
         (lambda: replace_attention(torch_model(), density=0.1), TypeError, r"\(got \['density'\]\)\. Give the density to a Sp"),
-        (lambda: replace_attention(torch_model(), source="top_k", self_loops=True), TypeError,
-         r"\(got \['self_loops'\]\)\. With window=0 each token attends to itself\. They are \['aggr'"),
+        (lambda: replace_attention(torch_model(), self_loops=True), TypeError, r"to be known \(got \['self_loops'\]\)"),
+        (lambda: replace_attention(torch_model(), edge_dim=4), TypeError,
+         r"\(got \['edge_dim'\]\)\. An AttentionConv over a given graph has edge features\. They are \['aggr'"),
+        (lambda: SequenceEncoder(9, 8, attention="top_k", attention_options={"k": 3, "edge_dim": 4}), ValueError, r"\(got \['edge_dim'\]\)"),
+        (lambda: SparseGPSConv.from_gps(GPSConv(16, None, 2), edge_dim=4), TypeError, r"\(got \['edge_dim'\]\)"),
         (lambda: replace_attention(torch_model(), source="window", n=3), TypeError, r"to be known \(got \['n'\]\)"),
         (lambda: replace_attention(torch_model(), source="top_k", heads=3), TypeError, r"to be known \(got \['heads'\]\)"),
         (lambda: replace_attention(torch_model(), source="indexer", dropout=0.1, bias=True), TypeError,
          r"Expected 'options' without \['bias', 'dropout'\] \(got them\)\. The layer of torch sets them"),
+        (lambda: replace_attention(torch_model(), source="window", size=-1), ValueError, "Expected 'size' to be at least 0"),
+        (lambda: replace_attention(torch_model(), source="block_diagonal", num_blocks=None), TypeError, "'num_blocks' to be an int"),
+        (lambda: replace_attention(torch_model(), source="lsh", num_buckets=3), ValueError, "'num_buckets' to be even"),
+        (lambda: replace_attention(torch_model(), source="block_top_k", k=0), ValueError, "Expected 'k' to be at least 1"),
+        (lambda: replace_attention(torch_model(), source="random", num_keys_per_query=2, seed=0.5), TypeError, "'seed' to be an integer"),
+        (lambda: replace_attention(torch_model(), block_size=2, is_causal=True, sbm_options={"tied": True}), ValueError,
+         "Expected 'sbm_options' of a head that is not tied, with 'is_causal' and 'block_size' above 1"),
         (lambda: register_source("dcmm", Even), ValueError, r"Expected 'name' to be new \(got 'dcmm'"),
         (lambda: register_source("window", Even), ValueError, r"Expected 'name' to be new \(got 'window'"),
         (lambda: register_source(cast(str, 3), Even), TypeError, r"Expected 'name' to be a str"),

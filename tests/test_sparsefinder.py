@@ -408,12 +408,13 @@ def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception
         call()
 
 
-def test_a_pair_has_no_window() -> None:
-    ptr = torch.tensor([0, 5])
-    with pytest.raises(ValueError, match="Expected the same tokens as queries and keys with 'window'"):
-        SparsefinderSource(Projection(3, 2), bucketing, window=1, num_buckets=2)(
-            Tokens(X, query_ptr=ptr, bipartite=True)
-        )
+def test_a_pair_has_no_window_and_no_global_tokens() -> None:
+    tokens, projection = Tokens(X, query_ptr=torch.tensor([0, 5]), bipartite=True), Projection(3, 2)
+    added, plain = (
+        SparsefinderSource(projection, bucketing, num_buckets=2, **more)(tokens).graph
+        for more in ({"window": 1, "num_global": 1}, {})
+    )
+    assert added == plain
 
 
 def test_a_projection_starts_as_torchs_linear_layers() -> None:

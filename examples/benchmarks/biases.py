@@ -50,7 +50,9 @@ def layer(name: str, density: float) -> SBMAttentionConv:
     bias = DCMMBias(CHANNELS, 1, 100, degree="softplus")
     options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
     added = None if name == "sbm" else bias
-    return SBMAttentionConv(64, CHANNELS, num_blocks=32, sbm_options=options, target_density=density, score_bias=added)
+    return SBMAttentionConv(
+        64, CHANNELS, num_blocks=32, sbm_options=options, target_density=density, score_bias=added, window=None
+    )
 
 
 def dense(conv: SBMAttentionConv, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -301,7 +301,7 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         layer = FullAttention(width, given.channels, given.heads)
     else:
         block_size = given.block_size if item.peer == "blocks" else 1
-        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size)
+        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size, window=None)
         layer.source.target_density = item.density or 1.0
     layer.to(given.device)
     kind = torch.device(given.device).type

@@ -63,7 +63,7 @@ def layer(name: str) -> nn.Module:
     if name.startswith("GPSConv"):
         return GPSConv(CHANNELS, None, HEADS, attn_type=name.split(", ")[1])
     if name.startswith("learned"):
-        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_blocks=32, budget=float(EDGES))
+        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_blocks=32, budget=float(EDGES), window=None)
     elif name.startswith("random"):
         attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.random, num_keys_per_query=EDGES, heads=HEADS))
     else:

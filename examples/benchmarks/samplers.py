@@ -112,7 +112,7 @@ def _layers(
         scorer = Indexer(case.channels, case.heads, *index)
         conv = AttentionConv(*sizes, IndexerSource(scorer, **options) if index else TopKSource(**options))
     else:
-        conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, **options)
+        conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, window=None, **options)
     full = FullAttention(*sizes)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
     return conv, full

@@ -107,7 +107,7 @@ class FixedDensity(GraphSource):
         self, rule: str, density: float, channels: int, heads: int, window: int = 0, block: int = BLOCK
     ) -> None:
         super().__init__()
-        self.rule, self.density, self.window, self.block = rule, density, window, block
+        self.rule, self.density, self.recent, self.block = rule, density, window, block
         if rule == "routing":  # clusters of equal size hold as many pairs
             self.clusters = selectors.RoutingSource(channels, heads, max(2, round(1 / density)))
         if rule == "random-fixed":
@@ -134,8 +134,8 @@ class FixedDensity(GraphSource):
         elif self.rule == "routing":
             graph = self.clusters(tokens).graph
         else:
-            loops = patterns.window(None, self.window, is_causal=True, ptr=ptr)
-            rate = query.new_full((len(query), query.size(1), 1), beyond_window(self.density, self.window, length))
+            loops = patterns.window(None, self.recent, is_causal=True, ptr=ptr)
+            rate = query.new_full((len(query), query.size(1), 1), beyond_window(self.density, self.recent, length))
             sbm = SBM(rate, torch.ones_like(rate), rate.new_ones(len(query), 1, 1), ptr, ptr, is_causal=True)
             fixed = self.rule == "random-fixed"
             same = torch.zeros(len(ptr) - 1, dtype=torch.int64) if fixed else None  # all sequences have one pattern

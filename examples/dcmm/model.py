@@ -45,7 +45,7 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
     head |= {"degree_corrected": True} if kind == "dcsbm" else {}
     rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
     rest |= {"sbm_options": head, "target_density": options["density"] or None, "score_bias": bias}
-    return SBMAttentionConv(channels, width, heads, self_loops=True, **rest)
+    return SBMAttentionConv(channels, width, heads, **rest)
 
 
 class Vision(nn.Module):

@@ -84,7 +84,7 @@ def make_attention(run: Run, nodes: float) -> AttentionConv:
         options = {"num_keys_per_query": max(1, round(run.density * nodes)), "heads": run.heads}
         return AttentionConv(*shape, patterns.PatternSource(patterns.random, **options))
     if name == "sbm":
-        conv: AttentionConv = SBMAttentionConv(*shape)
+        conv: AttentionConv = SBMAttentionConv(*shape, window=None)
     else:
         scorer = indexer.Indexer(shape[1], run.heads)
         conv = AttentionConv(*shape, indexer.IndexerSource(scorer))

@@ -66,7 +66,7 @@ class Classifier(LightningModule):
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "initial_density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
-            options["target_density"] = settings.target_density or None
+            options |= {"target_density": settings.target_density or None, "window": None}
             if settings.target_density and not settings.exploration:  # the square of the target density
                 del options["exploration"]
         elif settings.attention in ("indexer", "key_selection"):

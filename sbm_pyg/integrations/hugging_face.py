@@ -71,7 +71,7 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2))
-        >>> replace_attention(model, num_blocks=4, self_loops=True)
+        >>> replace_attention(model, num_blocks=4)
         ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
     way_out = "For torch's layers take `sbm_pyg.replace_attention`."

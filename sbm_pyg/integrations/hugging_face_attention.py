@@ -6,7 +6,6 @@ that form. Not here: which modules have a source (``hugging_face``), and attenti
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops.reference.segments import runs
 from ..ragged import Tokens, draw_seed, offsets
 from ..sources import patterns, selectors
+from ..sources.interface import GraphSource
 from ..sources.learned import DensitySource
 
 __all__ = ["NAME", "GraphAttention", "PairMask", "attend", "make_mask"]
@@ -244,20 +244,18 @@ class GraphAttention(nn.Module):
     def _graph_of_last(self, flat: list[Tensor], key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph | None:
         """The graph of one new token per sequence, whose earlier keys are in a cache; None: the layer asks its source.
 
-        All keys are allowed, so nothing is causal. The edges that the source forces are to the last keys.
+        All keys are allowed, so nothing is causal. The edges of a window, which the source does not force for other
+        tokens than the keys, are to the last keys.
         """
         source: Any = self.conv.source
-        if isinstance(source, DensitySource):
-            distance = None if source.target_density == 1 else source.forced_distance
-        else:
-            distance = getattr(source, "window", None)
-        if distance is None:
+        windows = [
+            part.window for part in source.modules() if isinstance(part, GraphSource) and part.window is not None
+        ]
+        if not windows or (isinstance(source, DensitySource) and source.target_density == 1):
             return None
-        free = copy.copy(source)  # which shares its parameters
-        free.window, free.self_loops = None, False
         tokens = Tokens(flat[0], flat[1], query_ptr, key_ptr, True, seed=draw_seed())
-        choice = free(tokens).expand(self.conv.heads)
-        first = torch.maximum(key_ptr[1:] - 1 - distance, key_ptr[:-1])
+        choice = source(tokens).expand(self.conv.heads)
+        first = torch.maximum(key_ptr[1:] - 1 - max(windows), key_ptr[:-1])
         count = key_ptr[1:] - first
         sizes = (query_ptr.numel() - 1, flat[1].size(1), 1, query_ptr, key_ptr)
         return choice.graph | AttentionGraph._trusted(offsets(count), runs(first, count), *sizes)

@@ -24,6 +24,7 @@ from ..ops.reference.random_words import GOLDEN
 from ..ops.values import require_unbatched
 from ..ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
+from ..sources.learned import DensitySource
 from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
 from .normalizers import Entmax, check_normalizer
@@ -401,7 +402,10 @@ class AttentionConv(EdgeAttention):
                 "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
                 "Pass a graph, or give the layer a source."
             )
-        return self.source(tokens).expand(self.heads)
+        choice = self.source(tokens).expand(self.heads)
+        if isinstance(self.source, DensitySource):
+            self.source._warn_of_few_keys(tokens)
+        return choice
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={type(self.source).__name__}"
@@ -481,8 +485,8 @@ class SBMAttentionConv(AttentionConv):
         (torch.Size([30, 16]), torch.Size([2, 2]), SBM(2 sequences, 2 heads, 30 queries, 30 keys, 4 blocks))
 
     Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, the layer has no output
-    projection. Unlike in their code, scores are scaled, the softmax sees sampled edges only, and evaluation adds no
-    exploration.
+    projection. Unlike in their code, scores are scaled, the softmax sees sampled edges only, evaluation adds no
+    exploration, and each token attends to itself, which ``window=None`` leaves to the draws, as in the paper.
     """
 
     def __init__(
@@ -510,6 +514,12 @@ class SBMAttentionConv(AttentionConv):
                 of_source["exploration"] = self.estimator.exploration
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
             self.source = SBMSource(head, **of_source)
+            if self.is_causal and self.source.block_size > 1 and head.tied:
+                raise ValueError(
+                    "Expected 'sbm_options' of a head that is not tied, with 'is_causal' and 'block_size' above 1 (got "
+                    f"block_size={self.source.block_size}). A query block is represented by its first token; use "
+                    "block_size=1."
+                )
 
     @property
     def sbm(self) -> SBMHead | None:

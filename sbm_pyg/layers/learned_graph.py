@@ -65,8 +65,9 @@ class LearnedGraph(nn.Module):
     Args:
         source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
             :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
-            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen. Or the
-            number of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
+            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
+            Self-loops of the source are left out, those of its window too; a call adds them by ``keep``. Or the number
+            of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
         heads: 1, as a convolution has one graph.
         probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
             them. With 0, pairs without an edge get no gradient.
@@ -161,8 +162,8 @@ class LearnedGraph(nn.Module):
                 set, the source adds edges to them.
             candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
                 the edges of a data set, the source thins them. All options of the source keep their meaning among these
-                pairs: a target density is a part of them, a budget counts them; a window is added. Needs a
-                :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
+                pairs: a target density is a part of them, a budget counts them; a window is added. Pairs of a node and
+                itself are left out. Needs a :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
                 density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
@@ -197,8 +198,9 @@ class LearnedGraph(nn.Module):
             sequence_ids=sequence_ids,
         )  # fmt: skip
         kept, given = (_over(edges, tokens, name) for name, edges in (("keep", keep), ("candidates", candidates)))
-        among = None if given is None else Candidates(given, tokens)
+        among = None if given is None else Candidates(given.select(given.lag != 0), tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
+        choice = choice.select(choice.graph.lag != 0)
         if kept is not None:
             choice = choice.force(kept)
         edge_index, edge_weight = self._weigh(choice, tokens, among)
@@ -207,7 +209,7 @@ class LearnedGraph(nn.Module):
         return edge_index, edge_weight, *found
 
     def _choose(self, tokens: Tokens) -> Choice:
-        """The choice of the source among all pairs, without drawn pairs of a node and itself."""
+        """The choice of the source among all pairs."""
         choice = self.source(tokens)
         dense, choice = not choice.is_stored, choice.stored()
         if choice.probability is None and not dense:
@@ -220,8 +222,7 @@ class LearnedGraph(nn.Module):
                 "Expected 'source' to choose one graph of nodes (got "
                 f"{choice.graph.heads} heads and blocks of {choice.graph.block_size}). Use one head and no blocks."
             )
-        own = choice.graph.lag == 0
-        return choice.select(~own if choice.forced is None else ~own | choice.forced)
+        return choice
 
     def _choose_among(self, among: Candidates, tokens: Tokens) -> Choice:
         """The choice of the source among candidates."""

@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from ..ops import checks
+from ..ops.values import can_read
+from ..ragged import Tokens
 from ..sources import indexer, patterns, selectors
 from ..sources.interface import GraphSource
 from .attention import AttentionConv, SBMAttentionConv
@@ -32,8 +35,19 @@ SIZES = {  # of sources that have usual ones
 }
 GIVEN = ("n", "tokens", "rule", "ptr", "generator", "sequence_ids", "is_causal", "device")
 """Arguments of rules that each call passes, and those that no config holds."""
-SET = ("channels", "in_channels", "out_channels", "heads", "source", "scorer", "concat", "kwargs", "options")
-"""Arguments that are no options, since the model sets them."""
+SET = (
+    "channels",
+    "in_channels",
+    "out_channels",
+    "heads",
+    "source",
+    "scorer",
+    "concat",
+    "edge_dim",
+    "kwargs",
+    "options",
+)
+"""Arguments that are no options, since the model sets them, or passes no features of edges."""
 
 
 def _scored(scorer: type[nn.Module], channels: int, heads: int, **options: Any) -> GraphSource:
@@ -126,7 +140,7 @@ def check_known(what: str, options: Iterable[str], known: Collection[str], error
     unknown = [name for name in options if name not in known]
     if unknown:
         hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
-        hint += " With window=0 each token attends to itself." if {"self_loops", "window"} <= {*unknown, *known} else ""
+        hint += " An AttentionConv over a given graph has edge features." if "edge_dim" in unknown else ""
         raise error(f"Expected {what} to be known (got {unknown}).{hint} They are {sorted(known)}.")
 
 
@@ -141,7 +155,7 @@ def make_attention(
         **options: Of the source and of the layer; each goes to the one that has it.
 
     Raises:
-        TypeError: An option is unknown, or a registered function did not return a source.
+        TypeError: An option is unknown or of the wrong type, or a registered function did not return a source.
         ValueError: The name is unknown, or an option is out of range.
     """
     if source not in source_names():
@@ -154,7 +168,7 @@ def make_attention(
         check_known(f"options of source={source!r}", options, known | {"is_causal"})
     if source == "sbm":
         return SBMAttentionConv(in_channels, out_channels, heads, **options)
-    own = {*_arguments(AttentionConv), *_arguments(MessagePassing)}
+    own = {*_arguments(AttentionConv), *_arguments(MessagePassing)}.difference(SET)
     of_layer = {name: options.pop(name) for name in [*options] if name in own}
     sizes = {
         name: checks.integer(name, options.get(name, size), 0, "It counts tokens.")
@@ -162,4 +176,9 @@ def make_attention(
     }
     made = (_OWN.get(source) or _MAKERS[source])(out_channels, heads, **options | sizes)
     checks.kind("source", made, GraphSource, f"a GraphSource, made by {source!r}", "See `register_source`.")
-    return AttentionConv(in_channels, out_channels, heads, made, **of_layer)
+    conv = AttentionConv(in_channels, out_channels, heads, made, **of_layer)
+    if source in {*_PATTERNS, *_RULES}:  # whose options are checked by a call
+        one = Tokens(torch.zeros(conv.heads, 1, conv.out_channels, device="cpu"), seed=0)
+        if can_read(one.query):
+            made(one)
+    return conv

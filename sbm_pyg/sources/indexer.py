@@ -443,7 +443,8 @@ class IndexerSource(LearnedSource):
         exploration: Added to each probability with ``"bernoulli"``, in training only, in [0, 1]. None: the square of
             the target density, or 0 without one.
         detach: Stop gradients from the scores to queries and keys, as in DeepSeek-V3.2.
-        window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
+        window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
+            the same tokens. None: no window.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or ``"bernoulli"`` has a ``k``.
@@ -535,7 +536,7 @@ class IndexerSource(LearnedSource):
             exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(show_nan(tokens, graph), probability, exploration=exploration)
-        return patterns.with_window(choice, self.window, tokens.bipartite)
+        return patterns.with_window(choice, self.window, tokens)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         if self.select == "bernoulli":

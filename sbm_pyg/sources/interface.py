@@ -239,6 +239,9 @@ class GraphSource(torch.nn.Module, ABC):
 
     reads_vectors = True
     """False if the graph depends on offsets and seed only; :class:`~sbm_pyg.SourceGraph` then needs no features."""
+    window: int | None = None
+    """Each token attends to tokens at this distance or less, and so to itself, whatever the source chooses, where
+    queries and keys are the same tokens. None: no edge is forced."""
     method: str = "bernoulli"
     """How edges are drawn, ``"bernoulli"``, ``"fastrg"`` or, by rank, ``"top_k"``. It decides the estimators that
     fit."""

@@ -8,6 +8,7 @@ model leaves dense attention (``sparsifier``).
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -22,7 +23,7 @@ from ..graph import AttentionGraph
 from ..ops import checks
 from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
-from ..ops.values import can_read_without_sync
+from ..ops.values import can_read, can_read_without_sync
 from ..ragged import Tokens, count_pairs, count_positions, offsets
 from ..rows import index_type
 from . import patterns
@@ -33,6 +34,10 @@ __all__ = [
     "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "sample_rows",
     "sample_sequences",
 ]  # fmt: skip
+
+
+FEW_KEYS = 4
+"""Mean number of keys of a query below which a target density is warned of."""
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences
@@ -265,6 +270,7 @@ class DensitySource(GraphSource):
     _density: float | None = None
     _sparsifier: int | None = None  # number of the last one that was made for it
     _in_dense_phase = False  # whether a Sparsifier trains it, and not all steps are sparse yet
+    _checked_density: float | None = None  # whose number of keys has been looked at
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Choice:
@@ -273,11 +279,26 @@ class DensitySource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         return DenseChoice(tokens) if self.target_density == 1 else self.choose(tokens)
 
-    @property
-    def forced_distance(self) -> int | None:
-        """Largest distance at which tokens attend to each other whatever the probabilities are, or None."""
-        window: int | None = getattr(self, "window", None)
-        return 0 if window is None and getattr(self, "self_loops", False) else window
+    def _warn_of_few_keys(self, tokens: Tokens) -> None:
+        """Warn, once for a target density, if it leaves fewer than four keys to a query, in the mean over these tokens.
+
+        Edges of a window count, and the least number of keys ``k``. Offsets are read at the first sparse call alone.
+        """
+        density = self.target_density
+        if density in (None, 1, self._checked_density) or torch.compiler.is_compiling() or not can_read(tokens.key_ptr):
+            return
+        self._checked_density = density
+        ptrs = (tokens.query_ptr, tokens.key_ptr)
+        allowed = float(count_pairs(*ptrs, tokens.is_causal).sum()) / tokens.num_queries
+        near = 0 if self.window is None or tokens.bipartite else (2 - tokens.is_causal) * self.window + 1
+        keys = max(density * allowed, getattr(self, "k", None) or 0) + near
+        if keys < min(FEW_KEYS, allowed):
+            warnings.warn(
+                f"A target density of {density:.3g} leaves a query {keys:.1f} keys in the mean, of {allowed:.1f} that "
+                f"it may attend to. Set a larger density, a wider 'window', or a 'k' if the source has one.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     @property
     def target_density(self) -> float | None:
@@ -385,7 +406,7 @@ class LearnedSource(DensitySource):
         probability = CandidateProbability(self.predict(seen), candidates.graph, density, budget)
         check_finite("source", tokens, probability.on_candidates)
         choice = self._select_among(probability, candidates, tokens)
-        return patterns.with_window(choice, self.forced_distance, tokens.bipartite)
+        return patterns.with_window(choice, self.window, tokens)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         """Draw each pair with its probability; subclasses select in another way."""

@@ -543,14 +543,9 @@ def check_window(window: int | None) -> int | None:
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
-def with_window(choice: Choice, window_size: int | None, bipartite: bool) -> Choice:
-    """Add a window to the choice in each head, regardless of the probabilities."""
-    if window_size is None:
+def with_window(choice: Choice, size: int | None, tokens: Tokens) -> Choice:
+    """Add a window to the choice in each head, regardless of the probabilities; none if queries are not the keys."""
+    if size is None or tokens.bipartite:
         return choice
-    if bipartite:
-        raise ValueError(
-            "Expected the same tokens as queries and keys with 'window' or 'self_loops' (got a pair). "
-            "Leave it out, keep the layer dense by `Sparsifier(keep_dense=...)`, or pass a graph."
-        )
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
-    return choice.force(window(graph.num_queries, window_size, is_causal=graph.is_causal, ptr=graph.query_ptr))
+    return choice.force(window(graph.num_queries, size, is_causal=graph.is_causal, ptr=graph.query_ptr))

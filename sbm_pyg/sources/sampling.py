@@ -161,8 +161,9 @@ class SBMSource(LearnedSource, FollowingSource):
             :func:`~sbm_pyg.sync_statistics` for several processes. Before the first update, each query is scaled by
             itself, as in :meth:`SBM.with_density`. Probabilities are cut at 1, so graphs may have fewer edges. None:
             probabilities are those of the head.
-        self_loops: Each token always attends to itself.
-        window: Each token always attends to tokens at this distance or less, and so to itself. None: no window.
+        window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: each
+            token attends to itself, so that no query is without a key. None: no edge is forced, as in the paper. If
+            queries and keys are different tokens, as in cross attention, a window forces nothing.
         block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
             for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
             exploration and target density are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a
@@ -200,8 +201,7 @@ class SBMSource(LearnedSource, FollowingSource):
         exploration: float | None = None,
         budget: float | None = None,
         target_density: float | None = None,
-        self_loops: bool = False,
-        window: int | None = None,
+        window: int | None = 0,
         block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
@@ -230,7 +230,7 @@ class SBMSource(LearnedSource, FollowingSource):
         self.candidates = candidates
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
-        self.self_loops, self.window = self_loops, window
+        self.window = window
         self.running_mean: Tensor
         self.target_density = target_density
 
@@ -302,9 +302,8 @@ class SBMSource(LearnedSource, FollowingSource):
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
         graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
         choice = self._keep_best(Choice(graph, sbm, exploration=exploration), tokens, sbm._allowed_keys())
-        size = 0 if sbm.is_strict and self.window is None else self.forced_distance
-        size = size if size is None else -(-size // self.block_size)
-        return patterns.with_window(choice, size, tokens.bipartite)
+        size = 0 if sbm.is_strict and self.window is None else self.window
+        return patterns.with_window(choice, size if size is None else -(-size // self.block_size), tokens)
 
     def _keep_best(self, choice: Choice, tokens: Tokens, allowed: Tensor) -> Choice:
         """Keep the drawn edges of each query with the largest dot products, one in ``candidates``.

@@ -207,7 +207,8 @@ class SelectorSource(GraphSource):
 
     Args:
         rule: A function of this module, or one of your own, ``rule(tokens, **options) -> AttentionGraph``.
-        window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
+        window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
+            the same tokens. None: no window.
         **options: Arguments of the rule, e.g. ``k=16``. Copies of tensors become buffers.
 
     Raises:
@@ -232,7 +233,7 @@ class SelectorSource(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
         choice = Choice(graph.causal() if tokens.is_causal else graph)
-        return patterns.with_window(choice, self.window, tokens.bipartite)
+        return patterns.with_window(choice, self.window, tokens)
 
     def extra_repr(self) -> str:
         window = [] if self.window is None else [f"window={self.window}"]
@@ -250,7 +251,8 @@ class TopKSource(DensitySource):
         k: Keys of each query, at least 1; with a target density, the least number of them. None: 1.
         target_density: Part of its keys that each query attends to, in (0, 1]; 1 is dense attention. A
             :class:`~sbm_pyg.Sparsifier` sets it. None: 1, or ``k`` keys if there is a ``k``.
-        window: Each token also attends to tokens at this distance or less, and so to itself. None: no window.
+        window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
+            the same tokens. None: no window.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -274,7 +276,7 @@ class TopKSource(DensitySource):
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
         count = pairs.number_of_keys(self.k, self.target_density, tokens.allowed_keys)
-        return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens.bipartite)
+        return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens)
 
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in ("k", "target_density", "window")}
@@ -345,7 +347,7 @@ class RoutingSource(GraphSource, FollowingSource):
         graph = routing(tokens, centroids, self.size)
         if self._counts:
             self._note(self._sums_of_members(tokens.query.detach(), tokens.key.detach(), centroids))
-        return patterns.with_window(Choice(graph), self.window, tokens.bipartite)
+        return patterns.with_window(Choice(graph), self.window, tokens)
 
     def _sums_of_members(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
         """Sums of the unit vectors of the tokens that are nearest to each centroid, ``[H, K, C]``."""

@@ -296,8 +296,10 @@ class SparsefinderSource(GraphSource):
     Args:
         projection: A projection with the heads of the layer.
         rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or one like them.
-        window: Each token also attends to tokens at this distance or less. None: no window.
-        num_global: Number of first tokens of a sequence that attend to all tokens and that all tokens attend to.
+        window: Each token also attends to tokens at this distance or less, where queries and keys are the same tokens.
+            None: no window.
+        num_global: Number of first tokens of a sequence that attend to all tokens and that all tokens attend to, where
+            queries and keys are the same tokens.
         **options: Options of the rule, e.g. ``threshold=1.0``. Copies of tensors, such as centroids, become buffers.
 
     Raises:
@@ -327,12 +329,10 @@ class SparsefinderSource(GraphSource):
         self.rule = SelectorSource(rule, window=window, **options)
 
     def forward(self, tokens: Tokens) -> Choice:
-        if tokens.bipartite and self.num_global:
-            raise ValueError("Expected the same tokens on both sides with 'num_global' (got a pair). Leave it out.")
         projected = self.projection(tokens.query, tokens.key)
         check_finite("projection", tokens, *projected)
         graph = self.rule(tokens.with_vectors(*projected)).graph
-        if self.num_global:
+        if self.num_global and not tokens.bipartite:
             wide = patterns.global_tokens(None, self.num_global, is_causal=tokens.is_causal, ptr=tokens.query_ptr)
             graph = graph | wide
         return Choice(graph)
