@@ -1,9 +1,14 @@
-"""The recipe of the conda package is the package of pyproject.toml, and the page on PyPI leads to files that there are."""
+"""The package installs what it imports and is found, the conda recipe is that of pyproject.toml, and the page on PyPI leads to files that there are."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +40,37 @@ def test_the_conda_recipe_states_what_pyproject_states() -> None:
     about = recipe["about"]
     assert (about["summary"], about["license"]) == (project["description"], project["license"])
     assert (ROOT / about["license_file"]).is_file()
+
+
+def test_the_docs_extra_brings_all_that_modules_import() -> None:
+    """Pages show docstrings, for which Sphinx imports the modules."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    versions = {line for line in extras["docs"] if line.partition(">")[0] in ("lightning", "transformers")}
+    assert versions <= {*extras["examples"]}
+    stated = {re.split(r"[<>=]", line)[0].replace("-", "_") for line in project["dependencies"] + extras["docs"]}
+    stated |= {"llvmlite", *sys.stdlib_module_names}  # llvmlite: a part of numba
+    imported = set()
+    for path in Path(sbm_pyg.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    assert {"torch_geometric", "lightning", "transformers", "triton"} <= imported
+    assert imported - stated == {"triton"}  # comes with torch, and is imported only where it is there
+
+
+def test_python_finds_the_package_from_the_folder_that_holds_a_clone(tmp_path: Path) -> None:
+    """A folder of the package's name, without modules, is a namespace package to Python where nothing better is on its path."""
+    (tmp_path / "sbm_pyg").mkdir()
+    program = "import importlib.util, json; print(json.dumps(importlib.util.find_spec('sbm_pyg').origin))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    origin = json.loads(done.stdout)
+    assert origin is not None, "sbm_pyg is a namespace package here: install it again by `pip install -e .`"
+    assert Path(origin).name == "__init__.py"
 
 
 def test_links_of_the_readme_lead_to_files_on_pypi_too() -> None:
