@@ -12,9 +12,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import sbm_pyg
+from examples.common.tables import finished
+from examples.recall import report
 
 ROOT = Path(sbm_pyg.__file__).parents[1]
 CONDA = {"torch": "pytorch", "torch-geometric": "pytorch_geometric"}  # names that differ on conda-forge
@@ -96,3 +99,35 @@ def test_the_release_rewrites_the_readme_before_it_builds() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     commands = [step.get("run") for step in workflow["jobs"]["build"]["steps"]]
     assert commands.index("python .ci/readme.py") + 1 == commands.index("python -m build")
+
+
+def test_the_check_of_the_main_job_reads_its_table() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert "main" in workflow["jobs"]["steps"]["strategy"]["matrix"]["step"]
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks[0].splitlines() == ['pip install -e ".[examples]"', "python -m examples.recall"]
+    rows = [row for row in finished(ROOT / "docs" / "learning" / "recall") if row["task"] == "mqar-small"]
+    ends = {name: [row for row in rows if row["run"] == name] for name in ("full", "sbm 5 %", "sbm 1.5 %")}
+    script = runpy.run_path(str(ROOT / ".ci" / "accuracy.py"))
+    good = f"wrote a.png\n{report.tables(ends['full'] + ends['sbm 5 %'])}\n"
+    assert script["accuracies"](good) == {"full": 100.0, "sbm 5 %": 100.0}
+    script["check"](good)
+    wrong = {
+        "a table of runs": "## mqar-small\n\nTraceback\n",
+        r"runs of 'sbm' .* \(got \{\}\)": report.tables(ends["full"]),
+        r"runs of 'full' .* \(got \{\}\)": report.tables(ends["sbm 5 %"]),
+        r"at least 99 % \(got \{'sbm 1.5 %': 95.98\}\)": report.tables(ends["full"] + ends["sbm 1.5 %"]),
+        r"\{'sbm 5 %': 100.0, 'sbm 1.5 %': 95.98\}": report.tables([row for runs in ends.values() for row in runs]),
+        r"\{'full': nan\}": good.replace("100.00", "nan", 1),
+    }
+    for message, printed in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            script["check"](printed)
+
+
+def test_the_check_of_the_main_job_fails(tmp_path: Path) -> None:
+    (tmp_path / "table").write_text("Stopped.\n")
+    command = [sys.executable, str(ROOT / ".ci" / "accuracy.py"), str(tmp_path / "table")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "Expected a table of runs (got 'Stopped.\\n'). Look at the output above.\n"
