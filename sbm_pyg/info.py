@@ -48,14 +48,15 @@ def collect(test: bool = True) -> dict[str, Any]:
     Args:
         test: Also run :func:`self_test`.
     """
-    tested = self_test() if test else None  # first: it loads the kernels, whose caches are listed below
+    machine = _machine()  # before the self-test adds to the load
+    tested = self_test() if test else None  # loads the kernels, whose caches are listed below
     return {
         "versions": {
             "sbm_pyg": __version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in CORE},
         },
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "machine": machine,
         "kernels": {
             "cpu": "numba" if cpu.INSTALLED else "plain torch",
             "cuda": "triton" if cuda.installed() else "plain torch",
@@ -67,9 +68,10 @@ def collect(test: bool = True) -> dict[str, Any]:
             "pool": "OpenMP team of torch" if threads._fork_team is not None else "python threads",
             "environment": {
                 name: os.environ[name]
-                for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+                for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
                 if name in os.environ
             },
+            "advice": _advice(machine, torch.get_num_threads()),
         },
         "cuda": {
             "torch": torch.version.cuda,
@@ -133,6 +135,24 @@ def _error(found: Any, wanted: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def _machine() -> dict[str, Any]:
+    """The system, the cores that this process may use, and the load: how many processes ran in the last minute, on average."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
+    return {"system": platform.platform(), "processor": platform.machine(), "cores": cores, "load": load}
+
+
+def _advice(machine: dict[str, Any], threads: int) -> str | None:
+    """What to do if other processes leave less cores than torch has threads."""
+    busy, passive = round(machine["load"] or 0), os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    if threads == 1 or passive or busy + threads <= machine["cores"]:
+        return None
+    return (
+        f"{threads} threads and a load of {machine['load'] or 0:.1f} share {machine['cores']} cores: threads that wait keep a core "
+        "busy, and a step can take 25 times as long. Run `export OMP_WAIT_POLICY=passive` before you start Python"
+    )
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -184,13 +204,15 @@ def _text(info: dict[str, Any]) -> str:
 
     kernels, running, cuda, tested = info["kernels"], info["threads"], info["cuda"], info["self_test"]
     section("versions", info["versions"])
-    section("machine", info["machine"])
+    load = info["machine"]["load"]
+    section("machine", info["machine"] | {"load": "unknown" if load is None else f"{load:.1f} in the last minute"})
     processor = f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}"
     tiles = f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}"
     section("kernels", {"cpu": f"{processor}, {tiles}", "cuda": kernels["cuda"]})
     environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
     of_torch = f"{running['torch']}, {running['interop']} between ops{environment}"
-    section("threads", {"torch": of_torch, "kernels": running["pool"]})
+    advice = {"advice": running["advice"]} if running["advice"] else {}
+    section("threads", {"torch": of_torch, "kernels": running["pool"]} | advice)
     built = f"torch is built for {cuda['torch']}" if cuda["torch"] else "torch is built without it"
     section("cuda", {"devices": ", ".join(cuda["devices"]) or f"none; {built}"})
     optional = info["optional"].items()

@@ -45,7 +45,9 @@ def test_versions_are_those_in_use(told: dict[str, Any]) -> None:
 def test_threads_and_devices(told: dict[str, Any]) -> None:
     assert told["threads"]["torch"] == 1
     assert told["threads"]["environment"]["OMP_NUM_THREADS"] == "1"
-    assert told["machine"]["cores"] == os.cpu_count()
+    assert told["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert told["machine"]["load"] >= 0
+    assert told["threads"]["advice"] is None  # one thread waits for none
     assert told["cuda"]["available"] == torch.cuda.is_available()
     assert len(told["cuda"]["devices"]) == torch.cuda.device_count()
     assert told["kernels"]["tiles"] == amx.AVAILABLE
@@ -118,6 +120,40 @@ def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
     for package in info.OPTIONAL:
         assert package in text
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "policy", "busy"),
+    [
+        (2.0, 2, None, True),
+        (0.6, 2, None, True),
+        (0.4, 2, None, False),
+        (3.0, 1, None, False),
+        (3.0, 2, "PASSIVE", False),
+        (3.0, 2, "active", True),
+        (None, 2, None, False),
+        (None, 3, None, True),
+    ],
+)
+def test_a_busy_machine_is_told(
+    load: float | None, threads: int, policy: str | None, busy: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if policy is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    if load is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert info.main(["--no-test"]) == 0
+    text = capsys.readouterr().out
+    assert ("`export OMP_WAIT_POLICY=passive`" in text) == busy
+    assert f"{threads} threads and a load of {load or 0:.1f} share 2 cores" in text or not busy
+    assert (f"load              {load} in the last minute" if load else "load              unknown") in text
 
 
 def test_a_missing_cache_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
