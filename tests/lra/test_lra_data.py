@@ -446,8 +446,15 @@ def test_a_folder_of_other_samples_skips(
 def test_a_part_of_a_release_is_described_by_what_is_there(text: Path, capsys: pytest.CaptureFixture) -> None:
     main(["prepare", "--task", "text", "--data", str(text)])
     told = capsys.readouterr().out
-    assert "(22,500/2,500/25,000 of the whole release)" in told
     assert "\n examples: 36/4/8\n" in told
+    assert "00" not in told.partition(" examples: ")[0].partition(" split: ")[2], "the size of another release"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_words_of_options_hold_no_numbers_of_examples(task: str) -> None:
+    """Results put them beside the numbers of what was trained on."""
+    for choices in TASKS[task].options.values():
+        assert not re.search(r"\d,\d{3}|\d/\d", " ".join(choices.values()))
 
 
 # Prepared data

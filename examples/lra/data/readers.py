@@ -84,7 +84,7 @@ LISTOPS = Release(
     parts=("basic_train.tsv", "basic_val.tsv", "basic_test.tsv"),
     source=GENERATE.format("listops"),
 )
-LISTOPS_SPLITS = {"release": "as released or generated (96,000/2,000/2,000 of the whole release)"}
+LISTOPS_SPLITS = {"release": "as released or generated"}
 TOKEN_NUMBER = {word.encode(): number for number, word in enumerate(VOCABULARY, start=1)}
 
 
@@ -98,10 +98,8 @@ def read_trees(path: Path) -> Iterator[Row]:
 
 CLASSES = ("neg", "pos")  # labels 0 and 1
 TEXT_SPLITS = {
-    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation "
-    "(22,500/2,500/25,000 of the whole release)",
-    "lra": "LRA's own: all of the training set, and the test set for validation too (25,000/25,000/25,000 of the whole release); "
-    "its best step is chosen on the test set",
+    "held-out": "the tenth of each class with the highest numbers is taken from the training set for validation",
+    "lra": "LRA's own: all of the training set, and the test set for validation too; its best step is chosen on the test set",
 }
 
 
@@ -130,7 +128,7 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
     return {name: Rows([path for path, _ in files], partial(read, files)) for name, files in parts.items()}
 
 
-RETRIEVAL_SPLITS = {"release": "as released (147,086/18,090/17,437 of the whole release)"}
+RETRIEVAL_SPLITS = {"release": "as released"}
 RETRIEVAL = Release(
     name="the pairs of Retrieval",
     folders=("tsv_data", "aan", "retrieval"),
@@ -146,9 +144,7 @@ def read_pairs(path: Path) -> Iterator[Row]:
         yield (_tokens(fields[3]), _tokens(fields[4])), label
 
 
-IMAGE_SPLITS = {
-    "held-out": "the second half of data_batch_5 is taken from the training set for validation (45,000/5,000/10,000 of the whole release)"
-}
+IMAGE_SPLITS = {"held-out": "the second half of data_batch_5 is taken from the training set for validation"}
 
 
 def open_image(root: Path, *, split: str) -> dict[str, Rows]:
