@@ -1,35 +1,19 @@
-"""The notebooks are the pages of the tutorial, and run."""
+"""The notebooks are the pages of the tutorial with the outputs of a run, and run again."""
 
 from __future__ import annotations
 
-import doctest
+import copy
 import os
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from nbformat import NotebookNode
 
-from examples.notebooks.__main__ import PAGES, notebook, path_of
+from examples.notebooks.__main__ import PAGES, check, execute, notebook, path_of, pictures, printed
 
 ROOT = PAGES[0].parents[2]
-
-
-def printed(cell: NotebookNode) -> str:
-    return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == "stdout")
-
-
-def execute(made: NotebookNode, folder: Path) -> None:
-    """Run all cells in a folder, and compare what they print with the outputs that the notebook came with."""
-    promised = [printed(cell) for cell in made.cells]
-    NotebookClient(made, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for cell, text in zip(made.cells, promised, strict=True):
-        if text:
-            assert doctest.OutputChecker().check_output(text, printed(cell), flags), printed(cell)
 
 
 def test_the_notebooks_are_written_from_the_pages() -> None:
@@ -37,24 +21,50 @@ def test_the_notebooks_are_written_from_the_pages() -> None:
         path.name for path in path_of(PAGES[0]).parent.glob("*.ipynb")
     )
     for page in PAGES:
-        text = nbformat.writes(notebook(page.read_text())) + "\n"
-        assert path_of(page).read_text() == text, f"{page.name} has changed: run `python -m examples.notebooks`"
-        assert len(text) < 20_000
+        stored = nbformat.read(path_of(page), as_version=4)
+        check(stored)
+        shown = [(cell, picture) for cell in stored.cells for picture in pictures(cell)]
+        assert shown, f"{page.name} has no figure"
+        for cell, picture in shown:
+            assert (page.parent / cell.metadata.figure).read_bytes() == picture
+            assert len(picture) < 60_000
+        for cell in stored.cells:
+            if "..." in cell.metadata.get("text", ""):
+                assert printed(cell) != cell.metadata.text, "the output of the page, not of a run"
+            if cell.cell_type == "code":
+                assert cell.execution_count
+                cell.outputs, cell.execution_count = [], None
+        assert stored == notebook(page.read_text()), f"{page.name} has changed: run `python -m examples.notebooks`"
 
 
 def test_links_lead_to_files_and_cells_hold_the_code_of_the_page() -> None:
     made = notebook(
         "# A page\n\nSee {func}`f <m.f>` and [b](2_model.md), [c](../guides/save.md#save-a-graph), [d](https://e.org).\n\n"
-        "```python\nprint(1)\n\n\nprint(2)\n```\n\n```text\n1\n...\n```\n\n```bash\npython a.py\n```\nEnd.\n"
+        "```python\nprint(1)\n\n\nprint(2)\n```\n\n```text\n1\n...\n```\n\n```bash\npython a.py\n```\n\n"
+        "![A figure](../figures/a.png)\n\nEnd.\n"
     )
     first, begin, code, program, last = made.cells
     assert first.source == (
         "# A page\n\nSee `f` and [b](2_model.ipynb), [c](../../docs/guides/save.md#save-a-graph), [d](https://e.org)."
     )
     assert 'os.chdir("../..")' in begin.source
-    assert (code.source, printed(code)) == ("print(1)\n\n\nprint(2)", "1\n...\n")
-    assert (program.source, printed(program), last.source) == ("%%bash\npython a.py", "", "End.")
+    assert (code.source, code.metadata) == ("print(1)\n\n\nprint(2)", {"text": "1\n...\n"})
+    assert (program.source, program.metadata) == ("%%bash\npython a.py", {"figure": "../figures/a.png"})
+    assert last.source == "End."
     assert len({cell.id for cell in made.cells}) == 5
+
+
+def test_outputs_and_figures_that_the_page_does_not_have_are_refused() -> None:
+    stored = nbformat.read(path_of(PAGES[0]), as_version=4)
+    for change, message in (
+        (lambda cell: cell.metadata.update(text="torch.Size([1])\n"), "to print 'torch.Size"),
+        (lambda cell: cell.outputs.clear(), "to print"),
+        (lambda cell: cell.metadata.update(figure="a.png"), "to show a figure"),
+    ):
+        wrong = copy.deepcopy(stored)
+        change(next(cell for cell in wrong.cells if printed(cell)))
+        with pytest.raises(ValueError, match=message):
+            check(wrong)
 
 
 @pytest.mark.slow
@@ -66,7 +76,7 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for page in PAGES:
         execute(notebook(page.read_text()), tmp_path)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="to print '1"):
         execute(notebook("```python\nprint(2)\n```\n\n```text\n1\n```\n"), tmp_path)
     for wrong in ("```python\n1 / 0\n```\n", "```bash\nfalse\n```\n"):
         with pytest.raises(CellExecutionError, match=r"ZeroDivisionError|CalledProcessError"):
