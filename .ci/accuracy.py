@@ -1,4 +1,4 @@
-"""Checks the README's main job: ``python .ci/accuracy.py FILE``, where FILE holds what ``python -m examples.recall`` printed.
+"""Checks what the README's main job prints: ``python -m examples.recall > FILE; python .ci/accuracy.py FILE``.
 
 It ends with status 1 unless the table is there, with full attention and sampled graphs, and both answer at least 99 %.
 """

@@ -136,7 +136,7 @@ def _error(found: Any, wanted: torch.Tensor) -> float:
 
 
 def _machine() -> dict[str, Any]:
-    """The system, the cores that this process may use, and the load: how many processes ran in the last minute, on average."""
+    """The system, the cores that this process may use, and the load: how many processes ran in the last minute."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
     return {"system": platform.platform(), "processor": platform.machine(), "cores": cores, "load": load}
@@ -148,8 +148,9 @@ def _advice(machine: dict[str, Any], threads: int) -> str | None:
     if threads == 1 or passive or busy + threads <= machine["cores"]:
         return None
     return (
-        f"{threads} threads and a load of {machine['load'] or 0:.1f} share {machine['cores']} cores: threads that wait keep a core "
-        "busy, and a step can take 25 times as long. Run `export OMP_WAIT_POLICY=passive` before you start Python"
+        f"{threads} threads and a load of {machine['load'] or 0:.1f} share {machine['cores']} cores: threads that wait "
+        "keep a core busy, and a step can take 25 times as long. Run `export OMP_WAIT_POLICY=passive` before you start "
+        "Python"
     )
 
 
