@@ -95,6 +95,16 @@ def test_links_of_the_readme_lead_to_files_on_pypi_too() -> None:
     assert script["with_addresses"](rewritten, "owner/name", "v0.1.0") == rewritten
 
 
+def test_pages_show_every_figure_and_the_pictures_are_there() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = set()
+    for page in pages:
+        for names in re.findall(r'!\[[^]]*\]\(([^)]+\.png)\)|<img src="([^"]+)"', page.read_text()):
+            shown |= {(page.parent / name).resolve() for name in names if name}
+    assert {*(ROOT / "docs" / "figures").resolve().iterdir()} <= shown
+    assert all(path.is_file() for path in shown)
+
+
 def test_the_release_rewrites_the_readme_before_it_builds() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     commands = [step.get("run") for step in workflow["jobs"]["build"]["steps"]]
