@@ -163,8 +163,8 @@ class LearnedGraph(nn.Module):
             candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
                 the edges of a data set, the source thins them. All options of the source keep their meaning among these
                 pairs: a target density is a part of them, a budget counts them; a window is added. Pairs of a node and
-                itself are left out. Needs a :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
-                density still scores all pairs.
+                itself are left out. Needs a :class:`~sbm_pyg.LearnedSource`. An
+                :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
             seed: Fixes the edges and the probes. None: in training from torch's default generator, in evaluation mode
