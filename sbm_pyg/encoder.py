@@ -337,10 +337,10 @@ class SequenceEncoder(Pretrained):
         seed = None if seed is None else draw_seed(seed)
         given = () if edge_index is None else (edge_index,)
         x = self._embed(tokens)
-        named: dict[str, Any] = {}
+        rotated: list[nn.Module] = []
         if positions is not None:
-            self._check_positions(tokens, positions)
-            named = {"positions": positions} if self.position_encoding == "rotary" else {}
+            rotated = [layer for layer in self.layers if any(isinstance(part, Rotary) for part in layer.modules())]
+            self._check_positions(tokens, positions, bool(rotated))
         if self.position is not None:
             x = x + self.position(self._positions(tokens, ptr) if positions is None else positions)
         x = self.dropout(x)
@@ -348,7 +348,8 @@ class SequenceEncoder(Pretrained):
         for number, layer in enumerate(self.layers):
             # Layers draw independently.
             layer_seed = None if seed is None else (seed + number * GOLDEN) % 2**63
-            named |= {"ptr": ptr, "seed": layer_seed, "sequence_ids": sequence_ids}
+            named: dict[str, Any] = {"ptr": ptr, "seed": layer_seed, "sequence_ids": sequence_ids}
+            named |= {"positions": positions} if layer in rotated else {}
             x, choice = layer(x, given, named, return_trace)
             choices.append(choice)
         x = self.norm(x)
@@ -400,10 +401,10 @@ class SequenceEncoder(Pretrained):
             )
         return count_positions(ptr, tokens.size(0))
 
-    def _check_positions(self, tokens: Tensor, positions: Tensor) -> None:
+    def _check_positions(self, tokens: Tensor, positions: Tensor, rotates: bool) -> None:
         """Check positions that were passed."""
         count = tokens.size(0)
-        if self.position_encoding in ("alibi", "none"):
+        if self.position is None and not rotates:
             raise ValueError(
                 f"Expected no 'positions' with position_encoding={self.position_encoding!r} (got some). Leave them out."
             )

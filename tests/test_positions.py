@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -317,6 +318,24 @@ def test_encoders_have_relative_positions(encoding: str, attention: str) -> None
     if attention == "full":  # of these encodings, rotation alone tells forward from backward
         backward = encoder(tokens.flip(0), pointer(LENGTHS[::-1])).flip(0)
         assert torch.allclose(out, backward, atol=1e-5) == (encoding != "rotary")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "attention"),
+    [*product(["learned", "none"], ["full", "window", "factory"]), ("rotary", "full"), ("rotary", "window")],
+)
+def test_positions_reach_each_layer_that_rotates(encoding: str, attention: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"attention": attention, "attention_options": {"rotary": Rotary()}}
+    if attention == "factory":
+        options = {"attention": lambda *sizes: FullAttention(*sizes, rotary=Rotary())}
+    encoder = SequenceEncoder(9, 16, max_length=60, num_layers=1, position_encoding=encoding, **options).eval()
+    tokens, positions = torch.randint(9, (6,)), torch.tensor([0, 1, 2, 50, 51, 55])
+    out = encoder(tokens, positions=positions)
+    x = encoder.token(tokens) if encoder.position is None else encoder.token(tokens) + encoder.position(positions)
+    layer = encoder.layers[0]
+    x = x + layer.lin_out(layer.attention(layer.norm1(x), ptr=torch.tensor([0, 6]), positions=positions))
+    torch.testing.assert_close(out, encoder.norm(x + layer.ffn(layer.norm2(x))))
 
 
 def test_rotary_encoders_take_positions(tmp_path: Any) -> None:
