@@ -282,7 +282,7 @@ class AttentionConv(EdgeAttention):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None = None, *,
-        bipartite: bool = False, is_causal: bool = False,
+        bipartite: bool = False, is_causal: bool | None = None,
         edge_filter: Callable[[AttentionGraph], Tensor] | None = None, edge_attr: Tensor | None = None,
         edge_head: Tensor | None = None, ptr: OneOrTwo | None = None, batch: OneOrTwo | None = None,
         positions: OneOrTwo | None = None, seed: int | None = None, sequence_ids: Tensor | None = None,
@@ -295,10 +295,11 @@ class AttentionConv(EdgeAttention):
         Args:
             query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
             bipartite: Queries and keys are different tokens, even if N = M.
-            is_causal: Makes this call causal, even if the layer is not.
+            is_causal: Whether this call is causal. None: as the layer is.
             edge_filter: Function from the graph to a mask ``[E]`` bool of the edges to keep.
             returns: Extra outputs.
         """
+        is_causal = self.is_causal if is_causal is None else is_causal
         checks.flag("is_causal", is_causal, CAUSAL)
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
         if edge_attr is not None or self.lin_edge is not None:
@@ -310,7 +311,6 @@ class AttentionConv(EdgeAttention):
         noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
         if self.first_head:
             noise = (seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
-        is_causal = self.is_causal or is_causal
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
         tokens = None
         if edge_index is None:

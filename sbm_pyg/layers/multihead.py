@@ -238,7 +238,8 @@ class SBMMultiheadAttention(nn.Module):
                 0, elsewhere. These edges are removed from the graph after sampling.
             average_attn_weights: Average the weights over the heads.
             is_causal: Without ``attn_mask``, no query attends to a later key. With it, a hint that the mask is the
-                causal one; it is ignored if it is wrong.
+                causal one; it is ignored if it is wrong. A layer made with the option ``is_causal`` is causal in each
+                call, whatever this argument and the mask are.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
             seed: Fixes the sampled graph and the dropout; from torch's default generator if None. While attention is
                 dense, at a target density of 1, that generator always draws the dropout. In training, pass another one
@@ -267,11 +268,13 @@ class SBMMultiheadAttention(nn.Module):
             )
         self_attention, batched, nested = _is_self_attention(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)
-        # Padding among the keys of cross-attention shifts their positions: then a mask makes the graph causal.
         if is_causal and attn_mask is not None and _is_causal_mask(attn_mask, query.size(1), key.size(1)):
             attn_mask = None
-        causal = is_causal and attn_mask is None and (self_attention or real_key is None)
-        forbidden = self._forbidden(attn_mask, is_causal and not causal, query, key)  # [B or 1, H or 1, L, S]
+        is_causal = self.conv.is_causal or (is_causal and attn_mask is None)
+        # Padding among the keys of cross-attention shifts their positions: then a mask makes the graph causal.
+        is_shifted = not self_attention and real_key is not None
+        forbidden = self._forbidden(attn_mask, is_causal and is_shifted, query, key)  # [B or 1, H or 1, L, S]
+        causal = is_causal and not is_shifted
         keys = PaddedSequences(key, real_key)
         layout = PaddedBatch(keys if self_attention else PaddedSequences(query, real_query), keys)
         edge_filter = None
@@ -401,15 +404,17 @@ class SBMMultiheadAttention(nn.Module):
     def _forbidden(self, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
         """Pairs that must not attend, ``[B or 1, H or 1, L, S]`` bool, or None."""
         batch, length, keys = query.size(0), query.size(1), key.size(1)
+        later = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
         if attn_mask is None:
-            return torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
+            return later
         if attn_mask.shape not in ((length, keys), (batch * self.num_heads, length, keys)):
             raise ValueError(
                 f"Expected 'attn_mask' to be {[length, keys]} or {[batch * self.num_heads, length, keys]} "
                 f"(got {list(attn_mask.shape)}). It is True where a query must not attend."
             )
         first = (1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)
-        return _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
+        forbidden = _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
+        return forbidden if later is None else forbidden | later
 
 
 def _is_self_attention(query: Tensor, key: Tensor) -> bool:
