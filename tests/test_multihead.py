@@ -328,7 +328,7 @@ def test_padding_changes_nothing(bipartite: bool) -> None:
         assert not grad[PADDING].any()
         if not bipartite:
             assert not out[PADDING].any()
-        results.append((out, weights.indices(), weights.values(), graph.col, grad))
+        results.append((out, weights, graph.col, grad))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -371,9 +371,37 @@ def test_tokens_that_are_equal_are_not_the_same() -> None:
     assert not torch.equal(same, other)  # padded queries attend, too
 
 
-def test_weights_are_sparse_and_differentiable() -> None:
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_weights_are_dense_unless_sparse_ones_are_requested(average: bool, batched: bool) -> None:
     layer, x = sampling_layer(), draw(3, 7, 16).requires_grad_()
-    _, weights, graph = layer(x, x, x, PADDING, average_attn_weights=False, seed=3, return_graph=True)
+    tokens, padding = (x, PADDING) if batched else (x[1], PADDING[1])
+    options: dict[str, Any] = {"average_attn_weights": average, "seed": 3}
+    results = []
+    for is_sparse in (False, True):
+        _, weights = layer(tokens, tokens, tokens, padding, sparse_weights=is_sparse, **options)
+        assert weights.is_sparse is is_sparse
+        weights = weights.to_dense()
+        results.append((weights, *torch.autograd.grad(weights.square().sum(), x)))
+    assert weights.shape == (3,) * batched + (2,) * (not average) + (7, 7)
+    assert weights.any()
+    for dense, from_sparse in zip(*results, strict=True):
+        torch.testing.assert_close(dense, from_sparse, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_torch_work_on_the_layer(register: str) -> None:
+    layer, x, shapes = sampling_layer(), draw(3, 7, 16).requires_grad_(), []
+    getattr(layer, register)(lambda module, *gradients: shapes.append([grad.shape for grad in gradients[-1]]))
+    out, weights = layer(x, x, x, PADDING, seed=3)
+    (out.sum() + weights.square().sum()).backward()
+    assert shapes == [[out.shape, weights.shape]]
+
+
+def test_sparse_weights_store_edges_and_are_differentiable() -> None:
+    layer, x = sampling_layer(), draw(3, 7, 16).requires_grad_()
+    options: dict[str, Any] = {"average_attn_weights": False, "seed": 3, "return_graph": True}
+    _, weights, graph = layer(x, x, x, PADDING, sparse_weights=True, **options)
     assert weights.is_sparse
     assert weights._nnz() == graph.num_edges
     dense = torch.stack([pad_square(graph.sequence(b).to_dense()) for b in range(3)])
@@ -843,7 +871,8 @@ def test_a_causal_layer_is_causal_where_padding_shifts_keys(source: dict[str, An
     forbidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
     expected, _ = theirs(query, memory, memory, padding, attn_mask=forbidden if pairs is None else pairs | forbidden)
     is_real = expected.isfinite()  # torch gives NaN to queries whose keys are all padding or later
-    assert is_real[0].all() and is_real[1].any()
+    assert is_real[0].all()
+    assert is_real[1].any()
     if source != {"source": "full"}:  # patterns are for self-attention alone
         found, _ = ours(query, memory, memory, padding, attn_mask=pairs)
         torch.testing.assert_close(found[is_real], expected[is_real], rtol=0, atol=1e-12)

@@ -333,7 +333,7 @@ def test_positions_reach_each_layer_that_rotates(encoding: str, attention: str) 
     tokens, positions = torch.randint(9, (6,)), torch.tensor([0, 1, 2, 50, 51, 55])
     out = encoder(tokens, positions=positions)
     x = encoder.token(tokens) if encoder.position is None else encoder.token(tokens) + encoder.position(positions)
-    layer = encoder.layers[0]
+    layer = cast(Any, encoder.layers[0])
     x = x + layer.lin_out(layer.attention(layer.norm1(x), ptr=torch.tensor([0, 6]), positions=positions))
     torch.testing.assert_close(out, encoder.norm(x + layer.ffn(layer.norm2(x))))
 

@@ -1,12 +1,12 @@
 """The attention layer with the interface of :class:`torch.nn.MultiheadAttention`, for models with padded tensors.
 
-In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights as a
-sparse tensor. Not here: attention itself. This module removes the padding, calls an :class:`~sbm_pyg.AttentionConv` and
-pads the output.
+In: padded (or nested) queries, keys and values with masks. Out: tokens in that form and, on request, the weights. Not
+here: attention itself. This module removes the padding, calls an :class:`~sbm_pyg.AttentionConv` and pads the output.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -71,8 +71,8 @@ class SBMMultiheadAttention(nn.Module):
         >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
         >>> x, padding = torch.randn(2, 10, 32), torch.arange(10) >= torch.tensor([[10], [7]])
         >>> out, weights = attention(x, x, x, key_padding_mask=padding, seed=0)
-        >>> out.shape, weights.shape, weights.is_sparse
-        (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]), True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]))
 
     Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic
     Block Models", NeurIPS 2022. Unlike in torch's layer, the output of padded queries in self-attention is zero,
@@ -223,6 +223,7 @@ class SBMMultiheadAttention(nn.Module):
         seed: int | None = None,
         sequence_ids: Tensor | None = None,
         return_graph: bool = False,
+        sparse_weights: bool = False,
     ) -> tuple[Any, ...]:
         """Attend over a graph that the source samples, or over a given one.
 
@@ -233,7 +234,7 @@ class SBMMultiheadAttention(nn.Module):
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
                 ones.
-            need_weights: Return the weights, for another O(E C).
+            need_weights: Return the weights, for another O(E C), and O(B L S) memory, or O(B H L S) without averaging.
             attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
                 0, elsewhere. These edges are removed from the graph after sampling.
             average_attn_weights: Average the weights over the heads.
@@ -246,20 +247,22 @@ class SBMMultiheadAttention(nn.Module):
                 at each step: running means take calls with equal seeds for one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
+            sparse_weights: Return the weights as a sparse tensor that stores the edges, in O(E) memory. Hooks and other
+                utilities of torch that change the outputs of modules do not take sparse tensors.
 
         Returns:
-            The output, shaped as the query, and the weights before dropout or None: a sparse tensor ``[B, L, S]``
-            (``[B, H, L, S]`` without averaging; no B for one sequence) that stores the edges; and, with
-            ``return_graph``, the graph.
+            The output, shaped as the query, and the weights before dropout or None: ``[B, L, S]``, or ``[B, H, L, S]``
+            without averaging, and no B for one sequence, with 0 where there is no edge; and, with ``return_graph``, the
+            graph.
 
         Raises:
             TypeError: An argument is not a tensor, bool or graph, tokens do not have the layer's dtype, or a mask is
                 neither boolean nor floating.
             ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real
-                token, or ``sequence_ids`` were passed and nothing is sampled.
+                token, ``sequence_ids`` were passed and nothing is sampled, or memory does not hold the weights.
         """
         _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
-        _check_flags(is_causal=is_causal, return_graph=return_graph)
+        _check_flags(is_causal=is_causal, return_graph=return_graph, sparse_weights=sparse_weights)
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         self._check_tensors({"query": query, "key": key, "value": value}, masks, graph)
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
@@ -302,8 +305,7 @@ class SBMMultiheadAttention(nn.Module):
             out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         weights = None
         if need_weights:
-            weights = layout.weights(used, rest[0][1], average_attn_weights)
-            weights = weights if batched else weights[0]
+            weights = layout.weights(used, rest[0][1], average_attn_weights, sparse_weights, batched)
         return (out, weights, used) if return_graph else (out, weights)
 
     def _check_tensors(
@@ -568,18 +570,22 @@ class PaddedBatch:
         sizes = (self.query.total, self.key.total, heads, self.query.ptr, self.key.ptr)
         return AttentionGraph._trusted(rowptr, col, *sizes, is_causal)
 
-    def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool) -> Tensor:
-        """Weights of the edges as a sparse tensor: ``[B, L, S]``, averaged over heads, or ``[B, H, L, S]``."""
-        way_out = "Pass need_weights=False, or a sparser graph."
+    def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool, sparse: bool, batched: bool) -> Tensor:
+        """Weights of the edges: ``[B, L, S]``, averaged over heads, or ``[B, H, L, S]``; without B if not batched."""
         batch, length, keys = *self.query.shape, self.key.length
         apart = graph.heads == 1 or (not average and batch == 1)  # edges are sorted, with one edge a pair
-        checks.memory("need_weights", graph.num_edges, 110 if apart else 160, graph.device, way_out)
+        size = [batch] * batched + [graph.heads] * (not average) + [length, keys]
+        count, way_out = graph.num_edges * (110 if apart or not sparse else 160), "a sparser graph."
+        if not sparse:
+            count, way_out = count + math.prod(size) * alpha.element_size(), f"sparse_weights=True, or {way_out}"
+        checks.memory("need_weights", count, 1, graph.device, f"Pass need_weights=False, {way_out}", "bytes")
         sequence, head, query, key = self.coordinates(graph)
-        if average:
-            alpha = alpha / graph.heads
-            index, size = torch.stack([sequence, query, key]), [batch, length, keys]
-        else:
-            index, size = torch.stack([sequence, head, query, key]), [batch, graph.heads, length, keys]
+        alpha = alpha / graph.heads if average else alpha
+        if not sparse:
+            row = sequence if average else sequence * graph.heads + head
+            pair = (row * length + query) * keys + key
+            return alpha.new_zeros(math.prod(size)).index_add(0, pair, alpha).view(size)
+        index = torch.stack([sequence] * batched + [head] * (not average) + [query, key])
         return torch.sparse_coo_tensor(
             index, alpha, size, check_invariants=False, is_coalesced=apart or None
         ).coalesce()
