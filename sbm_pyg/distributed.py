@@ -146,7 +146,8 @@ class HeadParallel(torch.nn.Module):
                 one sequence.
             positions: Position of each token of the batch for ``rotary``, ``[N]``. None: counted from 0 in each
                 sequence.
-            seed: As :meth:`AttentionConv.forward`, the same on all processes. None: the first process draws one.
+            seed: As :meth:`AttentionConv.forward`, the same on all processes. None: in evaluation mode ``eval_seed`` of
+                the layer, and in training a number that the first process draws.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the graph over the N tokens, of the heads of this process.
             return_choice: Also return the :class:`Choice` of these heads.
@@ -161,6 +162,7 @@ class HeadParallel(torch.nn.Module):
         """
         conv, group, mine = self.conv, self.process_group, self.own_heads
         check_tokens(x, conv.lin_query)
+        seed = conv.eval_seed if seed is None and not self.training else seed
         counts, seed = self._agree(x, ptr, sequence_ids, seed)
         ptr = resolve_ptr(sum(counts), ptr, device=x.device)
         ids = resolve_sequence_ids(sequence_ids, ptr.numel() - 1, x.device) + (mine.start << 32)

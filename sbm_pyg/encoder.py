@@ -296,6 +296,9 @@ class SequenceEncoder(Pretrained):
         self.layers = nn.ModuleList(_Layer(*widths, dropout, each) for each in attentions)
         self.norm = nn.LayerNorm(channels)
 
+    eval_seed: int | None = 0
+    """Seed of calls without one in evaluation mode; see :attr:`AttentionConv.eval_seed`."""
+
     def constructor_options(self) -> dict[str, Any]:
         return dict(self._options)
 
@@ -322,7 +325,8 @@ class SequenceEncoder(Pretrained):
                 each layer chooses one.
             positions: Position of each token in its sequence, ``[N]`` int64, at least 0 and, if embeddings are learned,
                 below ``max_length``; counted from 0 if None. Pass them if tokens were removed from a sequence.
-            seed: Fixes the graphs that layers sample; from torch's default generator if None.
+            seed: Fixes the graphs that layers sample, each with other words. None: in evaluation mode
+                :attr:`eval_seed`, so that calls repeat, and in training numbers of torch's default generator.
             sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence gets the same graphs in any batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
@@ -334,7 +338,8 @@ class SequenceEncoder(Pretrained):
         tokens = self.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
         sequence_ids = None if sequence_ids is None else resolve_sequence_ids(sequence_ids, ptr.numel() - 1, ptr.device)
-        seed = None if seed is None else draw_seed(seed)
+        if seed is not None or not self.training:
+            seed = draw_seed(self.eval_seed if seed is None else seed)
         given = () if edge_index is None else (edge_index,)
         x = self._embed(tokens)
         rotated: list[nn.Module] = []

@@ -346,6 +346,18 @@ def test_concat_or_mean() -> None:
     torch.testing.assert_close(mean, together.view(30, 2, 8).mean(1))
 
 
+def test_evaluation_repeats_without_a_seed() -> None:
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4), torch.randn(30, 16)
+    assert conv(x, return_graph=True)[1] != conv(x, return_graph=True)[1]
+    graphs = [conv.eval()(x, return_graph=True, **seed)[1] for seed in ({}, {}, {"seed": 0}, {"seed": 1})]
+    assert graphs[0] == graphs[1] == graphs[2] != graphs[3]
+    conv.eval_seed = 1
+    assert conv(x, return_graph=True)[1] == graphs[3]
+    conv.eval_seed = None
+    assert conv(x, return_graph=True)[1] != conv(x, return_graph=True)[1]
+    assert "eval_seed" not in conv.state_dict()
+
+
 def test_seeds() -> None:
     conv, x = layer(dropout=0.2), tokens()
     assert torch.equal(conv(x, seed=1), conv(x, seed=1))

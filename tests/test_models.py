@@ -143,6 +143,24 @@ def test_layers_sample_apart_and_seeds_fix_them() -> None:
     assert float(same.double().mean()) < 0.9  # p = 1/4 twice: agreement by chance is 0.63
 
 
+def test_evaluation_of_a_model_repeats_and_its_layers_draw_apart() -> None:
+    encoder = SequenceEncoder(15, 16, attention_options={"num_blocks": 4}).eval()
+    tokens = torch.randint(15, (30,))
+    first, second = (encoder(tokens, return_trace=True)[1].choices for _ in range(2))
+    assert [choice.graph for choice in first] == [choice.graph for choice in second]
+    seeds: list[int | None] = []
+    for layer in cast(Any, encoder.layers):
+        layer.attention.register_forward_pre_hook(lambda *call: seeds.append(call[2]["seed"]), with_kwargs=True)
+    encoder(tokens)
+    assert len({*seeds}) == 2
+    encoder.eval_seed = None
+    assert encoder(tokens, return_trace=True)[1].graphs != encoder(tokens, return_trace=True)[1].graphs
+    encoder.train()
+    seeds.clear()
+    encoder(tokens)
+    assert seeds == [None, None]
+
+
 def test_pair_classifier() -> None:
     model = PairClassifier(encoder(), 2).eval()
     logits, trace = model((TOKENS, TOKENS), (PTR, PTR), seed=1, sequence_ids=torch.tensor([0, 1, 2]), return_trace=True)

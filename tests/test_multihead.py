@@ -537,6 +537,9 @@ def test_an_encoder_of_layers_that_sample() -> None:
     layer.self_attn = sampling_layer()  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
         model = nn.TransformerEncoder(layer, 2)
+    for part in model.modules():
+        if isinstance(part, SBMMultiheadAttention):
+            part.conv.eval_seed = None  # draw as in training
     x, results = draw(3, 7, 16), []
     for train in (True, False):
         torch.manual_seed(1)
@@ -801,6 +804,24 @@ def test_autocast_takes_what_it_converts() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x.bfloat16(), x.float(), x.half(), seed=0)[0].dtype == torch.bfloat16
         refused(layer, {"query": x, "key": x, "value": x}, TypeError, "query", "got torch.float64")
+
+
+def test_evaluation_of_a_replaced_model_repeats() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3, enable_nested_tensor=False)
+    replace_attention(model, num_blocks=4, target_density=0.4)
+    layers = [part for part in model.modules() if isinstance(part, SBMMultiheadAttention)]
+    assert [layer.conv.eval_seed for layer in layers] == [0, 1, 2]
+    x = torch.randn(2, 7, 16)
+    model(x)  # the running means
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), again(x))
+    assert not torch.equal(layers[0](x, x, x)[1], layers[0](x, x, x, seed=5)[1])
+    layers[0].conv.eval_seed = None
+    assert not torch.equal(model(x), model(x))
 
 
 # ------------------------------------------------------------------ nested tensors

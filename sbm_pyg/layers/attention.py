@@ -118,6 +118,9 @@ class AttentionConv(EdgeAttention):
     """
 
     head_dims: ClassVar[dict[str, int]] = {}
+    eval_seed: int | None = 0
+    """Seed of calls without one in evaluation mode. None: torch's default generator draws one, as in training. It is
+    not part of the state. Models give each layer its own."""
     first_head = 0
     """Number of head 0 among the heads of a layer that several processes share; see :class:`~sbm_pyg.HeadParallel`."""
 
@@ -245,9 +248,10 @@ class AttentionConv(EdgeAttention):
             batch: The same as a sequence number per token, ``[N]``.
             positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
                 in each sequence.
-            seed: Fixes the graph that the source draws, and the dropout; from torch's default generator if None. While
-                attention is dense, at a target density of 1, that generator always draws the dropout. In training, pass
-                another one at each step: running means take calls with equal seeds for one step.
+            seed: Fixes the graph that the source draws, and the dropout. None: in evaluation mode :attr:`eval_seed`, so
+                that calls repeat, and in training a number of torch's default generator. While attention is dense, at a
+                target density of 1, that generator always draws the dropout. In training, pass another one at each
+                step: running means take calls with equal seeds for one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
                 gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
                 "concrete" on the whole batch.
@@ -305,6 +309,7 @@ class AttentionConv(EdgeAttention):
         if edge_attr is not None or self.lin_edge is not None:
             self._check_edge_attr(edge_attr, edge_index, value)
         drop = self.dropout if self.training else 0.0
+        seed = self.eval_seed if seed is None and not self.training else seed
         if seed is None and edge_index is None:
             require_unbatched(query=query, key=key)  # before torch's error about random numbers
         seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)

@@ -253,7 +253,9 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     for module in found.values():
         make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
         if module not in made:
-            made[module] = make(module, source=source, **options)
+            layer = make(module, source=source, **options)
+            conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
+            conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[module])

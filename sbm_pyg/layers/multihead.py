@@ -242,9 +242,8 @@ class SBMMultiheadAttention(nn.Module):
                 causal one; it is ignored if it is wrong. A layer made with the option ``is_causal`` is causal in each
                 call, whatever this argument and the mask are.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
-            seed: Fixes the sampled graph and the dropout; from torch's default generator if None. While attention is
-                dense, at a target density of 1, that generator always draws the dropout. In training, pass another one
-                at each step: running means take calls with equal seeds for one step.
+            seed: Fixes the sampled graph and the dropout, as in :meth:`AttentionConv.forward`. None: in evaluation mode
+                ``conv.eval_seed``, and in training a number of torch's default generator.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
             return_graph: Also return the :class:`AttentionGraph` over the real tokens.
             sparse_weights: Return the weights as a sparse tensor that stores the edges, in O(E) memory. Hooks and other
