@@ -74,8 +74,22 @@ class Passes:
         """The :class:`torch.amp.GradScaler` of the loss, or None. Each backward pass reads its scale."""
         self.per_step: int | None = None
         """Number of passes of a step, if it is known."""
-        self.last = 1
-        """Number of passes of the last step."""
+        self.last = 1.0
+        """Passes that were counted in the last step; where their number was known, for each of these, at least 1.
+        Reentrant checkpointing makes more than one: a pass for each call."""
+
+    def know(self, per_step: int | None) -> None:
+        """Set the number of passes of a step, or None to count them."""
+        if per_step is None and self.per_step is not None:
+            self.last *= self.per_step
+        elif per_step is not None and self.per_step is None:
+            self.last = 1.0
+        self.per_step = per_step
+
+    def end_step(self, counted: int) -> None:
+        """Note the number of passes of a step that is over; 0 keeps that of the step before."""
+        if counted:
+            self.last = float(counted) if self.per_step is None else max(1.0, counted / self.per_step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
         other = Passes(self.scaler)
@@ -168,15 +182,16 @@ class AuxiliaryLosses:
     def _begin_pass(self) -> float:
         """Count a backward pass, and make room for it in gradients that hold nothing but the mean over earlier ones.
 
-        Calls of one pass share its weight. A step has as many passes as are known, or as the last step had.
-        Where attention is dense, parameters of the source have gradients of this loss alone, so these stay the mean
-        over the passes that there were, and nothing has to be known before.
+        Calls of one pass share its weight. A step has as many passes as are known, or as the last step had. Where
+        attention is dense, parameters of the source have gradients of this loss alone, so if there are more passes
+        than are known, these gradients stay the mean over all of them.
         """
         assert self.passes is not None
         assert self.source is not None
         calls = max(1, sum(map(_will_run, self._nodes)))
         parameters = [parameter for parameter in self.source.parameters() if parameter.requires_grad]
-        usual = 1 / (calls * (self.passes.per_step or self.passes.last))
+        least = self.passes.per_step or 0
+        usual = 1 / (calls * (least or 1) * self.passes.last)
         if not any(_will_run(get_gradient_edge(parameter).node) for parameter in parameters):
             return usual  # `torch.autograd.grad` accumulates no gradients
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -186,13 +201,13 @@ class AuxiliaryLosses:
                 losses.counted = 0
         before = max(losses.counted for losses in self.shared)
         self.counted += 1
-        if self.passes.per_step is not None or getattr(self.source, "target_density", None) != 1:
+        if getattr(self.source, "target_density", None) != 1:
             return usual
-        if self.counted > before > 0:
+        if self.counted > max(before, least) and before:
             with torch.no_grad():
                 for gradient in gradients:
                     gradient.mul_(before / self.counted)
-        return 1 / (calls * max(before, self.counted))
+        return 1 / (calls * max(before, self.counted, least))
 
     def _note_reset(self) -> None:
         """Warn once if gradients are reset again and again, but no step is recorded, and so training stays dense."""

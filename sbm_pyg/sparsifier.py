@@ -183,7 +183,7 @@ class Sparsifier:
     @passes.setter
     def passes(self, passes: int | None) -> None:
         way_out = "It is the number of parts of a batch; None counts them."
-        self._passes.per_step = None if passes is None else checks.integer("passes", passes, 1, way_out)
+        self._passes.know(None if passes is None else checks.integer("passes", passes, 1, way_out))
 
     @property
     def scaler(self) -> Any:
@@ -220,7 +220,7 @@ class Sparsifier:
             )
         self._was_sparse = False
         self.steps += 1
-        self._passes.last = max((losses.counted for losses in self._losses), default=0) or self._passes.last
+        self._passes.end_step(max((losses.counted for losses in self._losses), default=0))
         for losses in self._losses:
             losses.end_step()
         if was_trial or was_sparse:
@@ -310,8 +310,9 @@ class Sparsifier:
         if missing:
             raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
         what = "It is a part of `state_dict()`."
-        for name, least in (("steps", 0), ("since_trial", 0), ("passes", 1)):
-            checks.integer(name, state[name], least, what)
+        for name in ("steps", "since_trial"):
+            checks.integer(name, state[name], 0, what)
+        checks.number("passes", state["passes"], "[1, inf)", what)
         checks.flag("is_sparse", state["is_sparse"], what)
         for name in ("dense", "sparse"):
             if state[name] is not None:

@@ -110,7 +110,7 @@ def test_evaluation_has_the_target_density_in_each_phase() -> None:
         ("is_sparse", 1, TypeError),
         ("since_trial", 1.5, TypeError),
         ("dense", "1", TypeError),
-        ("passes", 0, ValueError),
+        ("passes", 0.5, ValueError),
         ("passes", ["x"], TypeError),
         ("history", "abcd", TypeError),
         ("history", [1.0], ValueError),
@@ -374,16 +374,26 @@ def test_calls_of_one_pass_share_its_weight(how: str) -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleList([SBMAttentionConv(8, 4, heads=2, num_blocks=4) for _ in range(2)])
     model[1].source = model[0].source
-    sparsifier = Sparsifier(model, 0.3, 100)
+    sparsifier = Sparsifier(model, 0.3, 100, every=50)
     for calls in ([0, 0], [0, 1]):
+        sparsifier.passes = None
         wanted = gradient(model, calls, 1)
         sparsifier.step(1.0)
-        for parts in (3, 2):
+        for parts, is_known in ((3, False), (2, False), (3, True), (2, True)):
+            sparsifier.passes = parts if is_known else None
             torch.testing.assert_close(gradient(model, calls, parts), wanted)
             sparsifier.step(1.0)
+    sparsifier.passes = None
     first, second = gradient(model, [0], 1), gradient(model, [0, 0], 1)
     assert 0.5 < float(first[0].norm() / second[0].norm()) < 2  # a mean
     assert float(first[0].norm() / gradient(model, [0, 1], 1)[0].norm()) < 0.75  # a sum
+    sparsifier = Sparsifier(model, 0.3, 100, dense_part=0.0)
+    for number, parts in enumerate((1, 1, 3, 2)):
+        sparsifier.passes = parts
+        found = gradient(model, [0, 0], parts)
+        sparsifier.step(1.0)
+        wanted = found if number == 1 else wanted  # the first step does not know of two calls yet
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("sparsifier_first", [False, True])
