@@ -131,12 +131,16 @@ def test_long_sequences_take_some_more() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_training_step_takes_few_operations_and_waits(is_causal: bool) -> None:
-    """Waits are for the offsets, for edges, twice, for those of the queries that the estimator takes, and for probes."""
+@pytest.mark.parametrize(("window", "expected"), [(None, 5), (0, 6)])
+def test_a_training_step_takes_few_operations_and_waits(window: int | None, expected: int, is_causal: bool) -> None:
+    """Waits are for the offsets, for edges, twice, for those of the queries that the estimator takes, and for probes.
+
+    With a window, one more is for its edges that were not drawn.
+    """
     for sequences, tokens in ((1, 64), (4, 256)):
-        launches, waits = trained(sequences, tokens, is_causal=is_causal)
+        launches, waits = trained(sequences, tokens, is_causal=is_causal, window=window)
         assert launches <= 1200
-        assert waits == 5
+        assert waits == expected
 
 
 def test_nan_is_found_without_waiting_for_memberships() -> None:

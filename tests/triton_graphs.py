@@ -358,9 +358,9 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
 
 
 def layer(rows: float = 1, **options: Any) -> tuple[SBMAttentionConv, torch.Tensor]:
-    """The default layer, or one whose probabilities get the gradients of all queries, and its input."""
+    """The default layer without a window, or one whose probabilities get the gradients of all queries, and its input."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, estimator=Local(rows=rows), **options)
+    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4, estimator=Local(rows=rows), **{"window": None, **options})
     return conv, torch.randn(14, 8, requires_grad=True)
 
 

@@ -22,7 +22,7 @@ def union_rows(
     is_new = torch.cat([pairs, pairs.new_full((1,), -1)])[position] != other_pairs
     new_before = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))
     slot = position + new_before[:-1]  # in the union, of each edge of the other graph
-    (new,) = is_new.nonzero(as_tuple=True)
+    new = is_new.nonzero()[:, 0]
     size, new_slot = pairs.numel() + new.numel(), slot[new]
     from_other, from_other_alone = (
         torch.zeros(size, dtype=torch.bool, device=col.device).index_fill_(0, slots, True) for slots in (slot, new_slot)
