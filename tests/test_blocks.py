@@ -668,9 +668,11 @@ def test_what_blocks_cannot_do_is_refused() -> None:
         SBMAttentionConv(6, 4, block_size=4, pool="sum")
     with pytest.raises(ValueError, match="'block_size' to be at least 1"):
         SBMAttentionConv(6, 4, block_size=0)
-    conv = SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
     with pytest.raises(ValueError, match="a head that is not tied"):
-        conv(torch.randn(8, 6))
+        SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
+    source = SBMSource(SBMHead(4, num_blocks=3, tied=True), block_size=4)
+    with pytest.raises(ValueError, match="a head that is not tied"):
+        source(Tokens(torch.randn(1, 8, 4), is_causal=True))
     with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):
         SBMSource(SBMHead(4), block_size=4, pool=3)  # type: ignore[arg-type]
 

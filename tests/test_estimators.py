@@ -587,7 +587,7 @@ def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
 def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     """Then each pair's probability gets its exact effect: compared with the closed form, through the model's own autograd."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, 2, 3, estimator=Local(math.inf, rows=1), exploration=0.0).double()
+    conv = SBMAttentionConv(6, 4, 2, 3, estimator=Local(math.inf, rows=1), exploration=0.0, window=None).double()
     assert conv.sbm is not None
     x = draw(1, 7, 6)
     out, choice = conv(x, seed=1, return_choice=True)

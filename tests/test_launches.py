@@ -170,7 +170,7 @@ def test_offsets_are_waited_for_once() -> None:
 
 def test_a_training_step_over_blocks_waits_once_more() -> None:
     """For the number of blocks."""
-    launches, waits = trained(4, 250, block_size=16)
+    launches, waits = trained(4, 250, block_size=16, window=None)
     assert launches <= 1000
     assert waits == 6
 
