@@ -130,16 +130,14 @@ def index_top_k(
     packed = query.sum(2) if weight is None else torch.cat([query.flatten(2), weight], 2)
     packed, key = upcast(packed), upcast(key)
     row = torch.arange(heads * queries, device=key.device).view(heads, queries)
-    limit, found = allowed_keys(query_ptr, key_ptr, queries, is_causal), []
+    limit = allowed_keys(query_ptr, key_ptr, queries, is_causal)
+    found: list[tuple[Tensor, ...]] = []
     for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
         mine, theirs = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
         scores = mine @ theirs.mT if weight is None else index_scores(mine, theirs, small)
-        scores.masked_fill_(scores.isnan(), torch.inf)
-
-        def best(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
-            return best_of(scores, possible, count[tile.query])
-
-        found.append(tile.select(scores, best, row, dtype))
+        scores.masked_fill_(scores.isnan(), torch.inf).masked_fill_(~tile.possible, -torch.inf)
+        kept = best_of(scores, tile.possible, count[tile.query])
+        found.append(tile.rows(kept, tile.key.to(dtype)[:, None].expand_as(kept)[kept], row))
     return compress(found, row.numel())
 
 
