@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Data
+from torch_geometric.nn.models import SGFormer
 
 from examples.common.runs import RunError
 from examples.common.tables import read
@@ -191,14 +193,32 @@ def test_mini_batches_of_generated_graphs_train_and_resume(tmp_path: Path, monke
     assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in whole]
 
 
-@pytest.mark.parametrize("conv", train.CONVS)
-def test_compressed_rows_pass_the_messages_of_edges(conv: str, tmp_path: Path) -> None:
-    node = np.arange(39)
-    write(tmp_path, edges=np.concatenate([np.stack([node, node + 1], 1), np.stack([node[:20], node[:20] + 7], 1)]))
+NODE = np.arange(39)
+EDGES = np.concatenate([np.stack([NODE, NODE + 1], 1), np.stack([NODE[:20], NODE[:20] + 7], 1)])
+KINDS_OF_EDGES = {
+    "simple": EDGES,
+    "self-loops": np.concatenate([EDGES, [[0, 0], [7, 7]]]),
+    "repeated": np.concatenate([EDGES, EDGES[:9], EDGES[:3, ::-1]]),
+    "repeated self-loops": np.concatenate([EDGES, [[0, 0], [0, 0]]]),
+}
+
+
+@pytest.mark.parametrize("edges", KINDS_OF_EDGES)
+@pytest.mark.parametrize("conv", [*train.CONVS, "sgformer"])
+def test_compressed_rows_pass_the_messages_of_edges(conv: str, edges: str, tmp_path: Path) -> None:
+    write(tmp_path, edges=KINDS_OF_EDGES[edges])
     graph = data.make_task("chameleon_filtered", tmp_path, 0, 0, 0).train[0]
-    layer = train.CONVS[conv](3)
-    found, expected = layer(graph.x, graph.adj_t), layer(graph.x, graph.edge_index)
+    assert ("adj_t" in graph) == (edges in ("simple", "repeated"))  # an edge of the archive counts once
+    batch = (torch.zeros(40, dtype=torch.int64),) if conv == "sgformer" else ()
+    layer = SGFormer(3, 4, 2).eval() if conv == "sgformer" else train.CONVS[conv](3)
+    found, expected = (layer(graph.x, given, *batch) for given in (train.edges_of(graph), graph.edge_index))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("extra", [[[0, 1], [1, 2]], [[3], [3]]])
+def test_graphs_with_repeated_edges_or_self_loops_get_no_rows(extra: list[list[int]]) -> None:
+    edge_index = torch.cat([torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor(extra)], 1)
+    assert "adj_t" not in data.add_rows(Data(edge_index=edge_index, num_nodes=4))
 
 
 def test_the_program_trains_on_accelerators_that_are_there(

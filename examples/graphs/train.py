@@ -178,7 +178,7 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
     held_out = _batches(task.held_out, run.batch_size, device)
 
     def forward(data: Any) -> Tensor:
-        return model(data.x, data.adj_t if "adj_t" in data else data.edge_index, data.batch)
+        return model(data.x, edges_of(data), data.batch)
 
     def losses(step: int) -> Tensor:
         epoch, number = divmod(step, per_epoch)
@@ -206,6 +206,11 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
 
     path = folder / file_name(run.graph, run.arm, run.learning_rate, run.split)
     return fit(model, sparsifier, run, path, losses, measure)
+
+
+def edges_of(data: Any) -> Adj:
+    """What messages pass along: compressed rows, if the graph has them."""
+    return data.adj_t if "adj_t" in data else data.edge_index
 
 
 def _batches(graphs: list[Any], size: int, device: torch.device) -> list[Any]:
