@@ -58,6 +58,8 @@ class LearnedGraph(nn.Module):
       other forms of means and attention.
     * Layers without ``edge_weight``, as ``GATConv``, ``GINEConv`` and ``SAGEConv``: nothing learns, and the module
       warns after 16 training calls in a row without a gradient. The guide has a hook for those that sum messages.
+    * Layers that keep their first graph, as ``GCNConv(cached=True)``: leave out ``cached``, since they ignore all later
+      graphs.
 
     Cost: that of the source, messages along E + E' pairs in place of E, and O((E + E') K) for the probabilities, with
     E' the probes. A source of one head is needed, and edges are directed, from source to target.
