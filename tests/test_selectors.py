@@ -158,6 +158,10 @@ def test_equal_scores_go_to_the_lower_key_and_nan_counts_as_infinity() -> None:
         assert set(row) == best((many[head] @ many[head, i]).tolist(), 7)
 
 
+def test_tokens_without_channels_have_equal_scores() -> None:
+    assert top_k(Tokens(torch.ones(2, 4, 0)), 2).to_dense().int().tolist() == [[[1, 1, 0, 0]] * 4] * 2
+
+
 def test_a_block_is_chosen_in_cross_attention_by_its_mean_alone() -> None:
     q, z = torch.ones(1, 4, 1), torch.tensor([0.0, 0, 9, 9, 1, 1]).view(1, 6, 1)
     graph = block_top_k(Tokens(q, z, bipartite=True), 1, 2)

@@ -321,11 +321,11 @@ def index_top_k(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_keys(int(key_ptr[-1]))
     if weight is None:
-        query, weight = query.sum(2, keepdim=True), query[..., :0, 0]
+        query, weight = query.sum(2, keepdim=True), query.new_empty(*query.shape[:2], 0)
     heads, queries, _, channels = query.shape
     small = weight.size(2)
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
-    queries_of_rows = to_array(query.flatten(2), like).reshape(heads * queries, -1)
+    queries_of_rows = to_array(query.flatten(0, 1).flatten(1), like)
     weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
     q_ptr, k_ptr = (ptr.contiguous().numpy() for ptr in (query_ptr, key_ptr))
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
