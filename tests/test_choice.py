@@ -613,3 +613,23 @@ def test_nan_shows_as_in_dense_attention(name: str, is_causal: bool, wrong: str)
     bad[first:last] = True
     assert bool(out[bad].isnan().all())
     assert bool(out[~bad].isfinite().all())
+
+
+TOO_LARGE: dict[str, Callable[[int], Any]] = {
+    "block model": SBMHead,
+    "communities": lambda size: SBMHead(8, 1, size),
+    "free entries": lambda size: SBMHead(8, 1, size // 10**5, parameterization="mixed"),
+    "heads": lambda size: SBMHead(8, size),
+    "indexer": indexer.Indexer,
+    "small heads": lambda size: indexer.Indexer(8, 1, size),
+    "scores of keys": indexer.KeyScorer,
+    "hidden": lambda size: indexer.KeyScorer(8, 1, size),
+    "projection": sparsefinder.Projection,
+    "dimensions": lambda size: sparsefinder.Projection(8, 1, size),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_modules_that_no_memory_holds_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"'channels' to ask for no more than memory holds \(got .* parameters"):
+        TOO_LARGE[name](10**12)

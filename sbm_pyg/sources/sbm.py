@@ -544,6 +544,8 @@ class SBMHead(torch.nn.Module):
                 f"(got {parameterization!r}). Others are not products; leave out 'groups'."
             )
         clusters = groups * _blocks_per_group(num_blocks, groups)
+        free = num_blocks**2 if parameterization == "mixed" else 0
+        checks.parameters("channels", 2 * channels * (channels + 1) + heads * (channels * (clusters + 2) + free))
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups

@@ -10,6 +10,7 @@ Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Spa
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -64,6 +65,7 @@ class Projection(nn.Module):
         self.heads, self.shared = heads, shared
         sets = 1 if shared else 2
         shapes = [(sets, heads, *pair) for pair in itertools.pairwise(widths)]
+        checks.parameters("channels", sum(math.prod(shape) for shape in shapes))
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
         self.biases = nn.ParameterList(nn.Parameter(torch.empty(*shape[:2], 1, shape[3])) for shape in shapes)
         self.reset_parameters()
