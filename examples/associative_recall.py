@@ -3,8 +3,7 @@
     python examples/associative_recall.py --pictures docs/figures --save examples/weights/recall   the first page, and the saved model
 
 A sequence tells pairs of key and value, then asks for the keys again among fillers. Attention is dense first, and teaches the block
-model of each layer; then each head attends to a twentieth of the pairs. (Arora et al., "Zoology"; more: python -m examples.recall.)
-"""
+model of each layer; then each head attends to a twentieth of the pairs. (Arora et al., "Zoology"; more: python -m examples.recall.)"""
 
 import argparse
 
@@ -26,12 +25,11 @@ KEYS, VALUES, TOKENS, CHANNELS = 64, 64, 160, 64  # what is neither key nor valu
 
 def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> list[Tensor]:
     """Tokens of all sequences and their offsets; the places of the questions among them, and the answers."""
-    keys = torch.rand(count, KEYS, generator=random).argsort(1)[:, :pairs]
+    keys, ptr = torch.rand(count, KEYS, generator=random).argsort(1)[:, :pairs], torch.arange(count + 1) * length
     values = torch.randint(KEYS, KEYS + VALUES, (count, pairs), generator=random)
     tokens = torch.randint(KEYS + VALUES, TOKENS, (count, length), generator=random)
     tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
     places = 2 * pairs + torch.rand(count, length - 2 * pairs, generator=random).argsort(1)[:, :pairs]
-    ptr = torch.arange(count + 1) * length
     return [tokens.scatter(1, places, keys).flatten(), ptr, (places + ptr[:-1, None]).flatten(), values.flatten()]
 
 
@@ -68,6 +66,8 @@ class RecallModel(Pretrained):
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if not 0 < options.pairs <= min(KEYS, options.length // 3):
+        parser.error(f"Expected 'pairs' in 1 to {KEYS} and 3 x 'pairs' <= 'length' (got {options.pairs}). See --help.")
     torch.manual_seed(options.seed)
     model, random, size = RecallModel(), torch.Generator().manual_seed(options.seed), (options.length, options.pairs)
     sparsifier = Sparsifier(model, options.density, total_steps=options.steps)

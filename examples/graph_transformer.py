@@ -66,6 +66,8 @@ class Model(nn.Module):
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if wrong := [name for name in ("depth", "steps") if getattr(options, name) < 1]:
+        parser.error(f"Expected '{wrong[0]}' to be at least 1 (got {getattr(options, wrong[0])}). See --help.")
     print(f"{2 ** (options.depth + 1) - 1} nodes, chance {0.5**options.depth:.1%}\narm      layers  accuracy  density")
     for arm in options.arms:
         torch.manual_seed(options.seed)

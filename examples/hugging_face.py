@@ -67,6 +67,9 @@ def evaluate(model: Any, data: list[dict[str, torch.Tensor]]) -> tuple[float, fl
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"Expected 'steps' to be at least 1 (got {options.steps}). See --help.")
+    callback = SparsifierCallback(options.density)
     torch.manual_seed(options.seed)
     data, tests = make_data(2000), make_data(500)
     sizes: Any = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": LENGTH}
@@ -77,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     blocks = {"num_blocks": 8}
     model = load(options.output / "dense", attn_implementation="sbm", sbm=blocks)
     print("dense:  accuracy {:.1%}, density {:.1%}".format(*evaluate(model, tests)))
-    train(model, data, options, callbacks=[SparsifierCallback(options.density)])
+    train(model, data, options, callbacks=[callback])
     print("sparse: accuracy {:.1%}, density {:.1%}".format(*evaluate(model, tests)))
     again = load(options.output / "sparse")  # the config says that attention is sparse, and over which graphs
     print("loaded: accuracy {:.1%}, density {:.1%}".format(*evaluate(again, tests)))

@@ -48,8 +48,7 @@ def make_data(count: int, codes: Tensor, random: torch.Generator) -> list[Tensor
 def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, name: str) -> tuple[float, float, str]:
     """Accuracy and edges per node on new graphs, and mean probabilities if there are any."""
     random = torch.Generator().manual_seed(options.seed)
-    codes = torch.randn(GROUPS, CODE, generator=random).sign()
-    conv = LAYERS[options.layer]()
+    conv, codes = LAYERS[options.layer](), torch.randn(GROUPS, CODE, generator=random).sign()
     optimizer = torch.optim.Adam([*conv.parameters(), *learned.parameters()], 1e-2)
     for step in tqdm(range(options.steps), desc=name, unit="step"):
         x, ptr, group, label = make_data(BATCH, codes, random)
@@ -62,8 +61,7 @@ def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, n
     x, ptr, group, label = make_data(64, codes, torch.Generator().manual_seed(2**32))
     with torch.no_grad():
         edge_index, edge_weight, choice = edges(x, ptr, group, 0)
-        right = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0)
-        words = ""
+        right, words = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0), ""
         if choice is not None and choice.probability is not None:
             pairs = (full := patterns.full(None, ptr=ptr)).select(full.lag != 0)
             p, same = choice.probability.on(pairs).clamp(max=1), group[pairs.edge_index].diff(dim=0)[0] == 0
@@ -73,6 +71,8 @@ def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, n
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"Expected 'steps' to be at least 1 (got {options.steps}). See --help.")
     torch.manual_seed(options.seed)
     block, at = options.source == "block", {"target_density": options.density}
     scorer = SBMHead(CHANNELS, num_blocks=32) if block else Indexer(CHANNELS, index_heads=4, index_channels=16)

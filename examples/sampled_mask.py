@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     from matplotlib.figure import Figure
 
     options = parser.parse_args(arguments)
+    if wrong := [name for name in ("tokens", "blocks") if getattr(options, name) < 1]:
+        parser.error(f"Expected '{wrong[0]}' to be at least 1 (got {getattr(options, wrong[0])}). See --help.")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     sbm = smooth_blocks(options.tokens, options.blocks)
     graph = sample_edges(sbm, clamp=True, seed=options.seed)

@@ -51,6 +51,8 @@ def evaluate(model: SequenceClassifier, loader: DataLoader) -> tuple[float, floa
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        parser.error(f"Expected 'epochs' to be at least 1 (got {options.epochs}). See --help.")
     torch.manual_seed(options.seed)
     train, test = DataLoader(make_data(2000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
     attention = {"num_blocks": options.num_blocks, "window": None}

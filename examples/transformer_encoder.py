@@ -50,6 +50,8 @@ def batch(size: int, length: int, num_tokens: int, generator: torch.Generator) -
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
+    if wrong := [name for name in ("steps", "length") if getattr(options, name) < 1]:
+        parser.error(f"Expected '{wrong[0]}' to be at least 1 (got {getattr(options, wrong[0])}). See --help.")
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)

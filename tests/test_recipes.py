@@ -401,3 +401,26 @@ def test_hugging_face(lines: Callable[..., list[str]]) -> None:
     assert number(sparse, "accuracy") > 90
     assert number(sparse, "density") < 25
     assert loaded.removeprefix("loaded") == sparse.removeprefix("sparse")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        (sampled_mask, ("--tokens", "-5"), "'tokens' to be at least 1 (got -5). See --help."),
+        (sampled_mask, ("--blocks", "0"), "'blocks' to be at least 1 (got 0)"),
+        (graph_analysis, ("--tokens", "0"), "'tokens' to be at least 1 (got 0)"),
+        (graph_transformer, ("--depth", "0"), "'depth' to be at least 1 (got 0)"),
+        (graph_transformer, ("--steps", "-1"), "'steps' to be at least 1 (got -1)"),
+        (sequence_classifier, ("--epochs", "0"), "'epochs' to be at least 1 (got 0)"),
+        (transformer_encoder, ("--length", "-3"), "'length' to be at least 1 (got -3)"),
+        (learned_graph, ("--steps", "0"), "'steps' to be at least 1 (got 0)"),
+        (associative_recall, ("--pairs", "0"), "'pairs' in 1 to 64 and 3 x 'pairs' <= 'length' (got 0)"),
+        (associative_recall, ("--length", "20"), "'pairs' in 1 to 64 and 3 x 'pairs' <= 'length' (got 8)"),
+    ],
+)
+def test_a_recipe_refuses_numbers_that_it_cannot_take(
+    recipe: Any, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        recipe.main([*words])
+    assert f"error: Expected {message}" in capsys.readouterr().err
