@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
@@ -324,7 +325,9 @@ def resolve_sides(
             raise ValueError(f"Expected '{name}' to be a tensor or a pair, keys and queries (got {len(value)}).")
     pairs = [value if isinstance(value, tuple | list) else (value, value) for value in (ptr, batch)]
     query_ptr = resolve_ptr(num_queries, pairs[0][1], pairs[1][1], name=names[0], device=device)
-    if all(one is two for one, two in pairs) and num_keys == num_queries:
+    # After a graph break both numbers are inputs of a graph. A guard on `num_keys == num_queries` would merge their
+    # symbols, and torch 2.13 then generates code with an undefined one.
+    if all(one is two for one, two in pairs) and statically_known_true(num_keys == num_queries):
         return query_ptr, query_ptr
     key_ptr = resolve_ptr(num_keys, pairs[0][0], pairs[1][0], name=names[1], device=device)
     if key_ptr.shape != query_ptr.shape:

@@ -98,6 +98,23 @@ def equal_with_gradients(compiled: Any, eager: Any, parameters: list[Tensor], ow
     )
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's tracer reads it
+@pytest.mark.parametrize(("dynamic", "bipartite"), [(None, False), (True, False), (None, True)])
+def test_inductor_over_an_adjacency_with_breaks_of_the_graph(dynamic: bool | None, bipartite: bool) -> None:
+    torch._dynamo.reset()
+    conv = layer()
+    compiled = torch.compile(conv, dynamic=dynamic)
+    for n in (10, 17, 33):
+        x = tokens(n).requires_grad_()
+        edge_index = patterns.random(n, 3, seed=n).edge_index
+        x_pair = (torch.cat([x, x[:2]]), x) if bipartite else x
+        equal_with_gradients(compiled(x_pair, edge_index), conv(x_pair, edge_index), [x, conv.lin_key.weight])
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("kind", ["heads share the edges", "edges of each head", "edge_index"])
 def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[..., Any]) -> None:
     conv = layer()
@@ -293,6 +310,7 @@ def test_compiled_code_checks_sizes_when_it_runs(compile_whole: Callable[..., An
 
 def test_a_seed_may_be_drawn_inside(compile_whole: Callable[..., Any]) -> None:
     conv = layer().eval()
+    conv.eval_seed = None
     compiled = compile_whole(conv)
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -453,16 +471,20 @@ def test_dense_cross_attention_exports_with_positions_of_each_side(is_causal: bo
         torch.testing.assert_close(torch.export.export(model, given).module()(*given), model(*given))
 
 
-def test_export_without_a_seed_draws_one_in_each_call() -> None:
+def test_export_without_a_seed_has_the_one_of_the_model_or_draws_one_in_each_call() -> None:
     model = classifier().eval()
-    with torch.no_grad():
-        program = torch.export.export(model, (words(30),)).module()
-        found = []
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            found.append(program(words(30)))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    outputs = []
+    for model.encoder.eval_seed in (0, None):
+        with torch.no_grad():
+            program = torch.export.export(model, (words(30),)).module()
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                outputs.append(program(words(30)))
+    model.encoder.eval_seed = 0
+    torch.testing.assert_close(outputs[0], model(words(30)))
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[3], outputs[4])
+    assert not torch.equal(outputs[3], outputs[5])
 
 
 def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
