@@ -15,7 +15,7 @@ from .graph import AttentionGraph
 from .layers.attention import AttentionConv, SBMAttentionConv
 from .layers.dcmm import DCMM, DCMMBias
 from .layers.dense import FullAttention
-from .layers.gps import SparseGPSConv, replace_attention
+from .layers.gps import SparseGPSConv, replace_attention, restore_attention
 from .layers.learned_graph import LearnedGraph
 from .layers.multihead import SBMMultiheadAttention
 from .layers.named import register_source
@@ -42,7 +42,7 @@ __all__ = [
     "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
     "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
     "estimators", "gradients", "indexer", "mask_tokens", "ops", "pad", "patterns", "register_source",
-    "replace_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
+    "replace_attention", "restore_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

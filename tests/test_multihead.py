@@ -18,7 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GPSConv
 from torch_geometric.nn.aggr import SetTransformerAggregation
 
-from sbm_pyg import AttentionGraph, SBMMultiheadAttention, Sparsifier, analysis, pad, replace_attention, unpad
+from sbm_pyg import (
+    AttentionGraph,
+    SBMMultiheadAttention,
+    Sparsifier,
+    analysis,
+    pad,
+    replace_attention,
+    restore_attention,
+    unpad,
+)
 from sbm_pyg.sources import patterns
 
 PADDING = torch.arange(7) >= torch.tensor([[7], [5], [2]])
@@ -149,14 +158,89 @@ def test_a_model_without_layers_to_replace_is_refused() -> None:
         ValueError, match=r"Expected 'model' to contain torch.nn.MultiheadAttention layers \(got none\)"
     ):
         replace_attention(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"got a layer itself; use `SBMMultiheadAttention.from_torch`"):
+    with pytest.raises(ValueError, match=r"got a layer itself\). Use `SBMMultiheadAttention.from_torch`"):
         replace_attention(torch_layer())
-    model = nn.Sequential(torch_layer())
-    replace_attention(model)
-    with pytest.raises(ValueError, match=r"\(got layers that have been replaced already\)"):
-        replace_attention(model)
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         replace_attention("model")  # type: ignore[arg-type]
+
+
+def restorable() -> nn.ModuleDict:
+    """Layers of all kinds, one of which is shared."""
+    torch.manual_seed(0)
+    shared = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True)
+    pair = nn.ModuleList([shared, shared])
+    sizes = nn.MultiheadAttention(16, 2, bias=False, kdim=12, vdim=10)
+    gps = GPSConv(16, None, heads=2, attn_kwargs={"dropout": 0.1})
+    model = nn.ModuleDict({"pair": pair, "sizes": sizes, "gps": gps, "small": nn.MultiheadAttention(8, 2).bfloat16()})
+    sizes.k_proj_weight.requires_grad_(False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def test_restored_layers_are_those_of_torch_and_pyg() -> None:
+    model = restorable()
+    kinds, expected = [type(part) for part in model.modules()], copy.deepcopy(model.state_dict())
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    names = replace_attention(model, num_blocks=3)
+    assert restore_attention(model) == names == ["pair.0", "sizes", "gps", "small"]
+    assert [type(part) for part in model.modules()] == kinds
+    pair = cast(Any, model["pair"])
+    assert pair[0] is pair[1]
+    assert (pair[0].dropout, cast(Any, model["gps"]).attn.dropout, cast(Any, model["sizes"]).batch_first) == (
+        0.3,
+        0.1,
+        False,
+    )
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+    assert not any(part.training for part in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:Attention is dense")  # and stays so
+def test_restored_layers_keep_what_was_trained() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    replace_attention(layer, num_blocks=3)
+    x = draw(3, 7, 16).float()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    layer(x).square().sum().backward()
+    optimizer.step()
+    expected = layer(x)
+    restore_attention(layer)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_second_call_replaces_the_sources_alone() -> None:
+    model, again = restorable(), restorable()
+    replace_attention(model, num_blocks=3)
+    before = {name: value for name, value in model.state_dict().items() if ".source." not in name}
+    with pytest.raises(TypeError, match="num_bloks"):
+        replace_attention(model, num_bloks=3)
+    assert replace_attention(model, source="top_k", k=2) == replace_attention(again, source="top_k", k=2)
+    after = model.state_dict()
+    assert after.keys() == again.state_dict().keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    pair = cast(Any, model["pair"])
+    assert pair[0] is pair[1]
+
+
+def test_what_cannot_be_restored_is_named() -> None:
+    layer = sampling_layer()
+    for model, message in [
+        (nn.Linear(2, 2), r"Expected 'model' to contain .* \(got none\)"),
+        (layer, r"\(got a layer itself\). Use its `to_torch`"),
+        (nn.Sequential(sampling_layer(is_causal=True)), r"Expected '0' to compute .* \(got {'is_causal': True}\)"),
+        (nn.Sequential(sampling_layer(normalizer="entmax15")), r"\(got {'normalizer': 'entmax15'}\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            restore_attention(model)
+    layer.register_forward_hook(lambda *call: None)
+    for change in (restore_attention, replace_attention):
+        with pytest.raises(ValueError, match="Expected '0' to have no hooks"):
+            change(nn.Sequential(layer))
+    assert type(layer.to_torch()) is nn.MultiheadAttention
 
 
 def test_layers_of_one_model_are_replaced_where_they_are() -> None:

@@ -23,7 +23,7 @@ from .attention import AttentionConv
 from .multihead import SBMMultiheadAttention
 from .propagation import channel_pair
 
-__all__ = ["SparseGPSConv", "replace_attention"]
+__all__ = ["SparseGPSConv", "replace_attention", "restore_attention"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module of torch
 
@@ -122,6 +122,30 @@ class SparseGPSConv(GPSConv):
             setattr(made, name, getattr(gps, name))
         return made.train(gps.training)
 
+    def to_gps(self) -> GPSConv:
+        """PyG's layer with copies of the projections of attention, and the other modules; undoes :meth:`from_gps`.
+
+        Attention is then dense: the source, and options that torch's layer does not have, are dropped.
+
+        Raises:
+            ValueError: Attention has other sizes than torch's layer can have.
+        """
+        attn, width = self.attn, self.attn.heads * self.attn.out_channels
+        if width != self.channels or not attn.concat:
+            raise ValueError(
+                f"Expected 'attn' with concatenated heads of {self.channels} channels together, as PyG's layer has "
+                f"(got {attn}). It has no dense counterpart: leave it as it is."
+            )
+        attention = SBMMultiheadAttention(
+            width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, num_blocks=None
+        )
+        attention.conv, attention.out_proj = attn, self.lin_out
+        made = GPSConv(self.channels, self.conv, attn.heads, self.dropout, norm=None)
+        made.attn = attention.to_torch()
+        for name in ("mlp", "norm1", "norm2", "norm3", "norm_with_batch"):
+            setattr(made, name, getattr(self, name))
+        return made.train(self.training)
+
     def reset_parameters(self) -> None:
         """Draw all parameters anew from torch's default generator."""
         for part in (self.conv, self.attn, self.lin_out, self.mlp, self.norm1, self.norm2, self.norm3):
@@ -175,7 +199,8 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     A :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, becomes a
     :class:`SparseGPSConv`. The outputs stay those of the dense model: the target density of a new block model or
     indexer is 1 unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
-    sparse. Make the optimizer after this call, because parameters are copied.
+    sparse. Make the optimizer after this call, because parameters are copied. If the layers have been replaced already,
+    a second call replaces their sources, and keeps the projections; :func:`restore_attention` makes them dense again.
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
@@ -208,13 +233,17 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         if isinstance(module, nn.MultiheadAttention):
             of_gps = name and isinstance(model.get_submodule(parent), GPSConv)
             found |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
+    found = found or _replaced(model)
     if not found or "" in found:
-        got = "a layer itself; use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps`" if found else "none"
-        if any(isinstance(module, SBMMultiheadAttention | SparseGPSConv) for module in model.modules()):
-            got = "layers that have been replaced already"
+        ways_out = [
+            "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer.",
+            "Other layers have no projections to copy: build an SBMMultiheadAttention in their place.",
+            "Models of transformers take `sbm_pyg.integrations.hugging_face.replace_attention`.",
+        ]
+        of_transformers = any(type(part).__module__.startswith("transformers.") for part in model.modules())
         raise ValueError(
-            f"Expected 'model' to contain torch.nn.MultiheadAttention layers (got {got}). Models of transformers take "
-            "`sbm_pyg.integrations.hugging_face.replace_attention`."
+            "Expected 'model' to contain torch.nn.MultiheadAttention layers "
+            f"(got {'a layer itself' if found else 'none'}). {ways_out[0 if found else 1 + of_transformers]}"
         )
     owners = Counter(
         id(each)
@@ -222,6 +251,9 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         for _, each in module.named_parameters(recurse=False, remove_duplicate=False)
     )
     for name, layer in found.items():
+        if isinstance(layer, SBMMultiheadAttention | SparseGPSConv):
+            _check_hooks(name, layer)
+            continue
         attention = cast(nn.Module, layer.attn if isinstance(layer, GPSConv) else layer)
         shared = [part for part, each in attention.named_parameters() if owners[id(each)] > 1]
         if shared:
@@ -241,21 +273,91 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
                 f"Expected '{name}' to have no parametrizations (got some). They would be lost: remove them by "
                 "`torch.nn.utils.parametrize.remove_parametrizations`, and register them on the new layer."
             )
-        hooks = [kind for part in (layer, *attention.modules()) for kind in HOOKS if getattr(part, kind)]
-        if hooks:
-            raise ValueError(
-                f"Expected '{name}' to have no hooks (got some in {hooks[0]}). They would be lost: register them on "
-                "the new layer."
-            )
+        _check_hooks(name, layer, *attention.modules())
     if source == "sbm" and options.get("num_blocks", 1) is not None:
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
     for module in found.values():
         make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
         if module not in made:
-            layer = make(module, source=source, **options)
+            layer = make(_dense(module), source=source, **options)
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
+    return _put(model, found, made)
+
+
+def restore_attention(model: nn.Module) -> list[str]:
+    """Undo :func:`replace_attention`: make attention dense again, in place, with copies of the trained projections.
+
+    Each :class:`SBMMultiheadAttention` becomes a :class:`torch.nn.MultiheadAttention`, and each :class:`SparseGPSConv`
+    a :class:`~torch_geometric.nn.conv.GPSConv`. Sources, and what they have learned, are dropped. The model then needs
+    this library no longer. Make the optimizer after this call, because parameters are copied.
+
+    Args:
+        model: Module that contains the layers.
+
+    Returns:
+        The names of the layers, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It contains no such layer, or is one itself, or a layer has hooks, or computes what the layers of
+            torch and PyG do not: it is causal, or has a score bias, rotary embeddings or another normalizer.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+        >>> names = replace_attention(layer, num_blocks=16)
+        >>> restore_attention(layer), type(layer.self_attn).__name__
+        (['self_attn'], 'MultiheadAttention')
+    """
+    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
+    found = _replaced(model)
+    if not found or "" in found:
+        way_out = "Use its `to_torch` or `to_gps`." if found else "There is nothing to restore."
+        raise ValueError(
+            "Expected 'model' to contain SBMMultiheadAttention or SparseGPSConv layers "
+            f"(got {'a layer itself' if found else 'none'}). {way_out}"
+        )
+    for name, layer in found.items():
+        conv = layer.attn if isinstance(layer, SparseGPSConv) else cast(SBMMultiheadAttention, layer).conv
+        _check_hooks(name, layer, *conv.modules())
+        more = {
+            option: getattr(conv, option) for option in ("is_causal", "score_bias", "rotary") if getattr(conv, option)
+        }
+        more |= {} if conv.normalizer == "softmax" else {"normalizer": conv.normalizer}
+        if more:
+            raise ValueError(
+                f"Expected '{name}' to compute what the dense layer does (got {more}). Dense attention would lose it: "
+                "use `to_torch` or `to_gps` of the layer if your model brings it."
+            )
+    return _put(model, found, {layer: _dense(layer) for layer in found.values()})
+
+
+def _replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that :func:`replace_attention` makes, by all their names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, SBMMultiheadAttention | SparseGPSConv)}
+
+
+def _dense(layer: nn.Module) -> nn.Module:
+    """The layer of torch or PyG for a layer that may have been replaced."""
+    if isinstance(layer, SparseGPSConv):
+        return layer.to_gps()
+    return layer.to_torch() if isinstance(layer, SBMMultiheadAttention) else layer
+
+
+def _check_hooks(name: str, *modules: nn.Module) -> None:
+    """Raise ValueError if a module has hooks."""
+    hooks = [kind for module in modules for kind in HOOKS if getattr(module, kind)]
+    if hooks:
+        raise ValueError(
+            f"Expected '{name}' to have no hooks (got some in {hooks[0]}). They would be lost: register them on "
+            "the new layer."
+        )
+
+
+def _put(model: nn.Module, found: Mapping[str, nn.Module], made: Mapping[nn.Module, nn.Module]) -> list[str]:
+    """Put the new layers in the places of the old ones, and return their names."""
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[module])

@@ -7,6 +7,7 @@ here: attention itself. This module removes the padding, calls an :class:`~sbm_p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -161,20 +162,28 @@ class SBMMultiheadAttention(nn.Module):
             raise TypeError(f"Expected 'options' without {fixed} (got them). The layer of torch sets them.")
         made = cls(**given, **options)
         lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
-        apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-        copies = [
-            (attention.in_proj_weight, [lin.weight for lin in lins]),
-            (attention.in_proj_bias, [lin.bias for lin in lins]),
-            *((source, [lin.weight]) for source, lin in zip(apart, lins, strict=True)),
-            (attention.out_proj.weight, [made.out_proj.weight]),
-            (attention.out_proj.bias, [made.out_proj.bias]),
-        ]
         with torch.no_grad():
-            for source, targets in copies:
-                parts = () if source is None else source.chunk(len(targets))
-                for target, part in zip(targets, parts, strict=source is not None):
-                    target.copy_(part).requires_grad_(source.requires_grad)
+            for parameter, targets in _paired_parameters(attention, lins, made.out_proj):
+                for target, part in zip(targets, parameter.chunk(len(targets)), strict=True):
+                    target.copy_(part).requires_grad_(parameter.requires_grad)
         return made.train(attention.training)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The layer of torch with copies of the projections, the inverse of :meth:`from_torch`; frozen ones are frozen.
+
+        Attention is then dense: the source, and options that torch's layer does not have, are dropped.
+        """
+        weight, lins = self._weight, (self.conv.lin_query, self.conv.lin_key, self.conv.lin_value)
+        bias = any(lin.bias is not None for lin in (*lins, self.out_proj))
+        made = nn.MultiheadAttention(
+            self.embed_dim, self.num_heads, self.dropout, bias,
+            kdim=self.kdim, vdim=self.vdim, batch_first=self.batch_first, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        for target, parts in _paired_parameters(made, lins, self.out_proj):
+            with torch.no_grad():
+                target.copy_(torch.cat([part.detach() for part in parts]))
+            target.requires_grad_(any(part.requires_grad for part in parts))
+        return made.train(self.training)
 
     def reset_parameters(self) -> None:
         """Draw all parameters again from torch's default generator."""
@@ -416,6 +425,22 @@ class SBMMultiheadAttention(nn.Module):
         first = (1, 1) if attn_mask.dim() == 2 else (batch, self.num_heads)
         forbidden = _as_bool(attn_mask, "attn_mask").view(*first, length, keys)
         return forbidden if later is None else forbidden | later
+
+
+def _paired_parameters(
+    attention: nn.MultiheadAttention, lins: Sequence[nn.Module], out_proj: nn.Linear
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """The parameters of a layer of torch, and those of separate projections that hold the same numbers."""
+    weights, biases = ([getattr(lin, name) for lin in lins] for name in ("weight", "bias"))
+    apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+    pairs = [
+        (attention.in_proj_weight, weights),
+        (attention.in_proj_bias, biases),
+        *((parameter, [weight]) for parameter, weight in zip(apart, weights, strict=True)),
+        (attention.out_proj.weight, [out_proj.weight]),
+        (attention.out_proj.bias, [out_proj.bias]),
+    ]
+    return [(parameter, parts) for parameter, parts in pairs if not any(x is None for x in (parameter, *parts))]
 
 
 def _is_self_attention(query: Tensor, key: Tensor) -> bool:
