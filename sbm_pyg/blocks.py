@@ -456,6 +456,7 @@ class BlockPool(torch.nn.Module):
         super().__init__()
         self.channels = checks.integer("channels", channels, 1, "It is the number of channels per head.")
         self.heads = checks.integer("heads", heads, 1, "Each head has its own weights.")
+        checks.parameters({"channels": self.channels, "heads": self.heads}, self.heads * self.channels)
         self.weight = torch.nn.Parameter(torch.zeros(self.heads, self.channels))
 
     def reset_parameters(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .encoder import EncoderTrace, SequenceEncoder
 from .ops import checks
 from .ops.reference.segments import upcast
+from .ops.values import require_values
 from .pretrained import Pretrained
 from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
 
@@ -282,6 +283,7 @@ def mask_tokens(
     Reference: Devlin et al., 2019. As in RoBERTa, tokens are chosen anew in each call.
     """
     checks.tensors(tokens=tokens)
+    require_values(tokens, "tokens")
     if tokens.dtype != torch.int64 or not tokens.numel():
         got = f"{list(tokens.shape)} {tokens.dtype}"
         raise ValueError(f"Expected 'tokens' to be int64, at least one (got {got}). They are token numbers.")

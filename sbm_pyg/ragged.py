@@ -190,6 +190,12 @@ def check_tensor(x: object, name: str, optional: bool = True) -> None:
         checks.dense(name, x)
 
 
+def as_integers(x: Any) -> Any:
+    """An int64 tensor of a list or a tuple of ints; anything else as it is."""
+    is_list = isinstance(x, tuple | list) and all(isinstance(n, int) and not isinstance(n, bool) for n in x)
+    return torch.tensor(x, dtype=torch.int64) if is_list and x else x
+
+
 def unmerged(x: Tensor) -> Tensor:
     """The tensor itself; in compiled code, a copy for ops with an output size set by values, such as ``nonzero``.
 
@@ -253,6 +259,7 @@ def resolve_ptr(
     """
     if ptr is not None and batch is not None:
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one of them out.")
+    ptr, batch = as_integers(ptr), as_integers(batch)
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
     total = checks.integer("total", total, 0, "It is the number of tokens.")
@@ -320,6 +327,7 @@ def resolve_sides(
     Raises:
         TypeError, ValueError: As :func:`resolve_ptr`; or queries and keys have different numbers of sequences.
     """
+    ptr, batch = as_integers(ptr), as_integers(batch)
     for name, value in (("ptr", ptr), ("batch", batch)):
         if isinstance(value, tuple | list) and len(value) != 2:
             raise ValueError(f"Expected '{name}' to be a tensor or a pair, keys and queries (got {len(value)}).")

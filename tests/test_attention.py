@@ -24,6 +24,7 @@ from sbm_pyg import (
     ALiBi,
     AttentionConv,
     AttentionGraph,
+    BlockPool,
     DCMMBias,
     Entmax,
     FullAttention,
@@ -31,14 +32,16 @@ from sbm_pyg import (
     Rotary,
     SBMAttentionConv,
     SBMHead,
+    SBMMultiheadAttention,
     SBMSource,
     Tokens,
     auxiliary_loss,
     estimators,
     sample_edges,
 )
-from sbm_pyg.sources import patterns, selectors
+from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sparsefinder import Projection
 
 PTR = torch.tensor([0, 10, 17, 30])
 
@@ -344,6 +347,63 @@ def test_concat_or_mean() -> None:
     graph = patterns.window(30, 2)
     together, mean = layer()(tokens(), graph), layer(concat=False)(tokens(), graph)
     torch.testing.assert_close(mean, together.view(30, 2, 8).mean(1))
+
+
+def test_offsets_and_sequence_numbers_may_be_lists() -> None:
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4).eval(), torch.randn(30, 16)
+    expected = conv(x, ptr=torch.tensor([0, 10, 30]))
+    assert torch.equal(conv(x, ptr=[0, 10, 30]), expected)
+    assert torch.equal(conv(x, batch=[0] * 10 + [1] * 20), expected)
+    assert torch.equal(conv(x, ptr=[0, 30]), conv(x))
+    pair = conv((x, x[:20]), ptr=([0, 10, 30], [0, 5, 20]))
+    assert torch.equal(pair, conv((x, x[:20]), ptr=(torch.tensor([0, 10, 30]), torch.tensor([0, 5, 20]))))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore::torch.jit.TracerWarning")
+def test_calls_as_other_libraries_have_them_are_told_the_way() -> None:
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4), torch.randn(30, 16)
+    parts = [x[:10], x[10:20], x[20:]]
+    calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, r"'edge_index' to be \[2, E\], or a graph \(got \[30\]\). .*`batch=`",
+         lambda: conv(x, torch.zeros(30, dtype=torch.int64))),
+        (TypeError, r"got list\). .*`torch.cat\(x\)`", lambda: conv(cast(Any, parts))),
+        (TypeError, r"a nested tensor\). .*unbind", lambda: conv(torch.nested.nested_tensor(parts))),
+        (TypeError, r"a nested tensor\). .*offsets\(\)",
+         lambda: conv(torch.nested.nested_tensor(parts, layout=torch.jagged))),
+        (TypeError, r"`torch.jit.trace` follows", lambda: torch.jit.trace(conv, (x,))),
+        (TypeError, r"unknown arguments \['beta'\]. .*mix the output", lambda: AttentionConv(8, 4, beta=True)),
+        (ValueError, r"'aggr_kwargs' to be None", lambda: AttentionConv(8, 4, aggr_kwargs={"p": 2})),
+        (ValueError, r"'x' of at least one channel", lambda: AttentionConv(-1, 4)(x[:, :0], patterns.full(30))),
+    ]  # fmt: skip
+    for error, message, call in calls:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda n: AttentionConv(n, 4), "in_channels"),
+        (lambda n: AttentionConv((4, n), 4), "in_channels"),
+        (lambda n: AttentionConv(4, n), "out_channels"),
+        (lambda n: AttentionConv(4, 4, n), "heads"),
+        (lambda n: AttentionConv(4, 4, edge_dim=n), "edge_dim"),
+        (lambda n: SBMAttentionConv(4, 4, num_blocks=n), "num_blocks"),
+        (lambda n: SBMMultiheadAttention(n, 2), "embed_dim"),
+        (lambda n: SBMMultiheadAttention(4, 2, vdim=n), "vdim"),
+        (lambda n: FullAttention(4, 4, n), "heads"),
+        (lambda n: SBMHead(n), "channels"),
+        (lambda n: SBMHead(4, n), "heads"),
+        (lambda n: BlockPool(n), "channels"),
+        (lambda n: indexer.Indexer(n), "channels"),
+        (lambda n: indexer.Indexer(4, index_heads=n), "index_heads"),
+        (lambda n: indexer.KeyScorer(4, hidden=n), "hidden"),
+        (lambda n: Projection(4, n), "heads"),
+    ],
+)
+def test_sizes_above_memory_are_named(build: Callable[[int], object], name: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected '{name}' to ask for no more than memory holds"):
+        build(10**12)
 
 
 def test_evaluation_repeats_without_a_seed() -> None:

@@ -631,5 +631,5 @@ TOO_LARGE: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_modules_that_no_memory_holds_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"'channels' to ask for no more than memory holds \(got .* parameters"):
+    with pytest.raises(ValueError, match=r"Expected '\w+' to ask for no more than memory holds \(got .* parameters"):
         TOO_LARGE[name](10**12)

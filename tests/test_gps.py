@@ -140,6 +140,22 @@ def test_attention_of_other_models_of_pyg() -> None:
     assert model.trans_conv.attns[0].conv.source.head.clusters.grad.abs().sum() > 0
 
 
+def test_attention_is_described_as_that_of_pyg() -> None:
+    torch.manual_seed(0)
+    layer = SparseGPSConv(16, None, heads=4, attn_kwargs={"num_blocks": 3, "dropout": 0.1})
+    torch.manual_seed(0)
+    same = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_blocks=3, dropout=0.1))
+    assert layer.attn.dropout == 0.1
+    x = nodes().float()
+    same.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x, EDGES, BATCH), same.eval()(x, EDGES, BATCH))
+    assert SparseGPSConv(16, None, heads=2, attn_type="top_k", attn_kwargs={"k": 3}).attn.source.k == 3  # type: ignore[union-attr]
+    theirs = gps(attn_type="multihead").eval()
+    ours = SparseGPSConv(16, theirs.conv, heads=4, attn_type="multihead").double().eval()
+    restored = ours.to_gps()
+    torch.testing.assert_close(ours(nodes(), EDGES, BATCH), restored(nodes(), EDGES, BATCH))
+
+
 def test_wrong_arguments_are_refused() -> None:
     layer = SparseGPSConv(16, None, full()).double()
     calls: list[tuple[str, Callable[[], Any]]] = [
@@ -147,6 +163,11 @@ def test_wrong_arguments_are_refused() -> None:
         (r"'conv' to be a layer of PyG, or None \(got type\)", lambda: SparseGPSConv(16, cast(Any, nn.Linear), full())),
         (r"'attn' to take 8 channels", lambda: SparseGPSConv(8, None, full())),
         (r"'dropout'", lambda: SparseGPSConv(16, None, full(), dropout=2)),
+        (r"'heads' to divide 'channels' \(got 3 and 16\)", lambda: SparseGPSConv(16, None, heads=3)),
+        (r"no options of attention with an 'attn'", lambda: SparseGPSConv(16, None, full(), heads=4)),
+        (r"'attn' to be an AttentionConv \(got int\). .*`heads=`", lambda: SparseGPSConv(16, None, cast(Any, 4))),
+        (r"'source' to be one of", lambda: SparseGPSConv(16, None, attn_type="performer")),
+        (r"'attn' with concatenated heads of 16", lambda: SparseGPSConv(16, None, SBMAttentionConv(16, 3, 2)).to_gps()),
         (r"'gps' to be a GPSConv", lambda: SparseGPSConv.from_gps(cast(Any, nn.Linear(2, 2)))),
         (r"'gps.attn' to be .*multihead", lambda: SparseGPSConv.from_gps(gps(attn_type="performer"))),
         (r"'attn_kwargs' to be a dict", lambda: layer(nodes(), EDGES, attn_kwargs=cast(Any, 3))),

@@ -568,6 +568,11 @@ def test_masked_tokens_are_drawn_by_their_law() -> None:
     assert mask_tokens(tokens.view(100, 1000), 50, 50)[0].shape == (100, 1000)
 
 
+def test_tokens_to_mask_hold_values() -> None:
+    with pytest.raises(ValueError, match="Expected 'tokens' to hold values"):
+        mask_tokens(torch.zeros(5, dtype=torch.int64, device="meta"), 3, 3)
+
+
 def test_one_token_at_least_is_masked() -> None:
     counts = [int(mask_tokens(torch.tensor([4, 5]), 9, 9, probability=1e-6, seed=seed)[1].sum()) for seed in range(20)]
     assert counts == [1] * 20

@@ -442,3 +442,9 @@ def test_sources_of_one_tensor_load_centroids_of_their_own() -> None:
     tokens = Tokens(draw(2, HEADS, 30, CHANNELS))
     assert all(source(tokens).graph == other(tokens).graph for source, other in zip(sources, again, strict=True))
     assert not bool(start.any())
+
+
+def test_k_may_be_a_tensor_of_one_number() -> None:
+    tokens = Tokens(torch.randn(2, 10, 4))
+    assert selectors.top_k(tokens, torch.tensor(3)) == selectors.top_k(tokens, 3)
+    assert selectors.SelectorSource(selectors.top_k, k=torch.tensor(3))(tokens).graph == selectors.top_k(tokens, 3)

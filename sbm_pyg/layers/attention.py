@@ -51,7 +51,13 @@ class CallOptions(TypedDict, total=False):
 T = TypeVar("T")
 SOURCE_OPTIONS = frozenset(inspect.signature(SBMSource).parameters) - {"head"}
 CAUSAL = "It says whether queries attend to earlier keys alone."
-FIXED = {"aggr": ("add", "sum"), "flow": ("source_to_target",), "decomposed_layers": (1,), "node_dim": (0, -2)}
+FIXED = {
+    "aggr": ("add", "sum"),
+    "aggr_kwargs": (None, {}),
+    "flow": ("source_to_target",),
+    "decomposed_layers": (1,),
+    "node_dim": (0, -2),
+}
 
 
 class AttentionConv(EdgeAttention):
@@ -144,7 +150,9 @@ class AttentionConv(EdgeAttention):
     ) -> None:
         unknown = [name for name in kwargs if name not in {*inspect.signature(MessagePassing).parameters} - {"kwargs"}]
         if unknown:
-            raise TypeError(f"{type(self).__name__} got unknown arguments {unknown}. See its docstring.")
+            skip = " `beta` and `root_weight` of TransformerConv mix the output with the input: add it to the output."
+            skip = skip if {"beta", "root_weight"} & {*unknown} else ""
+            raise TypeError(f"{type(self).__name__} got unknown arguments {unknown}. See its docstring.{skip}")
         for name, fixed in FIXED.items():
             if kwargs.setdefault(name, fixed[0]) not in fixed:
                 raise ValueError(
@@ -175,6 +183,10 @@ class AttentionConv(EdgeAttention):
         method = GraphSource.method if source is None else source.method
         self.estimator = resolve_estimator(estimator, normalizer, method)
         wide = heads * out_channels
+        if edge_dim is not None:
+            edge_dim = checks.integer("edge_dim", edge_dim, 1, "It is the number of features of an edge.")
+        sizes = {"in_channels": max(pair), "out_channels": out_channels, "heads": heads, "edge_dim": edge_dim or 0}
+        checks.parameters(sizes, wide * (2 * max(pair[0], 1) + max(pair[1], 1) + sizes["edge_dim"]))
         self.in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
         self.out_channels, self.heads, self.concat = out_channels, heads, concat
         self.is_causal, self.dropout, self.scale = is_causal, dropout, out_channels**-0.5
@@ -184,13 +196,11 @@ class AttentionConv(EdgeAttention):
         self.lin_key = Linear(pair[0], wide, bias=bias)
         self.lin_query = Linear(pair[1], wide, bias=bias)
         self.lin_value = Linear(pair[0], wide, bias=bias)
-        if edge_dim is not None:
-            edge_dim = checks.integer("edge_dim", edge_dim, 1, "It is the number of features of an edge.")
-            if rotary is not None:
-                raise ValueError(
-                    "Expected no 'rotary' with an 'edge_dim' (got both). Edge features have no position to rotate by: "
-                    "give the layer one of them."
-                )
+        if edge_dim is not None and rotary is not None:
+            raise ValueError(
+                "Expected no 'rotary' with an 'edge_dim' (got both). Edge features have no position to rotate by: "
+                "give the layer one of them."
+            )
         self.lin_edge = None if edge_dim is None else Linear(edge_dim, wide, bias=False)
 
     def reset_parameters(self) -> None:
@@ -243,8 +253,8 @@ class AttentionConv(EdgeAttention):
             edge_attr: Features of the edges of ``edge_index``, ``[E, D]`` with D the ``edge_dim`` of the layer, in the
                 order of its edges. If heads share the edges, they share the features.
             edge_head: Head of each edge of ``edge_index``, ``[E]`` int64. None: all heads share the edges.
-            ptr: Offsets of the sequences, ``[B+1]`` int64, or the pair (keys, queries). None: those of the graph, or
-                one sequence.
+            ptr: Offsets of the sequences, ``[B+1]`` int64 or a list of ints, or the pair (keys, queries). None: those
+                of the graph, or one sequence.
             batch: The same as a sequence number per token, ``[N]``.
             positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
                 in each sequence.

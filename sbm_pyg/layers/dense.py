@@ -44,7 +44,7 @@ class FullAttention(nn.Module):
         sizes = {"channels": channels, "head_channels": head_channels, "heads": heads}.items()
         channels, head_channels, heads = (checks.integer(*size, 1, "Channels count per head.") for size in sizes)
         checks.number("dropout", dropout, "[0, 1)", "It is the probability that an attention weight is dropped.")
-        checks.parameters("heads", 3 * channels * heads * head_channels)
+        checks.parameters(dict(sizes), 3 * channels * heads * head_channels)
         checks.flag("is_causal", is_causal, "With True, no token attends to a later one.")
         checks.kind("rotary", rotary, Rotary | None, "a Rotary", "Pass `sbm_pyg.Rotary()`.")
         checks.kind("score_bias", score_bias, ALiBi | None, "an ALiBi", "Other biases need an AttentionConv.")

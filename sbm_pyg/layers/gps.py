@@ -21,6 +21,7 @@ from ..ops import checks
 from ..sources.patterns import PatternSource, full
 from .attention import AttentionConv
 from .multihead import SBMMultiheadAttention
+from .named import make_attention
 from .propagation import channel_pair
 
 __all__ = ["SparseGPSConv", "replace_attention", "restore_attention"]
@@ -45,15 +46,21 @@ class SparseGPSConv(GPSConv):
         channels: Channels of the nodes.
         conv: Message passing layer, or None.
         attn: Attention among ``channels`` channels, such as ``SBMAttentionConv(channels, channels // heads, heads)``. A
-            linear map takes its output to ``channels``.
+            linear map takes its output to ``channels``. None: attention with ``heads`` heads over the source that
+            ``attn_type`` names.
         dropout: Probability that a channel of an intermediate result is dropped in training.
         act: Activation in the MLP, a name or a function.
         act_kwargs: Arguments of the activation.
         norm: Normalization layer, a name or a function; None: no norms.
         norm_kwargs: Arguments of the normalization.
+        heads: Without ``attn``: number of heads, which divides ``channels``. None: 1.
+        attn_type: Without ``attn``: name of the source, as in :func:`replace_attention`. ``"multihead"``, as in PyG, is
+            ``"full"``. None: ``"sbm"``, a block model.
+        attn_kwargs: Without ``attn``: options of the source and of :class:`AttentionConv`, such as ``{"num_blocks": 16,
+            "dropout": 0.1}``.
 
     Raises:
-        TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`.
+        TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`, or options of one come with it.
         ValueError: ``attn`` takes other channels, or an argument is out of range.
 
     Shapes:
@@ -64,7 +71,8 @@ class SparseGPSConv(GPSConv):
         >>> from torch_geometric.nn import GINEConv
         >>> from sbm_pyg import SBMAttentionConv
         >>> conv = GINEConv(nn.Linear(32, 32), edge_dim=4)
-        >>> layer = SparseGPSConv(32, conv, SBMAttentionConv(32, 8, heads=4, num_blocks=16))
+        >>> layer = SparseGPSConv(32, conv, heads=4, attn_kwargs={"num_blocks": 16})
+        >>> layer = SparseGPSConv(32, conv, SBMAttentionConv(32, 8, heads=4, num_blocks=16))  # the same
         >>> edge_index, batch = torch.tensor([[0, 1, 3], [1, 2, 4]]), torch.tensor([0, 0, 0, 1, 1])
         >>> layer(torch.randn(5, 32), edge_index, batch, edge_attr=torch.randn(3, 4)).shape
         torch.Size([5, 32])
@@ -77,17 +85,32 @@ class SparseGPSConv(GPSConv):
         self,
         channels: int,
         conv: MessagePassing | None,
-        attn: AttentionConv,
+        attn: AttentionConv | None = None,
         dropout: float = 0.0,
         act: str = "relu",
         act_kwargs: dict[str, Any] | None = None,
         norm: str | None = "batch_norm",
         norm_kwargs: dict[str, Any] | None = None,
+        *,
+        heads: int | None = None,
+        attn_type: str | None = None,
+        attn_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         channels = checks.integer("channels", channels, 1, "It is the width of the nodes.")
         checks.number("dropout", dropout, "[0, 1]", "It is the probability that a channel is dropped.")
         checks.kind("conv", conv, nn.Module | None, "a layer of PyG, or None", "Make an instance of it.")
-        way_out = "Build an SBMAttentionConv, or an AttentionConv with a source."
+        if attn is None:
+            heads = checks.integer("heads", 1 if heads is None else heads, 1, "Each has a graph of its own.")
+            if channels % heads:
+                raise ValueError(f"Expected 'heads' to divide 'channels' (got {heads} and {channels}). Or pass 'attn'.")
+            source = {None: "sbm", "multihead": "full"}.get(attn_type, attn_type)
+            attn = make_attention(cast(str, source), channels, channels // heads, heads, **attn_kwargs or {})
+        elif heads is not None or attn_type is not None or attn_kwargs is not None:
+            raise TypeError(
+                f"Expected no options of attention with an 'attn' (got both, and a {type(attn).__name__}). It has its own: "
+                "leave out 'heads', 'attn_type' and 'attn_kwargs', or 'attn'."
+            )
+        way_out = "Build an SBMAttentionConv, or leave it out and pass `heads=` by name."
         checks.kind("attn", attn, AttentionConv, "an AttentionConv", way_out)
         if not {*channel_pair(attn.in_channels)} <= {channels, -1}:
             raise ValueError(

@@ -127,6 +127,9 @@ class SBMMultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.kdim, self.vdim = kdim, vdim
         head_channels = embed_dim // num_heads
+        checks.parameters(
+            {"embed_dim": embed_dim, "kdim": kdim, "vdim": vdim}, embed_dim * (2 * embed_dim + kdim + vdim)
+        )
         sizes = ((self.kdim, embed_dim), head_channels, num_heads)
         self.conv = make_attention(source, *sizes, bias=bias, dropout=dropout, **options)
         if self.vdim != self.kdim:

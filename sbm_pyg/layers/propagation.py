@@ -106,6 +106,11 @@ class EdgeAttention(MessagePassing):
                 raise ValueError(
                     f"Expected '{name}' of at least one token (got {list(x.shape)}). Both sides have tokens."
                 )
+        if isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and edge_index.dim() == 1:
+            raise ValueError(
+                f"Expected 'edge_index' to be [2, E], or a graph (got {list(edge_index.shape)}). Pass the sequence of "
+                "each token by name, `batch=`, and offsets as `ptr=`."
+            )
         checks.kind("returns", returns, Returns, "a Returns", "See the docstring.")
         way_out = "Wrap a mask in a function."
         checks.kind("edge_filter", edge_filter, Callable | None, "a callable graph -> [E]", way_out)
@@ -410,8 +415,22 @@ def owned(out: Tensor, heads: int) -> Tensor:
 
 def check_tokens(tokens: Any, lin: torch.nn.Module) -> None:
     """Check that a projection accepts the tokens."""
-    checks.kind("x", tokens, Tensor, "a tensor, or a pair of keys and queries", "Convert it.")
+    if torch.jit.is_tracing():
+        raise TypeError(
+            "Expected 'x' to be a tensor (got one that `torch.jit.trace` follows, which keeps the sizes of one batch). "
+            "Use `torch.compile` or `torch.export`."
+        )
+    way_out = "Join several by `torch.cat(x)`, and pass `ptr=[0, ...]`, the offsets; a pair is (keys, queries)."
+    checks.kind("x", tokens, Tensor, "a tensor, or a pair of keys and queries", way_out)
+    if tokens.is_nested:
+        jagged = tokens.layout == torch.jagged
+        parts = "`x.values()` and `ptr=x.offsets()`" if jagged else "`torch.cat(x.unbind())` and the offsets as `ptr`"
+        raise TypeError(
+            f"Expected 'x' to be dense (got a nested tensor). Pass {parts}, or take an SBMMultiheadAttention."
+        )
     checks.dense("x", tokens)
+    if tokens.dim() == 2 and not torch.compiler.is_compiling() and tokens.size(1) < 1:
+        raise ValueError(f"Expected 'x' of at least one channel (got {list(tokens.shape)}). It is [N, C_in].")
     if tokens.dim() != 2:
         raise ValueError(
             f"Expected 'x' to be [N, C_in] (got {list(tokens.shape)}). Batches are ragged: `sbm_pyg.unpad` takes "

@@ -397,8 +397,13 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
     )
 
 
-def parameters(name: str, count: int, way_out: str = "Build a smaller model.") -> None:
-    """Refuse more parameters, of torch's default type and on its default device, than memory holds."""
+def parameters(name: str | Mapping[str, int], count: int, way_out: str = "Build a smaller model.") -> None:
+    """Refuse more parameters, of torch's default type and on its default device, than memory holds.
+
+    Args:
+        name: Name of the size in the error, or sizes by their names, of which the largest is named.
+    """
+    name = name if isinstance(name, str) else max(name, key=name.__getitem__)
     memory(name, count, torch.get_default_dtype().itemsize, torch.get_default_device(), way_out, "parameters")
 
 

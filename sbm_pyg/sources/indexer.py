@@ -83,7 +83,7 @@ class Indexer(nn.Module):
         for name, size in given.items():
             checks.integer(name, size, 1, "It is a size of the indexer.")
         self.channels, self.heads, self.index_heads, self.index_channels = given.values()
-        checks.parameters("channels", heads * (channels + 1) * (index_heads + (index_heads + 1) * index_channels))
+        checks.parameters(given, heads * (channels + 1) * index_heads * (index_channels + 1))
         self.query_weight = nn.Parameter(torch.empty(heads, channels, index_heads * index_channels))
         self.key_weight = nn.Parameter(torch.empty(heads, channels, index_channels))
         self.head_weight = nn.Parameter(torch.empty(heads, channels, index_heads))
@@ -130,10 +130,11 @@ class KeyScorer(nn.Module):
 
     def __init__(self, channels: int, heads: int = 1, hidden: int = 32) -> None:
         super().__init__()
-        for name, size in (("channels", channels), ("heads", heads), ("hidden", hidden)):
+        sizes = {"channels": channels, "heads": heads, "hidden": hidden}
+        for name, size in sizes.items():
             checks.integer(name, size, 1, "It is a size of the perceptron.")
+        checks.parameters(sizes, heads * hidden * (channels + 2))
         self.channels, self.heads, self.hidden = channels, heads, hidden
-        checks.parameters("channels", heads * (channels + 2) * hidden)
         self.weight = nn.Parameter(torch.empty(heads, channels, hidden))
         self.bias = nn.Parameter(torch.empty(heads, 1, hidden))
         self.out_weight = nn.Parameter(torch.empty(heads, hidden, 1))

@@ -544,13 +544,14 @@ class SBMHead(torch.nn.Module):
                 f"(got {parameterization!r}). Others are not products; leave out 'groups'."
             )
         clusters = groups * _blocks_per_group(num_blocks, groups)
-        free = num_blocks**2 if parameterization == "mixed" else 0
-        checks.parameters("channels", 2 * channels * (channels + 1) + heads * (channels * (clusters + 2) + free))
         self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
         self.start = initial_density ** (0.5 if degree_corrected else 1)  # of Y S Z; two degrees make the rest
         self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
+        matrix = num_blocks**2 if parameterization == "mixed" else 0
+        total = 2 * channels * (channels + heads) + heads * (clusters * channels + matrix)
+        checks.parameters({"channels": channels, "heads": heads, "num_blocks": num_blocks}, total)
         first, second = (torch.nn.Linear(channels, channels) for _ in range(2))
         self.mlp = torch.nn.Sequential(first, torch.nn.ReLU(), second)
         self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))

@@ -65,7 +65,8 @@ class Projection(nn.Module):
         self.heads, self.shared = heads, shared
         sets = 1 if shared else 2
         shapes = [(sets, heads, *pair) for pair in itertools.pairwise(widths)]
-        checks.parameters("channels", sum(math.prod(shape) for shape in shapes))
+        sizes = {"channels": channels, "heads": heads, "dim": dim, "hidden": hidden or 0}
+        checks.parameters(sizes, sum(map(math.prod, shapes)))
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
         self.biases = nn.ParameterList(nn.Parameter(torch.empty(*shape[:2], 1, shape[3])) for shape in shapes)
         self.reset_parameters()
