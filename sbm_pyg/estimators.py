@@ -341,6 +341,8 @@ def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> 
     seen = call.tokens.query is call.query and call.tokens.key is call.key
     scored = None if seen else call.tokens.with_vectors(call.query, call.key)
     how: dict[str, Any] = {"scale": call.scale, "scored": scored, "score_bias": call.score_bias}
+    if getattr(call.score_bias, "is_of_batch", False):  # it reads numbers of tokens, which a part of them lacks
+        sample["part"] = 1.0
     return weight * row_distillation(call.source, call.tokens, **how, **sample)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from sbm_pyg import (
     AttentionConv,
+    AttentionGraph,
     Choice,
     GraphSource,
     SBMSource,
@@ -28,7 +29,8 @@ from sbm_pyg import (
     register_source,
 )
 from sbm_pyg.integrations import hugging_face
-from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention
+from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention, restore_attention
+from sbm_pyg.integrations.hugging_face_attention import MaskBias, PairMask, make_mask, read_mask
 from sbm_pyg.layers import named
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
@@ -91,6 +93,46 @@ def gpt2(**options: Any) -> Any:
         "initializer_range": 0.2,
     }
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
+
+
+def causal_model(kind: str, **options: Any) -> Any:
+    """A tiny model with random weights, in evaluation mode."""
+    config = transformers.CONFIG_MAPPING[kind](**TEXT | {"num_key_value_heads": 2, "head_dim": 8} | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.dim() > 1:
+                each.normal_(0, 0.2)
+    return model
+
+
+def falcon_h1() -> Any:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return causal_model("falcon_h1", **sizes)
+
+
+def deepseek() -> Any:
+    """Multi-head latent attention, whose values have another width than its queries."""
+    widths = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16, "q_lora_rank": 16}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 8,
+    }
+    return causal_model("deepseek_v3", **widths, **experts, num_key_value_heads=4, head_dim=4)
+
+
+def t5() -> Any:
+    sizes: Any = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes | {"decoder_start_token_id": 0}, initializer_factor=2.0)
+    )
+
+
+def layoutlm() -> Any:
+    return transformers.LayoutLMForTokenClassification(transformers.LayoutLMConfig(**TEXT))
 
 
 MODELS = {  # and names of the modules with a source
@@ -220,6 +262,163 @@ def test_weights_come_back_from_models_that_do_not_pass_the_argument_on() -> Non
     replace_attention(model, **OPTIONS)
     assert [each.shape for each in run(model, inputs(model), output_attentions=True).attentions] == [(4, 4, 12, 12)] * 2
     assert run(model, inputs(model)).attentions is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: causal_model("doge"), falcon_h1, deepseek, t5, layoutlm],
+    ids=["doge", "falcon", "mla", "t5", "layoutlm"],
+)
+def test_models_that_read_their_mask_or_add_to_scores_equal_eager_attention(make: Any) -> None:
+    model = make()
+    given = inputs(model)
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = torch.randint(3, 50, (4, LENGTH))
+    model.set_attn_implementation("eager")
+    eager = run(model, given)
+    for options in (OPTIONS, {"source": "full"}):
+        replace_attention(model, **options)
+        scale = float(logits(eager).abs().max())
+        torch.testing.assert_close(logits(run(model, given)), logits(eager), rtol=0, atol=1e-5 * scale)
+    replace_attention(model, source="window", size=1)
+    assert (logits(run(model, given)) - logits(eager)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_a_bias_of_positions_learns_from_the_edges(density: float) -> None:
+    model = t5()
+    given = inputs(model) | {"labels": torch.randint(3, 50, (4, 9))}
+    replace_attention(model, **OPTIONS)
+    for source in sources(model):
+        source.target_density = density
+    (model.train()(**given).loss + auxiliary_loss(model)).backward()
+    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad
+    assert table.isfinite().all()
+    assert table.any()
+    assert all(source.head.clusters.grad.isfinite().all() for source in sources(model))
+
+
+# ------------------------------------------------------------------ masks
+
+
+def eager_mask_of(pairs: Tensor) -> Tensor:
+    return torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)
+
+
+def test_a_mask_that_is_read_is_that_of_eager_attention() -> None:
+    real = REAL.flip(1)
+    mask = make_mask(4, LENGTH, LENGTH, attention_mask=real)
+    pairs = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & real[:, None, None]
+    assert isinstance(mask, PairMask)
+    assert (mask.shape, mask.dtype) == ((4, 1, LENGTH, LENGTH), torch.float32)
+    assert make_mask(1, 10**7, 10**7).numel() == 10**14  # which takes no memory
+    for ours, theirs in zip(
+        (mask + 0, mask[:, :, 3:5], mask.bool(), mask == 0),
+        (eager_mask_of(pairs), eager_mask_of(pairs)[:, :, 3:5], ~pairs, pairs),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+        assert type(ours) is Tensor
+
+
+@pytest.mark.parametrize("kind", ["padding", "causal", "packed", "packed and causal", "other", "other and causal"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_what_a_mask_says_is_read_from_its_values(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for left in (False, True):
+        real = REAL.flip(1) if left else REAL
+        pairs = real[:, None, None].expand(4, 1, LENGTH, LENGTH)
+        if "packed" in kind:
+            number = (torch.rand(4, LENGTH, generator=generator) < 0.3).long().cumsum(1)
+            pairs = pairs & (number[:, None, :, None] == number[:, None, None])
+        if "other" in kind:
+            pairs = pairs & ((torch.rand(pairs.shape, generator=generator) < 0.5) | torch.eye(LENGTH, dtype=torch.bool))
+        if "causal" in kind:
+            pairs = pairs.tril()
+        found = read_mask(pairs if dtype == torch.bool else eager_mask_of(pairs), LENGTH, LENGTH)
+        assert found.is_causal == ("causal" in kind)
+        assert found.bias is None
+        assert (found.allowed is not None) == ("other" in kind)
+        assert (found.sequence is not None) == ("packed" in kind)
+        dense = found.dense(LENGTH, LENGTH, pairs.device)
+        assert dense is not None
+        rows = real[:, None, :, None]
+        assert torch.equal(dense & rows, pairs & rows)
+
+
+@pytest.mark.parametrize("has_source", [True, False])
+def test_a_mask_of_one_query_is_one_of_all(has_source: bool) -> None:
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    module = model.bert.encoder.layer[0].attention.self
+    module.sbm = module.sbm if has_source else None
+    tokens = torch.randn(3, 4, 4, LENGTH, 8)
+    real = REAL & (torch.arange(LENGTH) != 1)
+    mask = make_mask(4, 1, LENGTH, q_offset=LENGTH - 1, attention_mask=real)
+    out, _ = hugging_face.attend(module.eval(), *tokens, mask)
+    expected = nn.functional.scaled_dot_product_attention(*tokens, attn_mask=real[:, None, None])
+    torch.testing.assert_close(out[real], expected.transpose(1, 2)[real], rtol=0, atol=1e-5)
+
+
+def test_any_mask_of_pairs_equals_eager_attention_and_holds_on_a_sampled_graph() -> None:
+    model = bert()
+    pairs = torch.rand(4, 1, LENGTH, LENGTH) < 0.5
+    pairs |= torch.eye(LENGTH, dtype=torch.bool)
+    given = inputs(model, None) | {"attention_mask": pairs}
+    model.set_attn_implementation("eager")
+    eager = run(model, given | {"attention_mask": eager_mask_of(pairs)})
+    replace_attention(model, **OPTIONS)
+    torch.testing.assert_close(run(model, given).logits, eager.logits, rtol=0, atol=1e-5)
+    labels = torch.tensor([0, 1, 0, 1])
+    for density in (1.0, 0.3):
+        for source in sources(model):
+            source.target_density = density
+        out = model.train()(**given, labels=labels, output_attentions=True)
+        (out.loss + auxiliary_loss(model)).backward()
+        assert all(not weights[~pairs.expand(4, 4, -1, -1)].any() for weights in out.attentions)
+        assert sources(model)[0].head.clusters.grad.any()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_a_loss_on_a_part_of_the_sequences_takes_the_bias_of_its_own(
+    density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, totals, biased = t5(), [], MaskBias.__call__
+
+    def note(self: MaskBias, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+        totals.append((graph.num_queries, self.batch.query.total))
+        return biased(self, query, key, graph)
+
+    replace_attention(model, **OPTIONS, estimator="distill")
+    for source in sources(model):
+        source.target_density = density
+    monkeypatch.setattr(MaskBias, "__call__", note)
+    model.train()(**inputs(model), labels=torch.randint(3, 50, (4, 9)))
+    assert len(totals) >= 8
+    assert all(of_graph == of_batch for of_graph, of_batch in totals)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.5])
+@pytest.mark.parametrize("make", [bert, llama])
+def test_packed_sequences_do_not_see_each_other(make: Any, density: float) -> None:
+    model = make()
+    replace_attention(model, source="top_k", target_density=density)
+    lengths = (5, 1, 6)
+    tokens = torch.randint(3, 50, (1, LENGTH))
+    alone = torch.cat([run(model.base_model, {"input_ids": x}).last_hidden_state for x in tokens.split(lengths, 1)], 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    number = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packed: list[dict[str, Any]] = [
+        {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}, {"seq_idx": number},
+        {"attention_mask": (number[:, None, :, None] == number[:, None, None]).tril() if make is llama else
+         number[:, None, :, None] == number[:, None, None]},
+    ]  # fmt: skip
+    packed += [{"use_cache": False}] if make is llama else []  # as the positions tell
+    for options in packed:
+        together = run(model.base_model, {"input_ids": tokens, "position_ids": positions}, **options)
+        torch.testing.assert_close(together.last_hidden_state, alone, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------ sampled graphs
@@ -370,13 +569,47 @@ class AllTokens(GraphSource):
         return Choice(patterns.full(None, ptr=tokens.key_ptr, is_causal=tokens.is_causal))
 
 
+FIXED: list[dict[str, Any]] = [  # sources whose graphs are not random
+    {"source": "full"}, {"source": "window", "size": 2}, {"source": "global_tokens", "num_global": 2},
+    {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2, "seed": 0}, {"source": "top_k", "k": 3},
+    {"source": "top_k", "k": 2, "window": 1}, {"num_blocks": 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FIXED, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_cache_and_several_new_tokens_change_nothing(options: dict[str, Any]) -> None:
+    """Those of a cache that grows and of a static one, and those of assisted generation."""
+    model = llama()
+    replace_attention(model, **options)
+    expected = generate(model, use_cache=False)
+    assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model, cache_implementation="static"), expected)
+    tokens = expected[:1]
+    with torch.no_grad():
+        whole = model(tokens, output_attentions=True)
+        cache = model(tokens[:, :9]).past_key_values
+        parts = [
+            model(part, past_key_values=cache, output_attentions=True) for part in tokens[:, 9:].split((4, 1, 8), 1)
+        ]
+    torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), whole.logits[:, 9:], rtol=0, atol=1e-5)
+    for part, start in zip(parts, (9, 13, 14), strict=True):
+        for ours, theirs in zip(part.attentions, whole.attentions, strict=True):
+            rows = theirs[:, :, start : start + ours.size(2), : ours.size(3)]
+            torch.testing.assert_close(ours, rows, rtol=0, atol=1e-5)
+    alone = model.generate(tokens[:, :9], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assisted = model.generate(
+        tokens[:, :9], assistant_model=llama().eval(), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(assisted, alone)
+
+
 def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
     model = llama()
     rules: list[dict[str, Any]] = [{"source": name} for name in ("lsh", "routing", "block_top_k")]
-    for options in ({"source": "window", "size": 2}, {**OPTIONS, "block_size": 2, "target_density": 0.5}, *rules):
+    for options in ({**OPTIONS, "block_size": 2, "target_density": 0.5}, *rules):
         replace_attention(model, **options)
         assert generate(model, use_cache=False).shape == (3, 22)
-        with pytest.raises(ValueError, match=r"rows do not depend on each other, .* Pass use_cache=False"):
+        with pytest.raises(ValueError, match=r"queries of earlier tokens, .* Pass use_cache=False and no assistant"):
             generate(model)
     for source in (AllTokens(), AllTokens(window=1)):
         for layer in model.model.layers:
@@ -384,12 +617,6 @@ def test_what_a_cache_does_not_allow_names_the_way_out() -> None:
         assert generate(model, use_cache=False).shape == (3, 22)
         with pytest.raises(ValueError, match=r"'source' to return a graph over N = 3 queries .* Pass use_cache=False"):
             generate(model)
-    with pytest.raises(ValueError, match=r"Expected a cache that grows .* use_cache=False"):
-        generate(model, cache_implementation="static")
-    with torch.no_grad():
-        cache = model(torch.randint(3, 50, (1, 4))).past_key_values
-        with pytest.raises(ValueError, match=r"Expected one new token per step with a cache \(got 3 of 7\)"):
-            model(torch.randint(3, 50, (1, 3)), past_key_values=cache)
 
 
 # ------------------------------------------------------------------ training, saving and loading
@@ -622,24 +849,84 @@ def test_calls_that_are_not_supported_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected 'model' with graph sources .*\.replace_attention\(model\)"):
         run(model, inputs(model))
     replace_attention(model, **OPTIONS)
-    with pytest.raises(ValueError, match=r"Expected 'attention_mask' \[B, S\] of padding \(got one of pairs"):
-        run(model, inputs(model) | {"attention_mask": torch.ones(4, 1, LENGTH, LENGTH, dtype=torch.bool)})
     with pytest.raises(ValueError, match="Expected 'attention_mask' to leave a real key in each sequence"):
         run(model, inputs(model) | {"attention_mask": torch.zeros(4, LENGTH, dtype=torch.long)})
-    packed = {"input_ids": torch.randint(3, 50, (1, 6)), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    model = llama()
+    with pytest.raises(ValueError, match=r"Expected attention without \['block_indices'\] \(got them from BertSelfAtt"):
+        run(model, inputs(model), block_indices=torch.arange(3))
+    ends = torch.tensor([0, 5, LENGTH])
+    with pytest.raises(ValueError, match=r"Expected 'cu_seq_lens_q' to be offsets .* \(got \[0, 5, 12\] for 4 rows"):
+        run(model, inputs(model), cu_seq_lens_q=ends)
+    with pytest.raises(
+        ValueError, match=r"Expected 'attention_mask' of 12 queries and 12 keys \(got \[4, 1, 3, 12\]\)"
+    ):
+        run(model, inputs(model) | {"attention_mask": torch.ones(4, 1, 3, LENGTH, dtype=torch.bool)})
+
+
+def sparse_minimax() -> Any:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 8}
+    kinds = ["minimax_m3_sparse", "full_attention"]
+    return causal_model("minimax_m3_vl_text", **sizes, index_block_size=4, index_topk_blocks=1, layer_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (sparse_minimax, "block_indices"),
+        (lambda: causal_model("gemma2"), "softcap"),
+        (lambda: causal_model("gpt_oss", num_local_experts=4, num_experts_per_tok=2), "s_aux"),
+    ],
+    ids=["sparse attention of its own", "capped scores", "sinks"],
+)
+def test_models_whose_attention_is_another_function_are_refused_as_they_are(make: Any, name: str) -> None:
+    model = make()
+    given = inputs(model)
+    before, config, keys = run(model, given).logits, model.config.to_dict(), [*model.state_dict()]
+    with pytest.raises(ValueError, match=rf"queries, keys, values and a mask define \(got '{name}' of"):
+        replace_attention(model, **OPTIONS)
+    assert (model.config.to_dict(), [*model.state_dict()]) == (config, keys)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(run(model, given).logits, before)
+
+
+def test_a_cap_that_is_off_is_no_reason_to_refuse() -> None:
+    model = causal_model("gemma2", attn_logit_softcapping=None)
+    given = inputs(model)
+    before = run(model, given).logits[REAL]
+    assert replace_attention(model, **OPTIONS) == ["model.layers.1.self_attn"]  # the other one has a window
+    torch.testing.assert_close(run(model, given).logits[REAL], before, rtol=0, atol=1e-4)
+
+
+# ------------------------------------------------------------------ there and back
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_restored_attention_is_that_of_before(before: str, tmp_path: Path) -> None:
+    model = bert()
+    model.set_attn_implementation(before)
+    given, config, keys = inputs(model), model.config.to_dict(), [*model.state_dict()]
+    dense = run(model, given).logits
+    names = replace_attention(model, **OPTIONS)
+    assert replace_attention(model, source="top_k", k=2) == names  # again, with other sources
+    assert not torch.equal(run(model, given).logits, dense)
+    assert model.config.sbm == {"source": "top_k", "k": 2}
+    assert restore_attention(model) == names
+    assert torch.equal(run(model, given).logits, dense)
+    assert (model.config.to_dict(), [*model.state_dict()]) == (config, keys)
+    assert model.config._attn_implementation == before
+    with pytest.raises(ValueError, match=r"Expected 'model' to have graph sources \(got none in BertForSequenceClass"):
+        restore_attention(model)
+    with pytest.raises(TypeError, match=r"Expected 'model' to be a PreTrainedModel \(got Linear\)"):
+        restore_attention(nn.Linear(2, 2))  # type: ignore[arg-type]
     replace_attention(model, **OPTIONS)
-    with pytest.raises(ValueError, match="as for packed sequences"):
-        run(model, packed, use_cache=False)
-    sizes: Any = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "d_ff": 48}
-    model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
-    replace_attention(model, **OPTIONS)
-    with pytest.raises(ValueError, match=r"Expected attention without 'position_bias' \(got it from T5Attention\)"):
-        run(model, inputs(model))
-    model = transformers.Gemma2Model(transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8))
-    assert replace_attention(model, **OPTIONS) == ["layers.1.self_attn"]
-    with pytest.raises(ValueError, match=r"Expected attention without 'softcap' \(got it from Gemma2Attention\)"):
-        run(model, inputs(model))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert restore_attention(again) == names
+    torch.testing.assert_close(run(again, given).logits, dense, rtol=0, atol=1e-5)
+    again.save_pretrained(tmp_path / "dense")
+    assert "sbm" not in (tmp_path / "dense" / "config.json").read_text()
+    fresh, report = type(model).from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(run(fresh, given).logits, dense, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -13,10 +13,12 @@ Importing this module registers ``"sbm"`` as an attention implementation, and ex
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any
@@ -32,14 +34,16 @@ from ..layers import named
 from ..layers.attention import AttentionConv
 from ..ops import checks
 from ..sparsifier import Sparsifier
-from .hugging_face_attention import NAME, GraphAttention, attend, make_mask
+from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback", "replace_attention"]
+__all__ = ["SparsifierCallback", "replace_attention", "restore_attention"]
 
 SET_BY_MODEL = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
 """Options that the model sets."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads")
-CHANNELS = ("head_dim", "attention_head_size")
+CHANNELS = ("qk_head_dim", "head_dim", "attention_head_size")
+BEFORE = "_attention_before_sbm"
+"""Name of the attribute of a model with the attention implementations that were selected before, by module."""
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
@@ -77,8 +81,53 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     way_out = "For torch's layers take `sbm_pyg.replace_attention`."
     checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", way_out)
     options = {"source": source, **{name: _as_json(each) for name, each in options.items()}}
+    before = {name: part.config._attn_implementation for name, part in _models(model).items()}
     names = _attach(model, options, replaced=True)
+    if BEFORE not in model.__dict__:
+        model.__dict__[BEFORE] = before
     model.set_attn_implementation(NAME)
+    return names
+
+
+def restore_attention(model: PreTrainedModel) -> list[str]:
+    """Make the model of :func:`replace_attention` dense again, in place: the inverse.
+
+    The graph sources are removed from the model and from its config, with what they have learned, and the attention
+    implementation of before is selected. For a model that was loaded with its sources, it is the default of
+    ``transformers``. Other weights stay as they are. Make the optimizer afterwards.
+
+    Args:
+        model: Model with graph sources.
+
+    Returns:
+        The names of the attention modules that had a source, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: ``model`` is not a ``PreTrainedModel``.
+        ValueError: ``model`` has no graph sources.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2))
+        >>> _ = replace_attention(model, num_blocks=4)
+        >>> restore_attention(model), model.config._attn_implementation
+        (['encoder.layer.0.attention.self'], 'sdpa')
+    """
+    checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", "Pass the model that has graph sources.")
+    parts = {n: each for n, each in model.named_modules() if NAME in each._modules or NAME in vars(each)}
+    if not parts:
+        raise ValueError(
+            f"Expected 'model' to have graph sources (got none in {type(model).__name__}). It is dense already."
+        )
+    names = [name for name, module in parts.items() if getattr(module, NAME) is not None]
+    for module in parts.values():
+        delattr(module, NAME)
+    before = model.__dict__.pop(BEFORE, {})
+    for config in _configs(model, parts.values()):
+        for entry in (NAME, "attn_implementation"):
+            config.__dict__.pop(entry, None)
+    for name, part in _models(model).items():
+        part.config._attn_implementation_internal = before.get(name) or part.get_correct_attn_implementation(None)
     return names
 
 
@@ -87,25 +136,63 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
 
 def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> list[str]:
     """Add a part with a source to the self-attention modules of a model; returns the names of those that have one."""
-    found = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
-    stays = {name for name, each in found.items() if CROSS.search(f"{name} {type(each).__name__}") or _is_local(each)}
-    if len(stays) == len(found) and (found or replaced):
-        got = f"{len(found)} of them in windows or between encoder and decoder" if found else "none"
+    modules = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
+    stays = {name for name, each in modules.items() if CROSS.search(f"{name} {type(each).__name__}") or _is_local(each)}
+    if len(stays) == len(modules) and (modules or replaced):
+        got = f"{len(modules)} of them in windows or between encoder and decoder" if modules else "none"
         raise ValueError(
             f"Expected 'model' to have self-attention over all tokens that 'attn_implementation' selects (got {got} in "
             f"{type(model).__name__}). Choose another model, or set 'sliding_window' of its config to None."
         )
+    for inner in _models(model).values() if replaced else ():
+        if not inner._can_set_attn_implementation():
+            _refuse_own_attention(inner)
+    for module in modules.values():
+        _check_arguments(module)
     made = {}
-    for name, module in found.items():
+    for name, module in modules.items():
         if replaced or not hasattr(module, NAME):
             made[name] = None if name in stays else _make_part(module, options)
     for name, part in made.items():
-        setattr(found[name], NAME, part)
-    owners: list[Any] = [each for each in (model, *found.values()) if hasattr(each, "config")]
-    configs = {id(each.config): each.config for each in owners}
-    for config in configs.values() if made else ():
+        setattr(modules[name], NAME, part)
+    for config in _configs(model, modules.values()) if made else ():
         config.sbm, config.attn_implementation = dict(options), NAME
-    return [name for name, module in found.items() if getattr(module, NAME) is not None]
+        if replaced:
+            config._attn_implementation_internal = NAME
+    return [name for name, module in modules.items() if getattr(module, NAME) is not None]
+
+
+def _models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The model and the models in it, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+def _configs(model: PreTrainedModel, modules: Iterable[Any]) -> list[Any]:
+    """The config of a model and those of its modules, each once."""
+    configs = (getattr(module, "config", None) for module in (model, *modules))
+    return [*{id(config): config for config in configs if config is not None}.values()]
+
+
+def _refuse_own_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose attention cannot be selected."""
+    raise ValueError(
+        f"Expected a model whose attention 'attn_implementation' selects (got {type(model).__name__}, which has its "
+        "own). Choose another model, or write its attention with `AttentionConv.attend`."
+    )
+
+
+def _check_arguments(module: nn.Module) -> None:
+    """Raise ValueError if an attention module calls its attention with what :func:`attend` does not support."""
+    for name, expression in _arguments(type(module).forward):
+        try:  # of attributes of the module, which may switch it off
+            is_used = eval(expression, {}, {"self": module}) is not None
+        except Exception:  # of other names, whose values only a call has
+            is_used = True
+        if is_used:
+            raise ValueError(
+                f"Expected 'model' with attention that queries, keys, values and a mask define (got '{name}' of "
+                f"{type(module).__name__}, which changes its scores or its pairs). Choose another model."
+            )
 
 
 def _as_json(value: Any) -> Any:
@@ -118,10 +205,35 @@ def _as_json(value: Any) -> Any:
 @cache
 def _calls_interface(forward: Callable[..., Any]) -> bool:
     """Whether a forward pass selects its attention by the config; ``transformers`` reads code likewise."""
+    return _interface_name(forward) is not None
+
+
+@cache
+def _tree(forward: Callable[..., Any]) -> ast.AST:
+    """The syntax tree of a function; an empty one where there is no source code."""
     try:
-        return "ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
+        return ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
+def _interface_name(forward: Callable[..., Any]) -> str | None:
+    """The name of the selected attention in the code of a forward pass, or None."""
+    for node in ast.walk(_tree(forward)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(node.value.func).endswith("ATTENTION_FUNCTIONS.get_interface"):
+                return ast.unparse(target)
+    return None
+
+
+@cache
+def _arguments(forward: Callable[..., Any]) -> list[tuple[str, str]]:
+    """Name and expression of each argument of the selected attention that :func:`attend` neither reads nor ignores."""
+    name = _interface_name(forward)
+    calls = (x for x in ast.walk(_tree(forward)) if isinstance(x, ast.Call) and ast.unparse(x.func) == name)
+    words = (word for call in calls for word in call.keywords)
+    return [(x.arg, ast.unparse(x.value)) for x in words if x.arg is not None and x.arg not in READ | HARMLESS]
 
 
 def _is_local(module: Any) -> bool:
@@ -130,8 +242,8 @@ def _is_local(module: Any) -> bool:
         return module.sliding_window is not None
     config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds and number is not None:
-        return bool(kinds[number] != "full_attention")
+    if kinds and number is not None:  # full attention may be beside a state space model in a "hybrid" layer
+        return any(word in kinds[number] for word in ("sliding", "chunked", "window"))
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
@@ -198,10 +310,7 @@ def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) 
     """Add the sources that the config describes, before the weights of the model are initialized or loaded."""
     options, selected = getattr(self.config, NAME, None), self.config._attn_implementation == NAME
     if selected and not self._can_set_attn_implementation():
-        raise ValueError(
-            f"Expected a model whose attention 'attn_implementation' selects (got {type(self).__name__}, which has its "
-            "own). Choose another model, or write its attention with `AttentionConv.attend`."
-        )
+        _refuse_own_attention(self)
     if selected or options is not None:
         _attach(self, {"source": "sbm", **(options or {})})
     original(self, *args, **kwargs)

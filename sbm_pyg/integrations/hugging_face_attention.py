@@ -7,12 +7,15 @@ that form. Not here: which modules have a source (``hugging_face``), and attenti
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
 from transformers.utils.output_capturing import _active_collector
 
 from ..graph import AttentionGraph
@@ -24,74 +27,271 @@ from ..sources import patterns, selectors
 from ..sources.interface import GraphSource
 from ..sources.learned import DensitySource
 
-__all__ = ["NAME", "GraphAttention", "PairMask", "attend", "make_mask"]
+__all__ = ["NAME", "READ", "GraphAttention", "PairMask", "Pairs", "attend", "make_mask"]
 
 NAME = "sbm"
 """Name of the implementation, of the options in a config, and of the part of an attention module."""
-NO_CACHE = "Pass use_cache=False, which computes all tokens in each step."
+NO_CACHE = "Pass use_cache=False and no assistant model: each step then computes all tokens."
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+READ = {
+    "dropout", "scaling", "is_causal", "position_bias", "output_attentions", *PACKED,
+    "attention_mask", "query", "key", "value", "module",
+}  # fmt: skip
+"""Arguments of an attention call that :func:`attend` reads."""
+HARMLESS = {
+    "sliding_window",  # the mask holds it
+    "max_length_q", "max_length_k", "position_ids", "position_embeddings", "cache_position", "deterministic",
+    "use_cache", "past_key_values", "cache", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "return_dict", "return_loss", "token_type_ids", "mm_token_type_ids", "logits_to_keep", "labels", "input_ids",
+}  # fmt: skip
+"""Other arguments, which change no weight of the attention of a model."""
+FORBIDDEN = -1e4
+"""Numbers up to this one in a mask forbid a pair, as the smallest number of any type and minus infinity do."""
+_PAIRS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What masks that all layers of a model share have been found to say, with the version of the tensor."""
 
 
-class PairMask:
-    """Which pairs may attend, as sequences: padding by position, and earlier tokens alone or all.
+# ------------------------------------------------------------------ masks
+
+
+@dataclass(eq=False)
+class Pairs:
+    """Which pairs of padded queries and keys attend, and what is added to their scores.
 
     Args:
         is_causal: No query attends to a later key.
         offset: Number of tokens before the first query, whose keys are in a cache.
         real: True at real keys, ``[B, S]`` bool; None: all of them.
+        sequence: Number of the sequence of each key, ``[B, S]``, where sequences are packed in a row; None: one a row.
+        allowed: True at pairs that attend, ``[B or 1, H or 1, L or 1, S]`` bool; None: all that the above allow.
+        bias: What is added to scores, ``[B or 1, H or 1, L or 1, S]``, or None.
     """
 
-    def __init__(self, is_causal: bool, offset: int, real: Tensor | None) -> None:
-        self.is_causal, self.offset = is_causal, offset
-        self.real = None if real is None or bool(real.all()) else real
-        self._sides: dict[Any, PaddedSequences] = {}
+    is_causal: bool = False
+    offset: int = 0
+    real: Tensor | None = None
+    sequence: Tensor | None = None
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+    _sides: dict[Any, PaddedSequences] = field(default_factory=dict, init=False)
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether the mask is one of padding and of order, without other pairs and without a bias."""
+        return self.allowed is None and self.bias is None
 
     def side(self, tokens: Tensor) -> PaddedSequences:
         """Positions of the real ones of keys ``[B, S, ...]``, computed once for all layers on a device."""
-        known = (tokens.shape[:2], tokens.device)
-        if known not in self._sides:
-            real = None if self.real is None else self.real[:, : tokens.size(1)].to(tokens.device)
-            self._sides[known] = PaddedSequences(tokens, real, "attention_mask")
-        return self._sides[known]
+        place = (tokens.shape[:2], tokens.device)
+        if place not in self._sides:
+            keys = tokens.size(1)
+            real = None if self.real is None else self.real[:, :keys].to(tokens.device).expand(tokens.size(0), -1)
+            side = PaddedSequences(tokens, real, "attention_mask")
+            if self.sequence is not None:
+                slots = torch.arange(side.total, device=tokens.device) if side.slots is None else side.slots
+                sequence = self.sequence[:, :keys].to(tokens.device).expand(tokens.size(0), -1).flatten()[slots]
+                begins = ((slots // keys).diff() != 0) | (sequence.diff() != 0)
+                ends = (slots.new_tensor([side.total]),)
+                side.ptr = torch.cat([slots.new_zeros(1), begins.nonzero()[:, 0] + 1, *ends])
+            self._sides[place] = side
+        return self._sides[place]
 
-    @property
-    def ndim(self) -> int:
-        """No number, since only a static cache makes masks before the model does, and reads them."""
-        raise ValueError(
-            "Expected a cache that grows (got a static one, for which masks are made ahead). Leave out "
-            "'cache_implementation', or pass use_cache=False."
-        )
+    def row(self, number: int) -> Pairs:
+        """The pairs of one query."""
+        pair = (self.allowed, self.bias)
+        allowed, bias = (x if x is None or x.size(2) == 1 else x[:, :, number : number + 1] for x in pair)
+        return self.with_bias(bias, offset=self.offset + number, allowed=allowed)
 
-    def dense(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """The mask over all pairs, ``[B or 1, 1, L or 1, S]`` bool, or None if all may attend."""
-        mask = None if self.real is None else self.real[:, None, None].to(query.device)
+    def with_bias(self, bias: Tensor | None, **changes: Any) -> Pairs:
+        """These pairs of the same sequences with another bias."""
+        other = replace(self, bias=bias, **changes)
+        other._sides = self._sides
+        return other
+
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """The mask over all pairs, ``[B or 1, H or 1, L or 1, S]``, bool or with the bias; None if all attend."""
+        parts = [] if self.allowed is None else [self.allowed[..., :keys]]
+        parts += [] if self.real is None else [self.real[:, None, None, :keys]]
+        if self.sequence is not None:
+            parts.append(self.sequence[:, None, :keys, None] == self.sequence[:, None, None, :keys])
         if self.is_causal:
-            last = torch.arange(query.size(2), device=query.device) + self.offset
-            earlier = (torch.arange(key.size(2), device=query.device) <= last[:, None])[None, None]
-            mask = earlier if mask is None else mask & earlier
+            last = torch.arange(queries, device=device) + self.offset
+            parts.append((torch.arange(keys, device=device) <= last[:, None])[None, None])
+        mask = None
+        for part in parts:
+            mask = part.to(device) if mask is None else mask & part.to(device)
+        if self.bias is None:
+            return mask
+        bias = self.bias[..., :keys]
+        return bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
+class PairMask(Tensor):
+    """A mask ``[B, 1, L, S]`` that takes no memory before something reads it: a layer with a source does not.
+
+    Any operation on it is one on the dense mask: 0 at pairs that attend, and the smallest number of its type at others,
+    as eager attention has it, so that every model can read it.
+    """
+
+    pairs: Pairs
+
+    @staticmethod
+    def __new__(cls, pairs: Pairs, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PairMask:
+        mask: PairMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        mask.pairs = pairs
         return mask
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(PairMask, PairMask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dense(self) -> Tensor:
+        """The mask as an ordinary tensor."""
+        mask = self.pairs.dense(self.size(2), self.size(3), self.device)
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return zeros if mask is None else zeros.masked_fill(~mask, torch.finfo(self.dtype).min)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"PairMask({list(self.shape)})"
+
+
+@torch.compiler.disable  # it reads values of the mask
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
-    mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None, **options: Any,
-) -> PairMask | Tensor:  # fmt: skip
-    """What ``transformers`` calls in a forward pass: a :class:`PairMask`, or ``[B, 1, L, S]`` bool for other pairs."""
+    mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32, device: Any = "cpu", **options: Any,
+) -> Tensor:  # fmt: skip
+    """What ``transformers`` calls in a forward pass: a :class:`PairMask`, or the mask of eager attention."""
     is_plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     if not is_plain or int(kv_offset) or (attention_mask is not None and attention_mask.dim() != 2):
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
-        assert mask is not None
-        return mask
+        options |= {"allow_is_bidirectional_skip": False, "dtype": dtype, "device": device}
+        lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return eager_mask(*lengths, mask_function, attention_mask, **options)
     real = attention_mask
     if real is not None and real.size(1) < kv_length:  # a cache with space for later tokens
         real = nn.functional.pad(real, (0, kv_length - real.size(1)))
-    return PairMask(mask_function is causal_mask_function, int(q_offset), real)
+    real = None if real is None or bool(real.all()) else real.bool()
+    pairs = Pairs(mask_function is causal_mask_function, int(q_offset), real)
+    return PairMask(pairs, (batch_size, 1, q_length, kv_length), dtype, torch.device(device))
 
 
+def read_mask(mask: Tensor, queries: int, keys: int) -> Pairs:
+    """What a mask says, ``[B or 1, H or 1, L or 1, S]`` of bool or of numbers that are added to scores.
+
+    A mask of padding, of earlier keys, of packed sequences, or of several of these is told by offsets of sequences. Of
+    any other one the pairs are kept. Cost O(B H L S), once for all layers that get the same tensor.
+    """
+    if isinstance(mask, PairMask) and mask.size(2) == queries:
+        return mask.pairs
+    size = (queries, keys)
+    known = None if mask.is_inference() else _PAIRS.get(mask)
+    if known is None or known[:2] != (mask._version, size):
+        known = (0 if mask.is_inference() else mask._version, size, _read_values(mask, queries, keys))
+        if not mask.is_inference() and not mask.requires_grad:
+            _PAIRS[mask] = known
+    pairs: Pairs = known[2]
+    return pairs
+
+
+def _read_values(mask: Tensor, queries: int, keys: int) -> Pairs:
+    """As :func:`read_mask`."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.size(-1) < keys or mask.size(2) not in (1, queries):
+        raise ValueError(
+            f"Expected 'attention_mask' of {queries} queries and {keys} keys (got {list(mask.shape)}). Pass [B, S] of "
+            "padding, or [B, 1, L, S]."
+        )
+    allowed = mask[..., :keys] if mask.dtype == torch.bool else mask[..., :keys] > FORBIDDEN
+    bias = None
+    if mask.dtype != torch.bool:
+        added = torch.where(allowed, mask[..., :keys], 0)
+        bias = added if mask.requires_grad or bool(added.any()) else None
+    if allowed.size(2) == 1 and allowed.size(1) == 1 and queries != 1:
+        return Pairs(real=_unless_all(allowed[:, 0, 0]), bias=bias)
+    place = torch.arange(keys, device=mask.device)
+    shared = allowed[:, 0] if bool((allowed == allowed[:, :1]).all()) else None  # [B, L, S]
+    if shared is None:
+        is_causal = queries == keys and not bool(allowed.triu(1).any())
+        return Pairs(is_causal, allowed=allowed, bias=bias)
+    real = shared.any(1)  # [B, S]
+    first = shared.long().argmax(-1)  # [B, L], first key of each query
+    if queries == keys:
+        sequence = torch.where(real, first, 0)
+        in_order = bool((first.diff(dim=1)[real[:, 1:] & real[:, :-1]] >= 0).all())
+        together = (sequence[:, :, None] == sequence[:, None]) & real[:, None]
+        for is_causal in (True, False) if in_order else ():
+            pairs = together & (place <= place[:, None]) if is_causal else together
+            if bool((pairs == shared)[real].all()):  # padded queries may have any keys
+                begins = torch.where(real, first, first.new_full((), -1)).amax(1)
+                is_packed = bool((begins[:, None] != first)[real].any())
+                return Pairs(is_causal, 0, _unless_all(real), sequence if is_packed else None, bias=bias)
+        return Pairs(not bool(shared.triu(1).any()), allowed=allowed, bias=bias)
+    if bool((shared == shared[:, :1]).all()) and queries != 1:
+        return Pairs(real=_unless_all(real), bias=bias)
+    total = int(real.any(0).nonzero().amax()) + 1 if bool(real.any()) else keys
+    earlier = place <= torch.arange(total - queries, total, device=mask.device)[:, None]
+    if bool((shared == (real[:, None] & earlier)).all()):
+        return Pairs(True, total - queries, _unless_all(real), bias=bias)
+    return Pairs(allowed=allowed, bias=bias)
+
+
+def _as_it_is(mask: Tensor, queries: int) -> Pairs:
+    """The pairs of a mask whose values nothing reads."""
+    if isinstance(mask, PairMask):
+        if mask.size(2) == queries:
+            return mask.pairs
+        mask = mask.dense()  # of one query, for all
+    mask = mask[(None,) * (4 - mask.dim())]
+    return Pairs(allowed=mask) if mask.dtype == torch.bool else Pairs(bias=mask)
+
+
+def _unless_all(real: Tensor) -> Tensor | None:
+    """The mask ``[B, S]`` of real keys, or None if all are."""
+    return None if bool(real.all()) else real
+
+
+def _completed(pairs: Pairs, sequence: Tensor | None, bias: Tensor | None) -> Pairs:
+    """Pairs of sequences that are packed in a row, and with a bias of positions; None: as they are."""
+    if sequence is not None:
+        within = None if pairs.sequence is None else sequence * pairs.sequence.size(1) + pairs.sequence
+        pairs = replace(pairs, sequence=sequence if within is None else within)
+    if bias is not None:
+        pairs = pairs.with_bias(bias if pairs.bias is None else bias + pairs.bias)
+    return pairs
+
+
+def _packed_sequences(options: dict[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
+    """Number of the sequence of each token in a row, ``[B, S]``, of offsets and numbers that a call passes, or None."""
+    ends, of_keys, numbers = (options.get(name) for name in PACKED)
+    if ends is None and of_keys is None and numbers is None:
+        return None
+    batch, length = query.size(0), query.size(2)
+    sequence = torch.zeros(batch, length, dtype=torch.long, device=query.device) if numbers is None else numbers.long()
+    ends = of_keys if ends is None else ends
+    if ends is not None:
+        is_same = of_keys is None or (of_keys.shape == ends.shape and bool((of_keys == ends).all()))
+        if batch != 1 or key.size(2) != length or not is_same or int(ends[-1]) != length:
+            raise ValueError(
+                f"Expected '{PACKED[0]}' to be offsets of sequences packed in one row of {length} tokens, the same for "
+                f"queries and keys (got {ends.tolist()} for {batch} rows of {length} queries and {key.size(2)} keys). "
+                "Pack a whole batch in one row, or pad it."
+            )
+        place = torch.arange(length, device=query.device)
+        sequence = sequence * ends.numel() + torch.searchsorted(ends.to(place), place, right=True)
+    return sequence
+
+
+# ------------------------------------------------------------------ attention
+
+
+@torch.compiler.disable  # it branches on the values of masks
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: PairMask | Tensor | None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
-    output_attentions: bool | None = None, **options: Any,
+    position_bias: Tensor | None = None, output_attentions: bool | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What ``transformers`` calls in a layer: the output ``[B, L, H, C']``, and weights ``[B, H, L, S]`` if asked."""
     if not hasattr(module, NAME):
@@ -99,26 +299,34 @@ def attend(
             f"Expected 'model' with graph sources for attn_implementation='sbm' (got none in {type(module).__name__}). "
             "Call `sbm_pyg.integrations.hugging_face.replace_attention(model)`."
         )
-    for name in ("softcap", "position_bias", "s_aux"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"Expected attention without '{name}' (got it from {type(module).__name__}). Choose another model, or "
-                "another attn_implementation."
-            )
+    unknown = sorted(name for name, x in options.items() if x is not None and name not in READ | HARMLESS)
+    if unknown:
+        raise ValueError(
+            f"Expected attention without {unknown} (got them from {type(module).__name__}). They may change what its "
+            "tokens attend to: leave them out, or choose another attn_implementation."
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device):  # rotary positions are float32, which torch's attention casts by itself
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     heads = query.size(1)
     key, value = (x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1) for x in (key, value))
+    part: GraphAttention | None = getattr(module, NAME)
+    sizes = query.size(2), key.size(2)
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = PairMask(is_causal, key.size(2) - query.size(2) if is_causal else 0, None)
-    part: GraphAttention | None = getattr(module, NAME)
-    asked = _active_collector.get() or {}  # some models do not pass the argument on
-    return_weights = bool(output_attentions) or any("attentions" in key for key in asked)
+        pairs = unread = Pairs(is_causal, sizes[1] - sizes[0] if is_causal else 0)
+    else:
+        unread = _as_it_is(attention_mask, sizes[0])
+        pairs = unread if part is None else read_mask(attention_mask, *sizes)
+    sequence = _packed_sequences(options, query, key)
+    pairs, unread = (_completed(x, sequence, position_bias) for x in (pairs, unread))
+    requested = _active_collector.get() or {}  # some models do not pass the argument on
+    return_weights = bool(output_attentions) or any("attentions" in name for name in requested)
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
-    if part is None:
-        mask = attention_mask if isinstance(attention_mask, Tensor) else attention_mask.dense(query, key)
+    if part is None or part.attends_densely(pairs):
+        mask = unread.dense(*sizes, query.device)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
         if return_weights:
             return attend_eagerly(query, key, value, mask, scaling, dropout)
         # repeated heads have no groups
@@ -126,13 +334,8 @@ def attend(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
         )
         return out.transpose(1, 2).contiguous(), None
-    if not isinstance(attention_mask, PairMask):
-        raise ValueError(
-            f"Expected 'attention_mask' [B, S] of padding (got one of pairs, {list(attention_mask.shape)}, in "
-            f"{type(module).__name__}, as for packed sequences). Pass [B, S], or another attn_implementation."
-        )
     part.conv.scale, part.conv.dropout = scaling, dropout
-    return part(query, key, value, attention_mask, return_weights)
+    return part(query, key, value, pairs, return_weights)
 
 
 def attend_eagerly(
@@ -145,6 +348,40 @@ def attend_eagerly(
     weights = scores.softmax(-1).nan_to_num(0.0)  # padded queries may have no keys
     out = nn.functional.dropout(weights, dropout) @ value
     return out.transpose(1, 2).contiguous(), weights
+
+
+class MaskBias:
+    """The score bias of the edges that a mask over all pairs has; pairs that it forbids get a large negative number.
+
+    Args:
+        batch: Positions of queries and keys in the padded tensors.
+        pairs: The mask.
+    """
+
+    is_of_batch = True
+    """It reads numbers of tokens, so a loss on a part of the sequences does not suit it."""
+
+    def __init__(self, batch: PaddedBatch, pairs: Pairs) -> None:
+        self.batch, self.pairs = batch, pairs
+
+    def at(self, numbers: Tensor, graph: AttentionGraph) -> Tensor:
+        """Numbers ``[B or 1, H or 1, L or 1, S]`` at the edges of a graph, ``[E]``."""
+        sequence, head, query, key = self.batch.coordinates(graph)
+        places = (sequence, head, query)
+        return numbers[(*(at % size for at, size in zip(places, numbers.shape[:3], strict=True)), key)]
+
+    def allowed(self, graph: AttentionGraph) -> Tensor:
+        """True at the edges that attend, ``[E]`` bool."""
+        assert self.pairs.allowed is not None
+        return self.at(self.pairs.allowed.to(graph.col.device), graph)
+
+    def __call__(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+        bias = query.new_zeros(graph.col.numel())
+        if self.pairs.bias is not None:
+            bias = self.at(self.pairs.bias.to(query), graph)
+        if self.pairs.allowed is not None:
+            bias = torch.where(self.allowed(graph), bias, FORBIDDEN)
+        return bias
 
 
 class GraphAttention(nn.Module):
@@ -188,8 +425,17 @@ class GraphAttention(nn.Module):
         if isinstance(source, DensitySource) and not (is_none and source._needs_density):
             source._restore_density(None if is_none else float(state))
 
+    def attends_densely(self, pairs: Pairs) -> bool:
+        """Whether torch's dense kernel computes what the source would: all pairs, of a mask that is no simple one."""
+        source: Any = self.conv.source
+        is_full = isinstance(source, DensitySource) and source.target_density == 1
+        is_full |= isinstance(source, patterns.PatternSource) and source.rule.rule is patterns.full
+        is_simple = pairs.has_plain_rows and not (pairs.is_causal and pairs.offset)
+        learns = self.training and torch.is_grad_enabled()
+        return is_full and not is_simple and not learns and self.conv.normalizer == "softmax"
+
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: PairMask, return_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs, return_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over the graph of the source, ``[B, L, H, C']``, and the weights ``[B, H, L, S]`` or None."""
         if query.shape[1::2] != (self.conv.heads, self.conv.out_channels):
@@ -198,48 +444,76 @@ class GraphAttention(nn.Module):
                 f"the attributes of the module tell (got {list(query.shape)}). Set them before `replace_attention`."
             )
         length, keys = query.size(2), key.size(2)
+        total = pairs.offset + length if pairs.is_causal else keys
+        is_self, source = length == total, self.conv.source
+        is_pattern = isinstance(source, patterns.PatternSource)
+        if pairs.is_causal and not is_self and not is_pattern:
+            self._check_cached()
+            if length > 1:  # as one step for each, of which the keys of later ones are no part
+                steps = [self(query[:, :, n : n + 1], key, value, pairs.row(n), return_weights) for n in range(length)]
+                weights = torch.cat([step[1] for step in steps], 2) if return_weights else None
+                return torch.cat([step[0] for step in steps], 1), weights
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, L, H, C]
-        total = mask.offset + length if mask.is_causal else keys
         key, value = key[:, :total], value[:, :total]  # without the free places of a cache
-        keys_side = mask.side(key)
-        is_self = length == total
+        keys_side = pairs.side(key)
         query_side = keys_side if is_self else PaddedSequences(query)
         flat = [
             side.unpad(x).transpose(0, 1) for side, x in ((query_side, query), (keys_side, key), (keys_side, value))
         ]  # [H, N, C]
+        batch, conv, edge_filter = PaddedBatch(query_side, keys_side), self.conv, None
+        if not pairs.has_plain_rows:
+            bias = MaskBias(batch, pairs)
+            edge_filter = None if pairs.allowed is None else bias.allowed
+            conv = copy.copy(conv)  # which shares its parameters
+            conv.__dict__.update(score_bias=bias, _score_bias=bias)
         returns = Returns(graph=return_weights, attention_weights=return_weights)
-        attend: Any = partial(self.conv.attend, *flat, returns=returns)
+        attend: Any = partial(conv.attend, *flat, returns=returns, edge_filter=edge_filter)
         if is_self:
-            out = attend(is_causal=mask.is_causal, ptr=keys_side.ptr)
+            out = attend(is_causal=pairs.is_causal, ptr=keys_side.ptr)
         else:
             ptrs = (keys_side.ptr, query_side.ptr)
-            if mask.is_causal:
-                self._check_cached(length, total)
             try:
-                graph = self._graph_of_last(flat, *ptrs) if mask.is_causal else None
+                graph = None
+                if pairs.is_causal:
+                    graph = (
+                        self._last_rows(flat[1], keys_side, length) if is_pattern else self._graph_of_last(flat, *ptrs)
+                    )
                 out = attend(edge_index=graph, bipartite=True, ptr=ptrs)
             except ValueError as error:  # of a source of a user that chooses among tokens, not for queries
                 raise ValueError(f"{error} {NO_CACHE}") from error
         weights = None
         if return_weights:
             out, graph, (_, alpha) = out
-            sequence, head, row, col = PaddedBatch(query_side, keys_side).coordinates(graph)
+            sequence, head, row, col = batch.coordinates(graph)
             shape = (query.size(0), self.conv.heads, length, keys)
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
         return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
 
-    def _check_cached(self, length: int, total: int) -> None:
-        """Raise ValueError unless the rows of the source, and the new tokens, allow earlier keys in a cache."""
+    def _check_cached(self) -> None:
+        """Raise ValueError if the rows of the source depend on the queries of earlier tokens."""
         source: Any = self.conv.source
-        if length > 1:
-            raise ValueError(f"Expected one new token per step with a cache (got {length} of {total}). {NO_CACHE}")
-        rule = source.rule.rule if isinstance(source, patterns.PatternSource | selectors.SelectorSource) else None
+        rule = source.rule.rule if isinstance(source, selectors.SelectorSource) else None
         depends = isinstance(source, selectors.RoutingSource) or rule not in (None, selectors.top_k)
         if depends or getattr(source, "block_size", 1) > 1:
             raise ValueError(
-                "Expected a source whose rows do not depend on each other, with 'block_size' 1, for a cache (got "
-                f"{type(source).__name__}). {NO_CACHE}"
+                "Expected a source that chooses keys for each query alone, with 'block_size' 1 (got "
+                f"{type(source).__name__}). It also needs the queries of earlier tokens, which a cache does not keep. "
+                f"{NO_CACHE}"
             )
+
+    def _last_rows(self, key: Tensor, side: PaddedSequences, length: int) -> AttentionGraph:
+        """The rows of the last tokens in the pattern over all of them, whose earlier keys are in a cache."""
+        assert self.conv.source is not None
+        choice = self.conv.source(Tokens(key, query_ptr=side.ptr, is_causal=True, seed=draw_seed()))
+        graph = choice.graph.expand_tokens()
+        real = side.ptr.new_ones(side.shape) if side.real is None else side.real.long()
+        number = real.flatten().cumsum(0).view(side.shape)[:, -length:].flatten() - 1  # [B * L]
+        head = torch.arange(graph.heads, device=key.device)[:, None] * graph.num_queries
+        row = (head + number.clamp(min=0)).flatten()
+        degree = graph.rowptr.diff()[row]
+        query_ptr = torch.arange(side.shape[0] + 1, device=key.device) * length
+        sizes = (number.numel(), graph.num_keys, graph.heads, query_ptr, side.ptr)
+        return AttentionGraph._trusted(offsets(degree), graph.col[runs(graph.rowptr[row], degree)], *sizes)
 
     def _graph_of_last(self, flat: list[Tensor], key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph | None:
         """The graph of one new token per sequence, whose earlier keys are in a cache; None: the layer asks its source.
