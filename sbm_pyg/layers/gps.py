@@ -107,8 +107,8 @@ class SparseGPSConv(GPSConv):
             attn = make_attention(cast(str, source), channels, channels // heads, heads, **attn_kwargs or {})
         elif heads is not None or attn_type is not None or attn_kwargs is not None:
             raise TypeError(
-                f"Expected no options of attention with an 'attn' (got both, and a {type(attn).__name__}). It has its own: "
-                "leave out 'heads', 'attn_type' and 'attn_kwargs', or 'attn'."
+                f"Expected no options of attention with an 'attn' (got both, and a {type(attn).__name__}). It has its "
+                "own: leave out 'heads', 'attn_type' and 'attn_kwargs', or 'attn'."
             )
         way_out = "Build an SBMAttentionConv, or leave it out and pass `heads=` by name."
         checks.kind("attn", attn, AttentionConv, "an AttentionConv", way_out)
