@@ -356,7 +356,8 @@ def test_a_mask_of_one_query_is_one_of_all(has_source: bool) -> None:
     real = REAL & (torch.arange(LENGTH) != 1)
     mask = make_mask(4, 1, LENGTH, q_offset=LENGTH - 1, attention_mask=real)
     out, _ = hugging_face.attend(module.eval(), *tokens, mask)
-    expected = nn.functional.scaled_dot_product_attention(*tokens, attn_mask=real[:, None, None])
+    query, key, value = tokens
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None])
     torch.testing.assert_close(out[real], expected.transpose(1, 2)[real], rtol=0, atol=1e-5)
 
 
@@ -525,6 +526,24 @@ def generate(model: Any, **options: Any) -> Any:
         tokens, attention_mask=real.long(), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,
         **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_evaluation_and_greedy_generation_repeat(use_cache: bool, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, max_length=30)).eval()
+    replace_attention(model, num_blocks=4, target_density=0.3)
+    tokens = torch.randint(3, 50, (2, 20))
+    logits = model(tokens).logits
+    texts = [model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=use_cache) for _ in range(2)]
+    assert torch.equal(*texts)
+    assert torch.equal(model(tokens).logits, logits)
+    first, second = (layer.self_attn.sbm.conv for layer in model.model.layers)
+    assert (first.eval_seed, second.eval_seed) == (0, 1)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(tokens).logits, logits)
+    first.eval_seed = None
+    assert not torch.equal(model(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

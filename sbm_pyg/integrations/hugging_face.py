@@ -155,6 +155,9 @@ def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool =
             made[name] = None if name in stays else _make_part(module, options)
     for name, part in made.items():
         setattr(modules[name], NAME, part)
+    for number, module in enumerate(modules.values()):  # layers draw other words in evaluation, the same after loading
+        if getattr(module, NAME) is not None:
+            getattr(module, NAME).conv.eval_seed = number
     for config in _configs(model, modules.values()) if made else ():
         config.sbm, config.attn_implementation = dict(options), NAME
         if replaced:

@@ -6,6 +6,7 @@ that form. Not here: which modules have a source (``hugging_face``), and attenti
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -489,6 +490,10 @@ class GraphAttention(nn.Module):
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
         return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
 
+    def _draw_seed(self) -> int:
+        """The seed of a call, as :class:`~sbm_pyg.AttentionConv` has it."""
+        return draw_seed(None if self.training else self.conv.eval_seed)
+
     def _check_cached(self) -> None:
         """Raise ValueError if the rows of the source depend on the queries of earlier tokens."""
         source: Any = self.conv.source
@@ -504,7 +509,7 @@ class GraphAttention(nn.Module):
     def _last_rows(self, key: Tensor, side: PaddedSequences, length: int) -> AttentionGraph:
         """The rows of the last tokens in the pattern over all of them, whose earlier keys are in a cache."""
         assert self.conv.source is not None
-        choice = self.conv.source(Tokens(key, query_ptr=side.ptr, is_causal=True, seed=draw_seed()))
+        choice = self.conv.source(Tokens(key, query_ptr=side.ptr, is_causal=True, seed=self._draw_seed()))
         graph = choice.graph.expand_tokens()
         real = side.ptr.new_ones(side.shape) if side.real is None else side.real.long()
         number = real.flatten().cumsum(0).view(side.shape)[:, -length:].flatten() - 1  # [B * L]
@@ -527,7 +532,7 @@ class GraphAttention(nn.Module):
         ]
         if not windows or (isinstance(source, DensitySource) and source.target_density == 1):
             return None
-        tokens = Tokens(flat[0], flat[1], query_ptr, key_ptr, True, seed=draw_seed())
+        tokens = Tokens(flat[0], flat[1], query_ptr, key_ptr, True, seed=self._draw_seed())
         choice = source(tokens).expand(self.conv.heads)
         first = torch.maximum(key_ptr[1:] - 1 - max(windows), key_ptr[:-1])
         count = key_ptr[1:] - first
