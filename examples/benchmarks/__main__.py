@@ -7,8 +7,9 @@ python -m examples.benchmarks normalizers        a layer over a given graph, wit
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks lengths            the default layer and the dense one, by the length of sequences
-python -m examples.benchmarks growth             time per edge as sequences grow
-python -m examples.benchmarks all                the tables of docs/benchmarks.md, half an hour
+python -m examples.benchmarks trained            sampling, attention and whole layers: trained ones, fresh ones and dense ones
+python -m examples.benchmarks growth             time per edge as sequences grow, with fresh and with trained layers
+python -m examples.benchmarks all                the tables of docs/benchmarks.md, an hour
 python -m examples.benchmarks report             tables of all rows that are there
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
@@ -22,12 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks.report import TITLES, as_markdown
+from examples.benchmarks.report import TITLES, TRAINED, as_markdown
 from examples.common.command import Command
 from examples.common.runs import check_folder, resumable
 from examples.common.tables import read
 
 PAGE: dict[str, list[str]] = {  # suites of "all", and their options
+    "trained": [],
     "lengths": ["--densities", "5", "1", "--blocks", "64", "32"], "kernels": [], "blocks": [],
     "layers": ["--peers", "default", "blocks-64", "dense", "--densities", "1.6", "5", "10", "--blocks", "64"],
     "samplers": ["--blocks", "64", "32"], "growth": ["--blocks", "64"],
@@ -40,7 +42,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "normalizers": {"blocks": [0], "densities": [1.0, 10.0]},
     "samplers": {"blocks": [128, 16]},
     "lengths": {"tokens": [256, 512, 1024, 4096], "densities": [5.0]},
-    "growth": {"tokens": [2**n for n in range(10, 18)], "densities": [0.0]},  # 64 edges per query
+    "trained": {"tokens": [1024, 4096, 16384]},
+    "growth": {"tokens": [2**n for n in range(10, 17)], "densities": [0.0]},  # 64 edges per query
 }
 
 
@@ -48,10 +51,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with the defaults of the suite filled in."""
     command = Command("python -m examples.benchmarks", __doc__)
     command.add_argument("suite", choices=(*TITLES, "all", "report"), help="what to measure")
-    command.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^17)")
+    command.add_argument("--tokens", type=int, nargs="+", metavar="N", help="(default: 4096; growth: 2^10 .. 2^16)")
     command.add_argument("--densities", type=float, nargs="+", metavar="PERCENT", help="(default: 1 5 10 25)")
     command.add_argument("--blocks", type=int, nargs="+", metavar="K", help="(default: 128; samplers: 128 16)")
     command.add_argument("--peers", nargs="+", metavar="PEER", help=f"(default: all but {' and '.join(EXTRA)})")
+    command.option("layers", [*TRAINED], "of the suite trained (default: all)", choices=TRAINED, metavar=None)
     command.option("channels", 32, "channels of each of the two heads", above=0)
     command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
     command.option("output", Path("runs/benchmarks"), "of rows.csv")

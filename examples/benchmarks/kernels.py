@@ -24,7 +24,10 @@ from sbm_pyg import AttentionConv, AttentionGraph, ops, patterns
 
 @dataclass(frozen=True)
 class Case:
-    """The work that all peers of a table share: N tokens, K blocks (0: no model), mean probability of an edge, H heads, C channels."""
+    """The work that all peers of a table share: N tokens, K blocks (0: no model), mean probability of an edge, H heads, C channels.
+
+    With the name of a trained layer, that layer decides all but the tokens.
+    """
 
     tokens: int
     blocks: int
@@ -32,6 +35,7 @@ class Case:
     seed: int = 0
     heads: int = 2
     channels: int = 32
+    layer: str = ""
 
 
 @dataclass

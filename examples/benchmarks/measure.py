@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from examples.benchmarks import trained
 from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case
 from examples.benchmarks.samplers import GROWTH, IN_ALL, LAYERS, LENGTHS, SAMPLERS
 from examples.common.gate import Rejected
@@ -22,10 +23,11 @@ from sbm_pyg.info import tqdm
 
 SUITES = {
     "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
-    "lengths": LENGTHS, "growth": GROWTH,
+    "lengths": LENGTHS, "trained": trained.PEERS, "growth": GROWTH | trained.GROWTH,
 }  # fmt: skip
 STAGES: dict[str, tuple[str, ...]] = dict.fromkeys(SUITES, ("forward", "step"))
 STAGES |= {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
+STAGES |= {"trained": ("sample", "attend", "forward", "step")}
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
 FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
 Times = list[tuple[float, int]]  # seconds and edges of calls
@@ -40,9 +42,9 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
         peer = SUITES[suite][name]
         known = shared | {"peer": name, "label": peer.label, "remarks": peer.note, "status": ""}
         mine = [known | {"stage": stage} | dict.fromkeys(FOUND, "") for stage in STAGES[suite]]
-        rows += mine
         try:
             work = peer.build(case)
+            mine = [row for row in mine if row["stage"] in work.calls]
             found = {"error": work.check(), **work.facts}
             for row in mine:
                 row |= found
@@ -55,6 +57,7 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
             word = "REJECTED" if isinstance(failure, Rejected) else f"failed: {type(failure).__name__}"
             for row in mine:
                 row["status"] = f"{word}: {str(failure).strip()[:120]}".splitlines()[0]
+        rows += mine
     for number in range(ROUNDS):
         for _, call, seconds, times in turns[number:] + turns[:number]:
             total = min(max(int(cap / seconds), 1), REPEATS)
@@ -66,22 +69,27 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
         milliseconds, edges = [1e3 * seconds for seconds, _ in times], statistics.mean(count for _, count in times)
         some = milliseconds * 2 if len(times) == 1 else milliseconds
         row["q1_ms"], row["median_ms"], row["q3_ms"] = statistics.quantiles(some, n=4, method="inclusive")
-        row |= {"edges": round(edges), "ns_per_edge": 1e6 * row["median_ms"] / max(edges, 1)}
+        row |= {"edges": round(edges), "ns_per_edge": 1e6 * row["median_ms"] / max(round(edges), 1)}
     return rows
 
 
 def _time(call: Callable[[], int], repeats: int) -> Times:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # a busy machine takes turns
     found = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         edges = call()
-        found.append((time.perf_counter() - start, edges))
+        found.append((clock() - start, edges))
     return found
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """The tables of a suite: a title, and what all peers do. Those of growth have the title in common, and a size each."""
     suite, shape = options.suite, f"H = {Case.heads}, C = {options.channels}"
+    if suite == "trained":
+        for layer, tokens in itertools.product(options.layers, options.tokens):
+            yield f"{layer}, N = {tokens:,}", Case(tokens, 0, 0.0, layer=layer)
+        return
     for tokens, percent, blocks in itertools.product(options.tokens, options.densities, options.blocks):
         title = "64 edges per query" if suite == "growth" else f"N = {tokens:,}, density {percent:g} %"
         title += f", {IN_ALL:,} tokens in all" * (suite == "lengths")

@@ -1,7 +1,7 @@
-"""Counts the operations of a training step of a small layer, forward and backward, and how often the host reads what they computed.
+"""Counts the operations of a training step of a small layer, forward and backward, and the reads of the host.
 
-Each op of the library counts once, whatever its kernel does, and a view does not count. On the CPU the layer is counted as on a device whose
-values are not looked at, so the numbers are those of every device; launches of a GPU are those of ``gpu``.
+Each op of the library counts once, whatever its kernel does, and a view does not count. Checks of values are left out, as
+they are on a GPU, so every device has the same counts.
 """
 
 from typing import Any
@@ -28,9 +28,11 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, out = op._opname, op(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        made = {x.untyped_storage()._cdata for x in tree_leaves(out) if isinstance(x, Tensor)}
-        self.operations += op._schema.is_mutable or not made <= given  # a view makes nothing
+        inputs, outputs = (
+            {x.untyped_storage()._cdata for x in tree_leaves(group) if isinstance(x, Tensor)}
+            for group in ((args, kwargs), out)
+        )
+        self.operations += op._schema.is_mutable or not outputs <= inputs  # a view makes nothing
         self.reads += name in READS or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None)
         return out
 

@@ -1,12 +1,16 @@
 """Tables as Markdown of the rows that ``measure`` writes."""
 
+import math
+import statistics
 from collections.abc import Callable
+from typing import Any
 
-from examples.common.tables import Row, Rows, markdown
+from examples.common.tables import Row, Rows, by, markdown
 
+TRAINED = ("recall-1", "recall-2")  # layers of models of examples/weights
 REFERENCE = {
     "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
-    "lengths": "dense",
+    "lengths": "dense", "trained": "dense",
 }  # fmt: skip
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
@@ -16,6 +20,7 @@ TITLES = {
     "samplers": "Sampling a graph",
     "layers": "Training step of a whole layer: projections, SBM, sampling, attention, gradients to all parameters and tokens",
     "lengths": "The default layer in training and in evaluation, by the length of sequences",
+    "trained": "Trained layers over the tokens of their models, and fresh layers with as many edges",
     "growth": "Growth at a constant number of expected edges per query",
 }
 
@@ -29,7 +34,8 @@ def ratio(row: Row, rows: Rows) -> float:
     if row["suite"] == "growth":
         same = sorted((r for r in same if r["peer"] == row["peer"]), key=lambda r: r["tokens"])
     else:
-        same = [r for r in same if r["peer"] == REFERENCE[row["suite"]] and r["run"] == row["run"]]
+        reference = REFERENCE[row["suite"]] + "-all" * row["peer"].endswith("-all")  # not causal
+        same = [r for r in same if r["peer"] == reference and r["run"] == row["run"]]
     key = "ns_per_edge" if row["suite"] in ("samplers", "growth") else "median_ms"
     return row[key] / same[0][key] if same else float("nan")
 
@@ -38,6 +44,7 @@ def _number(key: str, scale: float = 1.0, form: str = ",.4g") -> Callable[[Row],
     return lambda row: f"{row[key] * scale:{form}}" if row[key] == row[key] else ""
 
 
+WHOLE = ("sampling, ns an edge", "evaluation over dense", "training over dense")
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "peer": lambda row: row["label"],
     "stage": lambda row: row["stage"],
@@ -54,6 +61,35 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
+def _exponents(rows: Rows) -> list[str]:
+    """For each peer the power of the tokens by which its time grows, a line through the logarithms of all sizes."""
+    lines = []
+    for label, peers in by(rows, "label").items():
+        timed = [(math.log(row["tokens"]), math.log(row["median_ms"])) for row in peers if row["median_ms"] > 0]
+        if len(timed) > 1:
+            slope = statistics.linear_regression(*zip(*timed, strict=True)).slope
+            lines.append(f"* {label}: its time grows as N^{slope:.2f}.")
+    return lines
+
+
+def _summary(rows: Rows) -> str:
+    """Trained layers, a line for each layer and length: sampling, attention, and whole layers over dense ones."""
+    lines = []
+    for group, peers in by(rows, "group", "peer", "stage").items():
+
+        def value(peer: str, stage: str, key: str = "median_ms", peers: Any = peers) -> float:
+            return peers[peer][stage][-1][key] if stage in peers.get(peer, {}) else math.nan
+
+        cells = [value("trained", "sample", "sampled") * (value("trained", "sample", "tokens") + 1) / 2]
+        cells += [value("trained", "sample"), value("trained", "attend"), value("dense", "attend")]
+        for peer, dense in (("trained", "dense"), ("fresh", "dense"), ("fresh-all", "dense-all")):
+            cells.append(value(peer, "sample", "ns_per_edge"))
+            cells += [value(peer, stage) / value(dense, stage) for stage in ("forward", "step")]
+        lines.append([group, *("" if cell != cell else f"{cell:.3g}" for cell in cells)])
+    kinds = [f"{kind}: {name}" for kind in ("trained", "fresh", "fresh, not causal") for name in WHOLE]
+    return markdown(["layer", "edges a query", "sampling, ms", "attention, ms", "dense attention, ms", *kinds], lines)
+
+
 def as_markdown(rows: Rows) -> str:
     """All tables, with the machines they come from; a peer that was measured twice shows both."""
     page = [f"* {machine}" for machine in dict.fromkeys(row["machine"] for row in rows)]
@@ -66,4 +102,6 @@ def as_markdown(rows: Rows) -> str:
                 mine.sort(key=lambda row: row["peer"])
             page += ["", f"### {group}", ""]
             page += [markdown([*COLUMNS], [[cell(row) for cell in COLUMNS.values()] for row in mine])]
+            page += ["", *_exponents(mine)] if suite == "growth" else []
+        page += ["", _summary(chosen)] if suite == "trained" and chosen else []
     return "\n".join(page)

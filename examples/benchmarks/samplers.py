@@ -59,14 +59,14 @@ def _sampler(
             while time.monotonic() < end and len(counts) < 10:
                 counts.append(draw(next(seeds)))
             pairs = case.heads * case.tokens**2
-            return _deviations(pairs, facts, sum(counts) / len(counts), mean, variance / len(counts))
+            return deviations(pairs, facts, sum(counts) / len(counts), mean, variance / len(counts))
 
         return Work(check, {"sample": lambda: draw(next(seeds))}, facts)
 
     return build
 
 
-def _deviations(pairs: int, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
+def deviations(pairs: int, facts: dict[str, float], count: float, mean: float, variance: float) -> float:
     """Reports the densities, and returns how many standard deviations the number of edges is off."""
     facts.update(sampled=count / pairs, expected=mean / pairs)
     error = abs(count - mean) / math.sqrt(variance)
@@ -113,12 +113,17 @@ def _layers(
         conv = AttentionConv(*sizes, IndexerSource(scorer, **options) if index else TopKSource(**options))
     else:
         conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, window=None, **options)
-    full = FullAttention(*sizes)
+    return conv, dense_twin(conv)
+
+
+def dense_twin(conv: AttentionConv) -> FullAttention:
+    """Dense attention with the projections of a layer, on its device, and as causal as it is."""
+    full = FullAttention(conv.lin_query.in_channels, conv.out_channels, conv.heads, is_causal=conv.is_causal)
     full.load_state_dict({name: value for name, value in conv.state_dict().items() if not name.startswith("source.")})
-    return conv, full
+    return full.to(conv.lin_query.weight.device)
 
 
-def _agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int) -> float:
+def agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int = 1) -> float:
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
     count = max(96 // block_size, 2)
     x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
@@ -130,6 +135,27 @@ def _agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int
         mine, its = (torch.autograd.grad(out, leaf, grad, retain_graph=True)[0] for out, leaf in leaves)
         pairs[f"gradient to {name}"] = (mine, its)
     return compare(pairs)
+
+
+def layer_calls(
+    layer: torch.nn.Module, x: Tensor, grad: Tensor, run: Callable[[], tuple[Tensor, int]]
+) -> dict[str, Callable[[], int]]:
+    """An evaluation, and a training step with all gradients; ``run`` calls the layer and returns output and edges."""
+
+    @torch.no_grad()
+    def forward() -> int:
+        layer.eval()
+        return run()[1]
+
+    def step() -> int:
+        x.grad = None
+        layer.train().zero_grad()
+        out, edges = run()
+        losses = [loss for loss in [auxiliary_loss(layer)] if loss.requires_grad]
+        torch.autograd.backward([out, *losses], [grad, *(None for _ in losses)])
+        return edges
+
+    return {"forward": forward, "step": step}
 
 
 def _layer(
@@ -152,26 +178,14 @@ def _layer(
         # the dense layer counts per edge of the sparse one
         return out, graph.blocks.num_edges * block_size**2 if graph else round(case.density * pairs)
 
-    def step() -> int:
-        x.grad = None
-        layer = (conv if sparse else full).train()
-        layer.zero_grad()
-        out, edges = run()
-        losses = [auxiliary_loss(layer)] if index else []
-        torch.autograd.backward([out, *losses], [grad, *(None for _ in losses)])
-        return edges
-
-    @torch.no_grad()
-    def forward() -> int:
-        (conv if sparse else full).eval()
-        return run()[1]
+    calls = layer_calls(conv if sparse else full, x, grad, run)
 
     def check() -> float:
-        error = _agree(conv, full, width, block_size)
+        error = agree(conv, full, width, block_size)
         if not sparse:
             return error
-        step()  # the first batch has no running mean yet
-        edges = step()
+        calls["step"]()  # the first batch has no running mean yet
+        edges = calls["step"]()
         for name, parameter in conv.named_parameters():
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
@@ -185,13 +199,13 @@ def _layer(
         assert choice.probability is not None
         expected = (float(choice.probability.expected_density().mean()) + choice.exploration) * pairs // block_size**2
         # drawn are pairs of blocks; the variance is below the mean
-        _deviations(pairs // block_size**2, facts, edges // block_size**2, expected, expected)
+        deviations(pairs // block_size**2, facts, edges // block_size**2, expected, expected)
         wanted = case.density + choice.exploration
         if abs(facts["expected"] / wanted - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {wanted:.2%}")
         return error
 
-    return Work(check, {"step": step, "forward": forward}, facts)
+    return Work(check, calls, facts)
 
 
 def _layer_sampling(case: Case) -> Work:
@@ -208,7 +222,7 @@ def _layer_sampling(case: Case) -> Work:
         return sample_edges(sbm, seed=next(seeds)).num_edges
 
     pairs = case.heads * case.tokens**2
-    return Work(lambda: _deviations(pairs, facts, draw(), expected, expected), {"step": draw}, facts)
+    return Work(lambda: deviations(pairs, facts, draw(), expected, expected), {"step": draw}, facts)
 
 
 def _poisson(rate: Tensor) -> Tensor:

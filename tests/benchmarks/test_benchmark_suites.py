@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as program
-from examples.benchmarks import kernels, measure, report, samplers
+from examples.benchmarks import kernels, measure, report, samplers, trained
 from examples.benchmarks.kernels import Case
 from examples.common import gate
 from examples.common.gate import Rejected
@@ -19,8 +19,8 @@ CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
     "kernels": ["ours", "sdpa-masked", "wrong"], "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
     "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"], "samplers": ["bernoulli", "dense", "wrong"],
-    "layers": ["sbm", "dense", "wrong"], "growth": ["sampling", "layer"],
-    "lengths": ["default", "dense"],
+    "layers": ["sbm", "dense", "wrong"], "growth": ["sampling", "layer", "recall-1"],
+    "lengths": ["default", "dense"], "trained": [*trained.PEERS],
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,8 +41,11 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "--tokens",
         "64",
     ]
-    words += ["128"] if request.param == "growth" else ["--densities", "10", "20"]
-    words += [] if request.param in ("kernels", "shares", "normalizers") else ["--blocks", "8"]
+    if request.param == "trained":
+        words += ["128", "--layers", "recall-1"]
+    else:
+        words += ["128"] if request.param == "growth" else ["--densities", "10", "20"]
+        words += [] if request.param in ("kernels", "shares", "normalizers") else ["--blocks", "8"]
     assert program.main(words) == 0
     return request.param, words, folder
 
@@ -75,10 +78,12 @@ def test_samplers_are_right(name: str) -> None:
         ("lengths", "dense"),
         ("growth", "sampling"),
         ("growth", "layer"),
+        ("growth", "recall-2"),
+        *(("trained", name) for name in trained.PEERS),
     ],
 )
 def test_layers_are_right(suite: str, name: str) -> None:
-    work = measure.SUITES[suite][name].build(CASE)
+    work = measure.SUITES[suite][name].build(dataclasses.replace(CASE, layer="recall-2"))
     assert work.check() < samplers.DEVIATIONS
     assert all(call() > 0 for call in work.calls.values())
 
@@ -132,6 +137,8 @@ def test_the_same_command_measures_nothing_twice(
     assert program.main(words) == 0
     shown = capsys.readouterr().out
     assert report.TITLES[suite] in shown
+    assert ("| recall-1, N = 64 |" in shown) == (suite == "trained")
+    assert ("its time grows as N^" in shown) == (suite == "growth")
     assert all(row["label"] in shown for row in read(folder / "rows.csv"))
     assert ("REJECTED" in shown) == ("wrong" in RUNS[suite])
     assert program.main(["report", "--output", str(folder)]) == 0
@@ -156,6 +163,36 @@ def test_ratios_are_against_the_same_table_and_run() -> None:
         made(suite="growth", peer="layer", tokens=tokens, ns_per_edge=time) for tokens, time in ((64, 5.0), (128, 10.0))
     ]
     assert [report.ratio(row, grown) for row in grown] == [1, 2]
+    causal = [made(suite="trained", peer=peer, median_ms=ms) for peer, ms in (("fresh", 3.0), ("dense", 6.0))]
+    every = [{**row, "peer": f"{row['peer']}-all", "median_ms": 2 * row["median_ms"] ** 2} for row in causal]
+    assert [report.ratio(row, causal + every) for row in causal + every] == [0.5, 1, 0.25, 1]
+
+
+def test_the_power_by_which_a_time_grows() -> None:
+    rows = [made(label="a", tokens=2**n, median_ms=3.0 * 2 ** (1.5 * n)) for n in range(4)]
+    rows += [made(label="b", tokens=n, median_ms=math.nan) for n in (1, 2)]
+    assert report._exponents(rows) == ["* a: its time grows as N^1.50."]
+
+
+def test_a_trained_layer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its edges against their probabilities, and its outputs against those over the same edges."""
+    case = dataclasses.replace(CASE, tokens=512, layer="recall-1")
+    right = trained._mask
+
+    def more(graph: Any, rows: Any, kept: Any = None) -> Any:
+        mask = right(graph, rows, kept)
+        return mask if kept is not None else mask | (torch.rand(mask.shape) < 0.1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trained, "_mask", more)
+        with pytest.raises(Rejected, match="its density is off by"):
+            trained.PEERS["trained"].build(case).check()
+    conv, x = trained.take("recall-1", 512)
+    with monkeypatch.context() as patch:
+        attend = conv.attend
+        patch.setattr(conv, "attend", lambda query, *rest, **options: attend(1.01 * query, *rest, **options))
+        with pytest.raises(Rejected, match="its output is off by"):
+            trained._check_rows(conv, x, {})
 
 
 def test_suites_have_titles() -> None:
@@ -203,5 +240,7 @@ def test_one_command_measures_all_tables_of_the_page(
     assert program.main(["all", "--seconds", "2", "--output", str(tmp_path)]) == 0
     assert [options.suite for options in asked] == [*program.PAGE]
     assert {(options.seconds, options.output) for options in asked} == {(2.0, tmp_path)}
-    assert asked[0].blocks == [64, 32]
-    assert asked[0].tokens == [256, 512, 1024, 4096]
+    suites = {options.suite: options for options in asked}
+    assert suites["lengths"].blocks == [64, 32]
+    assert suites["lengths"].tokens == [256, 512, 1024, 4096]
+    assert suites["trained"].layers == [*report.TRAINED]
