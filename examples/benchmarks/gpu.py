@@ -1,13 +1,15 @@
 """Measures a GPU in slices of some minutes: run it again until nothing is left.
 
-python -m examples.benchmarks.gpu                             tests, sizes of tiles, attention, layers and ListOps; nine minutes of them
+python -m examples.benchmarks.gpu                             tests, layers, attention and ListOps; nine minutes of them
 python -m examples.benchmarks.gpu --only attention --tokens 4096 --densities 1 5
 python -m examples.benchmarks.gpu --markdown                  tables of what is there
 
-Tests come first: wrong results are not worth timing. Each peer of attention must then give the results of
-plain torch in float64 on a few tokens, or it is not timed. Whatever ends, or fails, adds a line of JSON to results.jsonl in the output
-folder, and is not run again; delete the line to have it once more. A slice that is killed loses the item it was at, and what two
-slices were killed at is given up. `--device cpu` tries all of it without a GPU.
+The first five minutes measure what matters most: the contract of the kernels, a minute for each file of tests; operations
+of a step; layers of 4,096 and 16,384 tokens, fresh and trained, and dense ones; the block kernel; and the same layers as
+CUDA graphs. Everything else follows. Each peer of attention must give the results of plain torch in float64 on a few
+tokens, or it is not timed. Whatever ends, or fails, adds a line of JSON to results.jsonl in the output folder, and is not
+run again; delete the line to have it once more. A slice that is killed loses the item it was at, and what two slices were
+killed at is given up. `--device cpu` tries all of it without a GPU.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -27,17 +31,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.report import TRAINED
 from examples.common.command import Command
 from examples.common.runs import check_folder, read_record, resumable
 
-KINDS = ("tests", "tuning", "attention", "layers", "listops")
+KINDS = ("contract", "operations", "layers", "attention", "tests", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
 LAYERS = ("dense", "dense-phase", "tokens", "blocks", "sampling")
-DENSE = ("sdpa", "varlen", "dense", "dense-phase")
-TILES = tuple(itertools.product((1024, 2048, 4096), (1, 2, 4)))  # words of the tiles of an edge kernel, and its warps
+AS_TRAINED = (*TRAINED, *(f"{name}-dense" for name in TRAINED))
+FIRST_LAYERS = ("dense", "tokens", "blocks", "recall-1-dense", "recall-1", "recall-2-dense", "recall-2")
+DENSE = ("sdpa", "varlen", "dense", "dense-phase", *AS_TRAINED)  # their densities are not chosen
+GRAPH = "-graph"  # end of the name of a layer whose steps are a CUDA graph
+FIRST_SIZES, FIRST_DENSITY = (4096, 16384), 0.05
 ROOT = Path(__file__).resolve().parents[2]
 # files, and what names of their tests have
 TESTS = {"tests/triton_edges.py": "", "tests/triton_graphs.py": "", "tests/test_devices.py": "cuda"}
+CONTRACT = (*TESTS,)[:2]
+CONTRACT_SECONDS = 60.0  # of each file, after which its tests wait until all else is measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +73,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("heads", 2, above=0)
     command.option("channels", 32, "of a head", above=0)
     command.option("block-size", 64, "tokens of a block", above=0)
-    peers = (*ATTENTION, *LAYERS)
+    layers = (*LAYERS, *AS_TRAINED)
+    peers = (*ATTENTION, *layers, *(f"{name}{GRAPH}" for name in layers if name != "sampling"))
     command.option("peers", [*peers], "(default: all)", choices=peers, metavar=None)
     command.option("seconds", 5.0, "limit of one call, above which it is timed once", metavar="S", above=0)
     command.option("steps", int, "of ListOps (default: those of the preset `paper`)", above=0)
@@ -89,30 +100,38 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from examples.benchmarks.kernels import Propagate
+from examples.benchmarks.operations import count_step
+from examples.benchmarks.samplers import dense_twin
+from examples.benchmarks.trained import take
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
 from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, auxiliary_loss, ops, patterns
 from sbm_pyg.info import tqdm
-from sbm_pyg.ops.cuda import rows as cuda_rows
 
 
 def items(given: argparse.Namespace) -> Iterator[Item]:
     """The items to be measured, the most useful ones first."""
-    if "tests" in given.only:
-        yield from (Item("tests", name) for name in TESTS if (ROOT / name).is_file())
-    if "tuning" in given.only and given.device.startswith("cuda"):  # the CPU's kernels have no tiles
-        tokens = min(given.tokens, key=lambda count: abs(count - 2**14))
-        for (words, warps), density in itertools.product(TILES, (0.01, 0.05)):
-            yield Item("tuning", f"{words} words, {warps} warps", tokens, density, given.dtype)
+    listed = [Item("contract", name) for name in CONTRACT if (ROOT / name).is_file()]
+    listed += [Item("operations", "step", density=density) for density in (FIRST_DENSITY, 1.0)]
+    ends = ("", GRAPH) if given.device.startswith("cuda") else ("",)
+    first = [tokens for tokens in given.tokens if tokens in FIRST_SIZES]
+    for end, tokens in itertools.product(ends, first):
+        listed += [_timed("layers", peer, tokens, FIRST_DENSITY, given.dtype, end) for peer in FIRST_LAYERS]
+        blocks = () if end else ("sdpa", "blocks")
+        listed += [_timed("attention", peer, tokens, FIRST_DENSITY, given.dtype) for peer in blocks]
     for tokens in given.tokens:
         shares = sorted({x / 100 for x in given.densities} | {d / tokens for d in given.degrees if d < tokens})
-        for kind, peers in (("attention", ATTENTION), ("layers", LAYERS)):
-            if kind in given.only:
-                for peer, density in itertools.product(peers, shares):
-                    if peer in given.peers and (peer not in DENSE or density == shares[0]):
-                        yield Item(kind, peer, tokens, 0.0 if peer in DENSE else density, given.dtype)
-    if "listops" in given.only:
-        yield Item("listops", "paper")
+        for kind, peers in (("attention", ATTENTION), ("layers", (*LAYERS, *AS_TRAINED))):
+            listed += [_timed(kind, peer, tokens, share, given.dtype) for peer in peers for share in shares]
+    listed += [Item("tests", name) for name in TESTS if (ROOT / name).is_file()]
+    listed += [Item("listops", "paper")]
+    for item in dict.fromkeys(listed):
+        if item.kind in given.only and (item.peer in given.peers or item.kind not in ("attention", "layers")):
+            yield item
+
+
+def _timed(kind: str, peer: str, tokens: int, density: float, dtype: str, end: str = "") -> Item:
+    return Item(kind, f"{peer}{end}", tokens, 0.0 if peer in DENSE else density, dtype)
 
 
 class Inputs:
@@ -253,18 +272,6 @@ def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
     return {"error": error, "edges": inputs.graph.num_edges} | measure_calls(calls, given)
 
 
-def measure_tuning(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """The same of our edge kernels with tiles of another size, given as "2048 words, 1 warps"."""
-    words, _, warps, _ = item.peer.split()
-    default = cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS
-    cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = int(words), int(warps)
-    _check.cache_clear()  # of each size
-    try:
-        return measure_attention(dataclasses.replace(item, peer="edges"), given)
-    finally:
-        cuda_rows.TILE_WORDS, cuda_rows.TILE_WARPS = default
-
-
 def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds of each call, and the memory that the last one needs beyond what was there, in MiB."""
     found: dict[str, Any] = {}
@@ -290,54 +297,102 @@ def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace
 
 
 def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """A training step of a whole layer: projections, block model, sampling, attention, and gradients to everything.
+    """An evaluation and a training step of a whole layer, with projections, block model, sampling and attention.
 
-    As a :class:`~sbm_pyg.Sparsifier` trains it: in the dense phase, or at the target density.
+    As a :class:`~sbm_pyg.Sparsifier` trains it: in the dense phase, or at the target density. Trained layers are causal
+    and get the tokens of their models. A CUDA graph is captured after three calls, and its replays are timed.
     """
     torch.manual_seed(0)
-    width, ptr = given.heads * given.channels, torch.tensor([0, item.tokens])
-    layer: Any
-    if item.peer == "dense":
-        layer = FullAttention(width, given.channels, given.heads)
-    else:
-        block_size = given.block_size if item.peer == "blocks" else 1
-        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size, window=None)
-        layer.source.target_density = item.density or 1.0
-    layer.to(given.device)
-    kind = torch.device(given.device).type
-    x = torch.randn(item.tokens, width, device=given.device, requires_grad=True)
-    half = torch.autocast(kind, getattr(torch, item.dtype), enabled=item.dtype != "float32")
+    peer, ptr = item.peer.removesuffix(GRAPH), torch.tensor([0, item.tokens], device=given.device)
+    layer, x = _make_layer(peer, item, given)
+    x = x.detach().requires_grad_()
+    half = torch.autocast(torch.device(given.device).type, getattr(torch, item.dtype), enabled=item.dtype != "float32")
+    seed = {"seed": 1}  # the running mean stays as it is
 
     def infer() -> None:
+        layer.eval()
         with torch.no_grad(), half:
-            layer(x, ptr=ptr)
+            layer(x, ptr=ptr, **seed)
 
     def step() -> None:
-        layer.zero_grad()
+        layer.train().zero_grad()
         with half:
-            out = layer(x, ptr=ptr)
+            out = layer(x, ptr=ptr, **seed)
         (out.float().square().mean() + auxiliary_loss(layer)).backward()
 
-    if item.peer != "sampling":
-        return measure_calls({"forward": infer, "step": step}, given)
-    with torch.no_grad():
+    if peer == "sampling":
         query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
-        ends = ptr.to(given.device)
-        return measure_calls({"forward": lambda: layer.source(Tokens(query, key, ends, bipartite=False))}, given)
+        tokens = Tokens(query, key, ptr, bipartite=False)
+        with torch.no_grad():
+            return measure_calls({"forward": lambda: layer.source(tokens)}, given)
+    calls: dict[str, Callable[[], Any]] = {"forward": infer, "step": step}
+    if peer != item.peer:
+        calls = {name: _captured(call) for name, call in calls.items()}
+    return measure_calls(calls, given)
 
 
-def measure_tests(item: Item, given: argparse.Namespace) -> dict[str, Any]:
-    """The result of a file of tests; what pytest writes is in the output folder."""
+def _make_layer(peer: str, item: Item, given: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+    """A layer on the device, and its tokens."""
+    if peer in AS_TRAINED:
+        conv, x = take(peer.removesuffix("-dense"), item.tokens, device=given.device)
+        return (dense_twin(conv) if peer.endswith("-dense") else conv), x
+    width = given.heads * given.channels
+    layer: Any
+    if peer == "dense":
+        layer = FullAttention(width, given.channels, given.heads)
+    else:
+        block_size = given.block_size if peer == "blocks" else 1
+        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size, window=None)
+        layer.source.target_density = item.density or 1.0
+    return layer.to(given.device), torch.randn(item.tokens, width, device=given.device)
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """A call as one CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure_operations(item: Item, given: argparse.Namespace) -> dict[str, Any]:
+    """Operations and reads of a step of a small layer; on a GPU also the waits of three steps, within our ops too."""
+    counts: dict[str, Any] = dict(count_step(item.density, given.device))
+    if torch.device(given.device).type == "cuda":
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                count_step(item.density, given.device)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts["waits of three steps"] = len(waits)
+    return counts
+
+
+def measure_tests(item: Item, given: argparse.Namespace, limit: float | None = None) -> dict[str, Any]:
+    """The result of a file of tests, stopped after so many seconds; what pytest writes is in the output folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", item.peer, "--tb=short", "-p", "no:cacheprovider"]
     command += ["-k", TESTS[item.peer]] if TESTS.get(item.peer) else []
     if find_spec("xdist"):  # most of the time goes into compiling kernels
         command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "load"]
     log = given.output / f"{Path(item.peer).stem}.log"
     with log.open("w") as file:
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False)
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            passed = tests.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)  # pytest then says what has failed
+            passed = tests.wait() == 0
     lines = log.read_text().strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {"passed": done.returncode == 0, "said": lines[-1], "failed": failed[:50]}
+    return {"passed": passed, "said": lines[-1], "failed": failed[:50]}
 
 
 def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | None:
@@ -360,8 +415,8 @@ def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | N
 
 
 MEASURE: dict[str, Callable[[Item, argparse.Namespace], dict[str, Any] | None]] = {
-    "tests": measure_tests, "tuning": measure_tuning, "attention": measure_attention, "layers": measure_layers,
-    "listops": measure_listops,
+    "contract": partial(measure_tests, limit=CONTRACT_SECONDS), "operations": measure_operations, "layers": measure_layers,
+    "attention": measure_attention, "tests": measure_tests, "listops": measure_listops,
 }  # fmt: skip
 
 
@@ -436,15 +491,6 @@ def _cells(row: Row, stage: str) -> list[str]:
     return ["" if value is None else f"{value:{form}}" for form, value in found.items()]
 
 
-def tuning(rows: Rows) -> list[str]:
-    lines = []
-    for row in rows:
-        took = (_cells(row, stage)[0] for stage in ("forward", "step"))
-        lines.append([row["peer"], f"{100 * row['density']:g}", *took, row.get("remark", "")])
-    names = ["tiles", "density, %", "forward, ms", "step, ms", "remarks"]
-    return ["", f"## Sizes of tiles, N = {rows[0]['tokens']:,}", "", table(names, lines)] if rows else []
-
-
 def comparison(kind: str, base: str, stage: str, tokens: int, rows: Rows) -> list[str]:
     """A table of times next to those of dense attention, and the densities at which both take as long."""
     key = f"{stage}_ms"
@@ -468,8 +514,9 @@ def comparison(kind: str, base: str, stage: str, tokens: int, rows: Rows) -> lis
 def markdown(results: Rows) -> str:
     kinds = by(({**row["item"], **row} for row in results), "kind")
     page = [f"* {device}" for device in dict.fromkeys(f"{row['device']}, torch {row['torch']}" for row in results)]
-    page += [f"* {row['peer']}: {row['said']}" for row in kinds.get("tests", []) if "said" in row]
-    page += tuning(kinds.get("tuning", []))
+    page += [
+        f"* {row['peer']}: {row['said']}" for row in kinds.get("contract", []) + kinds.get("tests", []) if "said" in row
+    ]
     for kind, base in (("attention", "sdpa"), ("layers", "dense")):
         for tokens, rows in sorted(by(kinds.get(kind, []), "tokens").items()):
             for stage in ("forward", "step"):

@@ -1,7 +1,6 @@
 """The slices of a GPU's benchmark, tried on the CPU with tiny sizes."""
 
 import argparse
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -86,22 +85,28 @@ def test_what_slices_are_killed_at_is_given_up(tmp_path: Path, monkeypatch: pyte
     assert row["remark"] == "two slices were killed at it"
 
 
-def test_sizes_of_tiles_are_tried_on_a_gpu_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = gpu.parse([*WORDS, "--output", str(tmp_path), "--only", "tuning"])
-    assert not [*gpu.items(given)]
-    given.device = "cuda:0"
-    items = [*gpu.items(given)]
-    assert {item.peer for item in items} == {f"{words} words, {warps} warps" for words, warps in gpu.TILES}
-    assert {(item.tokens, item.density) for item in items} == {(64, 0.01), (64, 0.05)}
-    times: list[dict[str, Any]] = [{"forward_ms": 1.5, "step_ms": 4.0}, {"remark": "OutOfResources: shared memory"}]
-    for item, found in zip(items, times, strict=False):
-        row = {"item": vars(item), "device": "a GPU", "torch": "2", **found}
-        with (tmp_path / "results.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    gpu.main(["--markdown", "--output", str(tmp_path)])
-    page = capsys.readouterr().out
-    assert "## Sizes of tiles, N = 64" in page
-    assert "| 1024 words, 1 warps | 1 | 1.5 | 4 |" in page
+def test_what_matters_is_measured_first() -> None:
+    """Contract, operations, layers and the block kernel at two sizes, then CUDA graphs, which only a GPU has."""
+    items = [*gpu.items(gpu.parse(["--device", "cuda:0"]))]
+    first = items[: next(number for number, item in enumerate(items) if item.tokens == 1024)]
+    assert [item.kind for item in first[:4]] == ["contract"] * 2 + ["operations"] * 2
+    timed = {(item.peer, item.tokens) for item in first[4:]}
+    layers = {(name, tokens) for name in gpu.FIRST_LAYERS for tokens in (4096, 16384)}
+    captured = {(f"{name}{gpu.GRAPH}", tokens) for name, tokens in layers}
+    assert timed == layers | captured | {("sdpa", 4096), ("sdpa", 16384)}
+    assert [item for item in first if item.kind == "attention" and item.peer == "blocks"]
+    assert len(items) == len(set(items))
+    assert not [item for item in gpu.items(gpu.parse(["--device", "cpu"])) if item.peer.endswith(gpu.GRAPH)]
+
+
+def test_trained_layers_and_operations_are_measured(tmp_path: Path) -> None:
+    peers = ("recall-2", "recall-2-dense")
+    rows = measured(tmp_path, "--only", "operations", "layers", "--peers", *peers)
+    counts = [row for row in rows if row["item"]["kind"] == "operations"]
+    assert [row["item"]["density"] for row in counts] == [0.05, 1.0]
+    assert all(row["forward"] > row["backward"] > 0 for row in counts)
+    assert [row["item"]["peer"] for row in rows[2:]] == [*peers]
+    assert all(row["forward_ms"] > 0 and row["step_ms"] > 0 for row in rows[2:])
 
 
 def test_a_slice_that_is_over_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +161,13 @@ def test_tests_tell_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert found is not None
         assert found["passed"] is outcome
         assert len(found["failed"]) == (not outcome)
+
+
+def test_a_contract_that_takes_long_is_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text("import time\n\n\ndef test_it() -> None:\n    time.sleep(100)\n")
+    found = gpu.measure_tests(gpu.Item("contract", str(file)), argparse.Namespace(output=tmp_path), limit=1.0)
+    assert not found["passed"]
 
 
 def test_where_curves_meet() -> None:
