@@ -530,7 +530,7 @@ def generate(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_evaluation_and_greedy_generation_repeat(use_cache: bool, tmp_path: Path) -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, max_length=30)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).eval()
     replace_attention(model, num_blocks=4, target_density=0.3)
     tokens = torch.randint(3, 50, (2, 20))
     logits = model(tokens).logits
