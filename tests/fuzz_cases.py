@@ -246,6 +246,7 @@ def _sample_sbm(d: Draw) -> Case:
     rate = torch.where(d.unit(sbm.heads, sbm.num_queries, 1) < 0.3, torch.zeros(()), sbm.rate).to(sbm.rate.dtype)
     arguments = {"rate": rate, "member": sbm.key_membership, **sequences(sbm, d), "clamp": d.random() < 0.5}
     arguments |= {"method": d.choice(("bernoulli", "fastrg")), "exploration": d.choice((0.0, 0.0, 0.2))}
+    arguments |= {"row_group": d.choice((1, 3, 16)) if arguments["method"] == "bernoulli" else 1}
     return Case(ops.sample_sbm, arguments | {"is_causal": d.random() < 0.3}, unchecked=PTRS)
 
 

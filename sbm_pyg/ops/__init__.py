@@ -865,6 +865,7 @@ def sample_sbm(
     exploration: float = 0.0,
     clamp: bool = False,
     is_causal: bool = False,
+    row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:
     r"""Sample the edges of a low-rank random graph in each head of each sequence.
 
@@ -890,6 +891,10 @@ def sample_sbm(
         clamp: Cut probabilities above 1; otherwise they are an error.
         is_causal: Leave out the keys whose position in their sequence is later than that of the query. No row depends
             on them or on their number, and they cost nothing.
+        row_group: Number of consecutive queries of a sequence, by position, that share their draws in each head. An
+            edge exists where the uniform number of its group and key is below its probability. So each row keeps its
+            law, and rows of one group depend on each other: kernels visit their keys once for all of them, and skip
+            blocks of keys that no row can reach. 1: all pairs are independent. ``"bernoulli"`` only.
 
     Returns:
         ``rowptr`` [H*N+1] int64 and ``col`` [E] int32, sorted by (head, query, key). Beyond the CPU, ``col`` is int64
@@ -909,9 +914,10 @@ def sample_sbm(
     checks.number("exploration", exploration, "[0, 1]", "It is added to every probability.")
     checks.flag("clamp", clamp, "It says whether probabilities above 1 are cut.")
     checks.flag("is_causal", is_causal, _CAUSAL)
+    row_group = checks.row_group(row_group, method)
     values.require_unbatched(rate=rate, member=member)
     checks.not_captured(rate.device)
-    more = (checks.seed(seed), method, exploration, clamp, is_causal)
+    more = (checks.seed(seed), method, exploration, clamp, is_causal, row_group)
     return schemas.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
 
 

@@ -364,6 +364,16 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
         raise ValueError(f"Expected '{name}' to be one of {[*options]} (got {choice!r}).")
 
 
+def row_group(value: Any, method: str) -> int:
+    """The number of queries that share their draws, as an int; more than one needs ``"bernoulli"``."""
+    value = integer("row_group", value, 1, "It is a number of queries that share their draws.")
+    if value > 1 and method != "bernoulli":
+        raise ValueError(
+            f"Expected 'row_group' to be 1 with method={method!r} (got {value}). Only 'bernoulli' shares draws."
+        )
+    return value
+
+
 def imported(module: str, extra: str) -> Any:
     """The module of an optional package; an ImportError names the extra that brings it."""
     try:

@@ -130,12 +130,12 @@ def sample_sbm(of: Any) -> int:
 
     The plan needs expected degrees and bounds. It tells, before anything is drawn, for how many pairs a probability is
     computed: all keys of rows by pairs, else the expected number of proposals (none with ``"fastrg"``, which
-    takes proposals as they come). Where there are no values to plan by (fake tensors), only the edges count, which is
-    the least it can be.
+    takes proposals as they come). Where there are no values to plan by (fake tensors), or rows share draws, only the
+    edges count, which is the least it can be.
     """
     rate, member, query_ptr, key_ptr, exploration = of.rate, of.member, of.query_ptr, of.key_ptr, of.exploration
     heads, num_queries, blocks = rate.shape
-    if is_fake(rate) or rate.is_meta:
+    if is_fake(rate) or rate.is_meta or of.row_group > 1:
         return 2 * blocks * (2 * heads * num_queries + of.out_val[1].numel())
     pairs = 0.0
     allowed = reference_segments.allowed_keys(query_ptr, key_ptr, num_queries, of.is_causal)

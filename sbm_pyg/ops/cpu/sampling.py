@@ -287,7 +287,11 @@ def sample_sbm(
     exploration: float,
     clamp: bool,
     is_causal: bool,
+    row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:
+    if row_group > 1:
+        more = (seed, method, exploration, clamp, is_causal, row_group)
+        return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     reference_sampling.check_keys(int(key_ptr[-1]))
     rate = rate.contiguous()  # rows are read through pointers
     heads, queries, blocks = rate.shape

@@ -486,12 +486,12 @@ def _pairs_kernel(
 
 def sample_sbm(
     rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
-    exploration: float, clamp: bool, is_causal: bool,
+    exploration: float, clamp: bool, is_causal: bool, row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
     rows, device = heads * queries, rate.device
-    if not rows * keys * blocks:
-        more = (seed, method, exploration, clamp, is_causal)
+    if row_group > 1 or not rows * keys * blocks:
+        more = (seed, method, exploration, clamp, is_causal, row_group)
         return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
     rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)

@@ -14,6 +14,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 """Factors of the permutation of words by which dropout decides, and by which queries are sampled."""
+MIX16 = (0x88B5, 0xDB2D)
+"""Factors of the permutation of 16-bit words by which the words of groups and keys meet."""
 GOLDEN = 0x9E3779B97F4A7C15
 """The golden ratio in 64 bits: multiples of it are far apart, so it tells apart seeds of layers and of first heads."""
 QUERY_STEP = _WEYL[0]
@@ -21,7 +23,7 @@ QUERY_STEP = _WEYL[0]
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
 BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
-DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR, PAIR = (number << 24 for number in range(5, 11))
+DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR, PAIR, SHARED = (number << 24 for number in range(5, 12))
 
 
 def split_ids(sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +84,35 @@ def _mixed(word: Tensor) -> Tensor:
     word = ((word ^ word >> 16) * MIX[0]) & WORD_MASK
     word = ((word ^ word >> 15) * MIX[1]) & WORD_MASK
     return word ^ word >> 16
+
+
+def _mixed16(word: Tensor) -> Tensor:
+    """A permutation of 16-bit words, likewise (hash-prospector, Wellons 2018); higher bits are cut off first."""
+    word = word & 0xFFFF
+    word = ((word ^ word >> 8) * MIX16[0]) & 0xFFFF
+    word = ((word ^ word >> 7) * MIX16[1]) & 0xFFFF
+    return word ^ word >> 9
+
+
+def shared_words(group: Tensor, key: Tensor, sequence_id: int, head: Tensor, seed: int) -> Tensor:
+    """A random word for each pair of a group of queries and a key, int64; groups, keys and heads broadcast.
+
+    Both sides have two words of their own, that is four halves of 16 bits. Two halves of the group and of the key make
+    the upper half of the pair's word, and the other two its lower half. So the words of a group with all keys are
+    independent, and so are any three pairs.
+
+    Args:
+        group: Numbers of groups of queries.
+        key: Positions of keys.
+        sequence_id, head: As in :func:`split_ids`.
+        seed: 64 bits.
+    """
+    queries, keys = (philox(x, side, sequence_id, head | SHARED, seed)[:2] for x, side in ((group, 1), (key, 0)))
+    upper, lower = (
+        _mixed16(_mixed16((mine >> 16) + (theirs >> 16)) ^ (mine + theirs & 0xFFFF))
+        for mine, theirs in zip(queries, keys, strict=True)
+    )
+    return upper << 16 | lower
 
 
 def query_words(position: Tensor, sequence_id: Tensor, seed: int) -> Tensor:

@@ -10,6 +10,8 @@ A row holds the keys of one query in one head. Its edges are drawn in one of thr
   keeps a candidate with the quotient of its own probability and the largest.
 * ``PAIRS`` makes one Bernoulli draw for each key.
 
+Queries of a group may share their draws instead: :func:`_sample_groups` compares each pair with one random word.
+
 :func:`plan_rows` chooses the cheapest way for each row. All rows of all heads and sequences are then drawn together, in
 few operations (docs/kernels.md). The host waits for the device twice: for the number of random words, and for that of
 edges.
@@ -28,7 +30,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT, philox, scramble, split_ids
+from .random_words import (
+    BERNOULLI_BYTE,
+    BERNOULLI_REST,
+    GAP,
+    PROPOSAL,
+    PROPOSAL_COUNT,
+    philox,
+    scramble,
+    shared_words,
+    split_ids,
+)
 from .segments import segments
 
 PROPOSALS, GAPS, PAIRS = range(3)
@@ -48,6 +60,8 @@ MAX_TENSOR_BYTES = {"cpu": 2**23}
 """Bytes of the largest tensors, by kind of device, above which rows are drawn in parts: what caches of a CPU hold."""
 MAX_TENSOR_BYTES_ELSEWHERE = 2**30
 """The same for other devices, where few large operations are fastest."""
+PAIRS_AT_ONCE = 2**22
+"""Pairs that are compared with their words at a time, about, where queries share draws."""
 WORD_UNIT = {bits: torch.tensor(2.0**-bits, dtype=torch.float64, device="cpu") for bits in (32, 53)}
 """Factor that takes words of so many bits to [0, 1); a tensor, so that the product is float64."""
 
@@ -142,7 +156,7 @@ class Plan(NamedTuple):
 
 def sample_sbm(
     rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
-    exploration: float, clamp: bool, is_causal: bool,
+    exploration: float, clamp: bool, is_causal: bool, row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw all rows together. If memory does not hold all of them, the host waits twice for each part."""
     rows, num_keys = rate.size(0) * rate.size(1), member.size(1)
@@ -150,8 +164,8 @@ def sample_sbm(
     if not rows * num_keys:
         return query_ptr.new_zeros(rows + 1), query_ptr.new_empty(0, dtype=dtype)
     law = Law(seed, method == "fastrg", exploration, clamp)
-    prepared = _prepare(rate.detach(), member.detach(), query_ptr, key_ptr, sequence_ids, law, is_causal)
-    pair = _sample_rows(*prepared, law)  # row * M + key, rising
+    given = (rate.detach(), member.detach(), query_ptr, key_ptr, sequence_ids, law, is_causal)
+    pair = _sample_rows(*_prepare(*given), law) if row_group == 1 else _sample_groups(*given, row_group)
     starts = torch.arange(0, rows * num_keys + 1, num_keys, device=pair.device)
     return torch.searchsorted(pair, starts), (pair % num_keys).to(dtype)
 
@@ -259,6 +273,38 @@ def _running(x: Tensor, ptr: Tensor, longest: int, panel: int = KEYS_PER_PANEL, 
         for maxima, carried_maxima in zip(panels[1:], carried[1:], strict=True):
             torch.maximum(maxima, carried_maxima[:, :, None], out=maxima)
     return flat[:, :, slot]
+
+
+# ------------------------------------------------------------------ rows that share their draws
+
+
+def _sample_groups(
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, law: Law, is_causal: bool,
+    row_group: int,
+) -> Tensor:  # fmt: skip
+    """An edge exists where the word of its group and key is less than p 2^32: the numbers of all edges, ascending.
+
+    A group is ``row_group`` consecutive queries of a sequence, by position. This is all that shared draws mean. Kernels
+    skip pairs in ways of their own, which cannot change the graph. Cost O(N M K).
+    """
+    (heads, num_queries, _), num_keys = rate.shape, member.size(1)
+    head = torch.arange(heads, device=rate.device)[:, None, None]
+    ids, first_heads = (x.tolist() for x in split_ids(sequence_ids))
+    ends, edges = [(ptr[:-1].tolist(), ptr[1:].tolist()) for ptr in (query_ptr, key_ptr)], [query_ptr.new_empty(0)]
+    for begin, end, first, last, sequence_id, first_head in zip(*ends[0], *ends[1], ids, first_heads, strict=True):
+        key = torch.arange(last - first, device=rate.device)
+        step = max(1, PAIRS_AT_ONCE // (heads * max(1, len(key))))
+        for start in range(0, end - begin, step):
+            position = torch.arange(start, min(start + step, end - begin), device=rate.device)[:, None]
+            p = rate[:, begin + position[:, 0]].double() @ member[:, first:last].double().mT + law.exploration
+            p = p.masked_fill(key > position, 0) if is_causal else p  # [H, n, m]
+            check_expected(p.sum(2))
+            if not law.clamp and p.numel() and float(p.amax()) > MAX_PROB + law.exploration:
+                raise ValueError(probability_error(float(p.amax()) - law.exploration))
+            words = shared_words(position // row_group, key, sequence_id, head + first_head, law.seed)  # [H, n, m]
+            is_edge = words < (p.clamp(max=1) * 2.0**32).long()
+            edges.append((((head * num_queries + begin + position) * num_keys) + first + key)[is_edge])
+    return torch.cat(edges).sort().values
 
 
 # ------------------------------------------------------------------ how much there is to draw
