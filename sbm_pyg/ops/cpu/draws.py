@@ -89,7 +89,7 @@ def _draw_poisson(rate, position, sequence_id, head, seed):
 
 
 @partial(numba_kernel, reorder=True)
-def _prob(rate, member, blocks, exploration):
+def pair_prob(rate, member, blocks, exploration):
     """Probability of one pair in float64, as the reference has it."""
     total = 0.0
     for v in range(blocks):
@@ -182,7 +182,7 @@ def by_pairs(
             p = np.float64(approx[first + lane])
             hit = word < p * below + less
             if not hit and word <= p * above + more:
-                exact = _prob(at(rate, 0), at(member, (first + lane) * rate.size), rate.size, exploration)
+                exact = pair_prob(at(rate, 0), at(member, (first + lane) * rate.size), rate.size, exploration)
                 hit = word * 2.0**24 < np.floor((-np.expm1(-exact) if is_fastrg else exact) * 2.0**32)
             hits |= np.uint64(hit) << np.uint64(lane)
         used = append64(hits, first + shift, out, used)
@@ -200,7 +200,7 @@ def largest_prob(approx, error, rate, member, exploration):
     exact = 0.0
     for j in range(member.shape[0]):
         if approx[j] * (1 + error) + exploration > 1:
-            exact = max(exact, _prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration))
+            exact = max(exact, pair_prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration))
     return exact
 
 
@@ -255,7 +255,7 @@ def by_gaps(
             left = append16(both >> np.uint64(16), k, doubtful, left)
         for k in range(left):
             lane = np.int64(peek(doubtful, k))
-            p = _prob(rate, at(member, np.int64(peek(positions, lane)) * blocks), blocks, exploration)
+            p = pair_prob(rate, at(member, np.int64(peek(positions, lane)) * blocks), blocks, exploration)
             word = peek(words, 4 * (lane & ~15) + 32 + (lane & 15))
             hit = np.float64(word) * bound < p * 2.0**32
             poke(masks, lane >> 4, peek(masks, lane >> 4) | np.int32(np.int64(hit) << (lane & 15)))
@@ -347,7 +347,7 @@ def by_proposals(
             seen[j >> 6] |= bit
             keep = True
             if thin and drawn[32 + t] >= squeeze:
-                p = _prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration)
+                p = pair_prob(at(rate, 0), at(member, j * rate.size), rate.size, exploration)
                 keep = np.float64(drawn[32 + t]) * -np.expm1(-stretch * p) < p * 2.0**32
             if keep:
                 out[used] = j

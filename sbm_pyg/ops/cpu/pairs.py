@@ -16,9 +16,9 @@ from ..reference.sampling import KEYS_PER_PANEL, check_keys
 from ..reference.segments import allowed_keys
 from .channels import to_array
 from .random_simd import above16, append64, count_bits, pick16
-from .sampling import even_ranges, pack_lanes
+from .sampling import pack_lanes
 from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
-from .threads import numba_kernel, run, split, task_count
+from .threads import even_ranges, numba_kernel, run, split, task_count
 
 KEYS_AT_ONCE = 64 if WIDE else 16
 """Keys whose products with four vectors are summed at once; the sums stay in registers."""

@@ -15,6 +15,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from ..reference.random_words import MIX16
 from .simd import I8, I16, I32, I64, WIDE, call_llvm, peek, pointer, poke, splat_number
 
 LANES = 16
@@ -337,6 +338,77 @@ def above16(typing, array, offset, bound):
         return builder.or_(above, builder.shl(equal, ir.Constant(I64, 16)))
 
     return types.uint64(array, types.int64, array.dtype), generate
+
+
+@intrinsic
+def shared_masks(typing, halves, others, offset, half, other, limits, masks, upper):
+    """Which keys of sixteen blocks of sixteen a group may reach: bit k of the 256 for key ``offset + k``.
+
+    The upper half of the word of a key and a group, see :func:`.random_words.shared_words`, is compared with
+    ``limits``, one for each block, a vector of float32: the bit is 0 if it exceeds the limit. ``halves`` and ``others``
+    hold 16-bit words of the keys, ``half`` and ``other`` are those of the group. ``masks``, uint64, receives four
+    words of bits, and ``upper``, uint16, the upper halves.
+    """
+
+    def generate(context, builder, signature, args):
+        lanes = ir.VectorType(I16, 32)
+
+        def number(value):
+            return ir.Constant(lanes, [value] * 32)
+
+        def mixed(x):
+            for shift, factor in zip((8, 7), MIX16, strict=True):
+                x = builder.mul(builder.xor(x, builder.lshr(x, number(shift))), number(factor))
+            return builder.xor(x, builder.lshr(x, number(9)))
+
+        most = ir.Constant(_FLOATS, [65535.0] * LANES)
+        limit = builder.select(builder.fcmp_ordered("<", args[5], most), args[5], most)
+        limit = builder.trunc(builder.fptoui(limit, _WORDS), ir.VectorType(I16, LANES))
+        own = [splat_number(builder, builder.trunc(x, I16), 32) for x in args[3:5]]
+        both = []
+        for part in range(8):
+            start = builder.add(args[2], ir.Constant(I64, 32 * part))
+            first, second = (
+                builder.add(builder.load(pointer(context, builder, kind, data, start, lanes), align=2), word)
+                for kind, data, word in zip((halves, others), args[:2], own, strict=True)
+            )
+            word = mixed(builder.xor(mixed(first), second))
+            target = pointer(context, builder, upper, args[7], ir.Constant(I64, 32 * part), lanes)
+            builder.store(word, target, align=2)
+            order = ir.Constant(ir.VectorType(I32, 32), [2 * part] * 16 + [2 * part + 1] * 16)
+            reach = builder.icmp_unsigned("<=", word, builder.shuffle_vector(limit, limit, order))
+            both.append(builder.zext(builder.bitcast(reach, I32), I64))
+        for part in range(4):
+            mask = builder.or_(both[2 * part], builder.shl(both[2 * part + 1], ir.Constant(I64, 32)))
+            builder.store(mask, pointer(context, builder, masks, args[6], ir.Constant(I64, part)))
+        return context.get_dummy_value()
+
+    given = (types.int64, types.int64, types.int64, limits, masks, upper)
+    return types.void(halves, others, *given), generate
+
+
+@intrinsic
+def mask_below(typing, one, other):
+    """Which of sixteen lanes of ``one`` are less than those of ``other``, as bits."""
+
+    def generate(context, builder, signature, args):
+        return builder.zext(builder.bitcast(builder.fcmp_ordered("<", *args), I16), I64)
+
+    return types.uint64(one, other), generate
+
+
+@intrinsic
+def lanes_with_bit(typing, words, offset, bit):
+    """Which of sixteen uint16 from ``offset`` on have a bit, as bits."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(I16, LANES)
+        some = builder.load(pointer(context, builder, words, *args[:2], kind), align=2)
+        one = splat_number(builder, builder.shl(ir.Constant(I16, 1), builder.trunc(args[2], I16)), LANES)
+        mask = builder.icmp_unsigned("!=", builder.and_(some, one), ir.Constant(kind, [0] * LANES))
+        return builder.zext(builder.bitcast(mask, I16), I64)
+
+    return types.uint64(words, types.int64, types.int64), generate
 
 
 @intrinsic

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .channels import to_array
-from .sampling import even_ranges
-from .threads import numba_kernel, run, task_count
+from .threads import even_ranges, numba_kernel, run, task_count
 
 
 @partial(numba_kernel, reorder=True)

@@ -8,8 +8,7 @@ Not here: how one row is drawn (:mod:`.draws`).
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,9 @@ from ..reference.random_words import split_ids
 from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
 from . import amx
 from .draws import ROWS_PER_GROUP, approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
+from .shared_draws import sample_shared
 from .simd import at
-from .threads import numba_kernel, run, task_count
+from .threads import empty_table, even_ranges, numba_kernel, run, task_count
 
 BFLOAT16_ERROR = 2.0**-8
 """Upper bound on the relative error of a number in bfloat16, which has eight significant bits."""
@@ -263,14 +263,14 @@ def _low_precision(
     panels = int(panel_ptr[-1]) if needed else 0
     if not amx.AVAILABLE:
         members = member.detach().float().contiguous().numpy()
-        columns = _empty((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
+        columns = empty_table((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
         tasks = [(*span, members, key_ptr, panel_ptr, columns) for span in spans]
         run(pack_lanes, tasks, task_count(members.size))
         return rate.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
     low_rate = rate.detach()[:, : queries * needed].bfloat16()
     low_rate = torch.nn.functional.pad(low_rate, (0, -blocks % amx.DEPTH)).contiguous()
     pairs = low_member[:-1].view(np.uint32).reshape(heads, member.shape[1], -1)
-    columns = _empty((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
+    columns = empty_table((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
     run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], task_count(pairs.size))
     low_rate = low_rate.flatten(0, 1).view(torch.uint16)
     return low_rate.numpy(), columns.view(np.uint16).ravel(), 2.1 * BFLOAT16_ERROR + rounding
@@ -289,10 +289,10 @@ def sample_sbm(
     is_causal: bool,
     row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    if row_group > 1:
-        more = (seed, method, exploration, clamp, is_causal, row_group)
-        return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     reference_sampling.check_keys(int(key_ptr[-1]))
+    if row_group > 1:
+        law = (seed, exploration, clamp, is_causal, row_group)
+        return sample_shared(rate, member, query_ptr, key_ptr, sequence_ids, *law)
     rate = rate.contiguous()  # rows are read through pointers
     heads, queries, blocks = rate.shape
     dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32
@@ -305,7 +305,7 @@ def sample_sbm(
     width = -(-blocks // 32) * 32
 
     member_sum, member_max = np.empty((2, heads, sequences, blocks))
-    low_member = _empty((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
+    low_member = empty_table((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
     bits = members.astype(np.float32, copy=False).view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
     tasks: list[tuple] = [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans]
@@ -335,7 +335,7 @@ def sample_sbm(
         wide_rate = np.zeros((heads * queries if used[GAPS] else 0, width), np.float32)
         wide_rate[:, :blocks] = rates[: len(wide_rate)]
     coarse = np.empty((heads, blocks, panel_ptr[-1] if used[PROPOSALS] else 0))
-    fine = _empty((heads, blocks, coarse.shape[2] * KEYS_PER_PANEL), np.float64)
+    fine = empty_table((heads, blocks, coarse.shape[2] * KEYS_PER_PANEL), np.float64)
     if used[PROPOSALS]:
         parts = [(h, *part) for h in range(heads) for part in even_ranges(blocks, -(-blocks // 16))]
         tasks = [(*part, members, k_ptr, panel_ptr, coarse, fine) for part in parts]
@@ -371,23 +371,6 @@ def sample_sbm(
     np.cumsum(counts, out=rowptr[1:])
     col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in found for buffer in buffers)])
     return torch.from_numpy(rowptr), torch.from_numpy(col)
-
-
-def even_ranges(total: int, pieces: int) -> list[tuple[int, int]]:
-    """At most ``pieces`` ranges of about equal length that cover ``range(total)``, none empty."""
-    pieces = max(1, min(pieces, total))
-    return [*pairwise([total * piece // pieces for piece in range(pieces + 1)])]
-
-
-def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Uninitialised memory for a table that is read at random.
-
-    It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
-    the second-level cache would not stay there.
-    """
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + 2**21, np.uint8)
-    return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)
 
 
 # glibc keeps as much freed memory as twice the largest block, of up to 32 MiB, that ever came back to it: after this

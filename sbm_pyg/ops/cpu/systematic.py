@@ -15,8 +15,7 @@ from ..reference import segments as reference_segments
 from ..reference import systematic as reference_systematic
 from ..reference.random_words import SYSTEMATIC, split_ids
 from .draws import philox_once
-from .sampling import even_ranges
-from .threads import numba_kernel, run, task_count
+from .threads import even_ranges, numba_kernel, run, task_count
 
 sample_queries = reference_systematic.sample_queries
 

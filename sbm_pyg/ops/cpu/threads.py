@@ -203,6 +203,23 @@ def split(rowptr: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     return [(first, last) for first, last in itertools.pairwise([*cuts, rows]) if first < last]
 
 
+def even_ranges(total: int, pieces: int) -> list[tuple[int, int]]:
+    """At most ``pieces`` ranges of about equal length that cover ``range(total)``, none empty."""
+    pieces = max(1, min(pieces, total))
+    return [*itertools.pairwise([total * piece // pieces for piece in range(pieces + 1)])]
+
+
+def empty_table(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Uninitialised memory for a table that is read at random.
+
+    It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
+    the second-level cache would not stay there.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = np.empty(size + 2**21, np.uint8)
+    return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)
+
+
 def _threads() -> ThreadPoolExecutor:
     """The pool of this process; a forked child starts its own, since threads do not survive a fork."""
     global _pool, _pool_owner
