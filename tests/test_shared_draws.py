@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from problems import LAW_CASES, on_threads, pointer, same, small_sbms
+from problems import draw as draw64
 from scipy import stats
 from test_sampling import FALSE_ALARM, chi_square, joint_law
 from torch import Tensor
 
-from sbm_pyg import ops
+from sbm_pyg import SBM, AttentionGraph, SBMHead, SBMSource, Tokens, ops, sample_edges
+from sbm_pyg.gradients import attach_local_expectation
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
 
@@ -237,3 +240,135 @@ def test_opcheck_of_shared_draws(row_group: int) -> None:
     y, z, ptr, key_ptr = problem([3, 20])
     arguments = (y, z, ptr, key_ptr, torch.tensor([0, 1]), 5, "bernoulli", 0.1, True, True, row_group)
     torch.library.opcheck(torch.ops.sbm_pyg.sample_sbm.default, arguments)
+
+
+# ------------------------------------------------------------------ kernels
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("row_group", [2, 16, 17, 40, 2**62])
+@pytest.mark.parametrize(
+    ("blocks", "dtype"), [(1, torch.float64), (7, torch.float32), (16, torch.bfloat16), (70, None)]
+)
+def test_the_kernel_draws_the_edges_of_the_comparison(
+    blocks: int, dtype: torch.dtype | None, row_group: int, is_causal: bool
+) -> None:
+    lengths = [0, 1, 15, 16, 17, 63, 300]
+    y, z, ptr, key_ptr = problem(lengths, lengths if blocks == 16 else [300, 0, 31, 257, 16, 1, 513], blocks)
+    y, z = (x.to(dtype or torch.float32) for x in (y, z))
+    y[:, 20], y[:, 21] = 0.0, -0.0
+    for exploration, seed in ((0.0, -3), (0.03, 2**63 - 1)):
+        given = (y, z, ptr, key_ptr, torch.arange(7), seed, "bernoulli", exploration, True, is_causal, row_group)
+        found = ops.sample_sbm(*given)
+        assert same(found, reference_sampling.sample_sbm(*given))
+        assert found[1].numel() > 30
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_kernel_over_many_segments_and_threads(is_causal: bool) -> None:
+    """Sequences of several segments of sorted keys, whose probabilities are small; rows beside each other differ."""
+    y, z, ptr, _ = problem([5000, 1000], heads=1)
+    given = (0.1 * y, z, ptr, ptr, torch.arange(2), 3, "bernoulli", 0.0, True, is_causal, 16)
+    found = ops.sample_sbm(*given)
+    assert same(found, reference_sampling.sample_sbm(*given))
+    with on_threads(2):
+        assert same(found, ops.sample_sbm(*given))
+
+
+def test_words_that_only_float64_decides() -> None:
+    """An edge needs word + 1 <= 2^32 p. Of two keys one has just that, the next a little less."""
+    least = (words(1, 130)[0] + 1).double()
+    least[1::2] -= 2**-10
+    rate, member = torch.ones(1, 1, 1).double(), (least / 2**32).view(1, 130, 1)
+    given = (rate, member, pointer([1]), pointer([130]), torch.tensor([5]), 3, "bernoulli", 0.0, False, False, 16)
+    for draw in (ops.sample_sbm, reference_sampling.sample_sbm):
+        assert draw(*given)[1].tolist() == [*range(0, 130, 2)]
+
+
+@pytest.mark.parametrize("part", [0.98, 1.02])
+def test_numbers_that_float32_and_bfloat16_round_the_most(part: float) -> None:
+    rate, member = (torch.full((1, count, 3), 1 + part * 2.0**-24, dtype=torch.float64) for count in (300, 3000))
+    ptrs = pointer([300]), pointer([3000])
+    given = (rate / 16, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False, 16)
+    assert same(ops.sample_sbm(*given), reference_sampling.sample_sbm(*given))
+
+
+# ------------------------------------------------------------------ the source
+
+
+def test_a_source_shares_draws() -> None:
+    torch.manual_seed(0)
+    head, tokens = SBMHead(8, 2, 4), Tokens(torch.randn(2, 40, 8), is_causal=True, seed=3)
+    source, apart = SBMSource(head, row_group=16), SBMSource(head)
+    graph = source(tokens).graph
+    sbm = head(tokens).causal()
+    options: dict[str, Any] = {"seed": 3, "sequence_ids": tokens.sequence_ids, "clamp": True}
+    assert graph == sample_edges(sbm, row_group=16, **options)
+    assert graph != apart(tokens).graph == sample_edges(sbm, **options)
+    assert "row_group=16" in repr(source)
+    assert "row_group" not in repr(apart)
+    with pytest.raises(ValueError, match=r"Expected 'row_group' to be 1 with method='fastrg' \(got 2\)"):
+        SBMSource(head, method="fastrg", row_group=2)
+
+
+# ------------------------------------------------------------------ gradients, by enumeration
+
+
+def graphs_of(p: Tensor, shared: bool) -> tuple[list[Tensor], Tensor]:
+    """All graphs of rows ``[n, m]`` that share uniforms or not, and their chances, differentiable in p."""
+    keys = []  # of each key: sets of rows, and their chances
+    for column in p.T:
+        if shared:  # one uniform number: rows drop out by and by as it rises
+            rising, order = column.sort()
+            sets = [torch.zeros(len(p)).index_fill(0, order[rank:], 1.0) for rank in range(len(p) + 1)]
+            keys.append((sets, torch.cat([rising[:1], rising.diff(), 1 - rising[-1:]])))
+        else:
+            sets = [torch.tensor(bits) for bits in product([0.0, 1.0], repeat=len(p))]
+            keys.append((sets, torch.stack([torch.where(rows > 0, column, 1 - column).prod() for rows in sets])))
+    chosen = list(product(*(range(len(sets)) for sets, _ in keys)))
+    graphs = [torch.stack([sets[n] for (sets, _), n in zip(keys, number, strict=True)], 1) for number in chosen]
+    chances = [
+        torch.stack([chance[n] for (_, chance), n in zip(keys, number, strict=True)]).prod() for number in chosen
+    ]
+    return graphs, torch.stack(chances)
+
+
+def gradients(loss: Any, shared: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of the expected loss to p, and the expectation of what ``local`` computes, with probes everywhere."""
+    query, key, value = (draw64(seed, 1, 3, 4) for seed in (1, 2, 3))
+    p = torch.tensor([[0.1, 0.3, 0.9], [0.2, 0.7, 0.5], [0.6, 0.4, 0.8]], dtype=torch.float64, requires_grad=True)
+    graphs, chances = graphs_of(p, shared)
+    assert float(chances.detach().sum()) == pytest.approx(1)
+    expected, mean = torch.zeros((), dtype=torch.float64), torch.zeros_like(p)
+    every, eye = AttentionGraph.from_dense(torch.ones(3, 3)), torch.eye(3, dtype=p.dtype)[None]
+    for mask, chance in zip(graphs, chances, strict=True):
+        graph = AttentionGraph.from_dense(mask)
+        out = ops.edge_attention(query, key, value, graph.rows, scale=0.5)[0]
+        expected = expected + chance * loss(out)
+        leaf = p.detach().clone().requires_grad_()
+        more = (SBM(leaf[None], eye, eye), graph, every, torch.ones(3, dtype=p.dtype))
+        seen = attach_local_expectation(out, query, key, value, *more, scale=0.5)
+        mean += chance.detach() * torch.autograd.grad(loss(seen), leaf)[0]
+    return torch.autograd.grad(expected, p)[0], mean
+
+
+def test_local_is_exact_for_losses_that_add_over_rows() -> None:
+    """Expectations of sums need no independence: both laws have the same gradient, and `local` has it exactly."""
+    weight = draw64(4, 1, 3, 4)
+    (apart, _), (exact, mean) = (gradients(lambda out: (out * weight).sum(), shared) for shared in (False, True))
+    torch.testing.assert_close(exact, apart, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(mean, exact, rtol=1e-10, atol=1e-12)
+
+
+def second_layer(out: Tensor) -> Tensor:
+    """Dense attention over the outputs of the sampled layer, and a weighted sum of what it gives."""
+    return ((2 * out @ out.mT).softmax(2) @ out * draw64(5, 1, 3, 4)).sum()
+
+
+@pytest.mark.parametrize(
+    ("power", "shared", "bias"), [(1, False, 0.2116), (1, True, 0.2913), (2, False, 0.400), (2, True, 0.348)]
+)
+def test_bias_of_local_for_a_loss_over_two_layers(power: int, shared: bool, bias: float) -> None:
+    """Neither is exact where rows meet; docs/concepts.md has the figures."""
+    exact, mean = gradients(lambda out: second_layer(out) ** power, shared)
+    assert float((mean - exact).norm() / exact.norm()) == pytest.approx(bias, rel=0.01)

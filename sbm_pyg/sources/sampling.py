@@ -48,6 +48,7 @@ def sample_edges(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     sequence_ids: Tensor | None = None,
+    row_group: int = 1,
 ) -> AttentionGraph:
     r"""Sample a graph from a stochastic block model, exactly, in time linear in tokens and edges.
 
@@ -84,6 +85,10 @@ def sample_edges(
             random words depend on it: with its number in the data set, a sequence has the same edges in any batch. A
             model with heads f, f + 1, ... of a larger one draws the edges of the larger one if f, below ``2**24``, is
             in the upper half: ``sequence_ids + (f << 32)``.
+        row_group: Number of consecutive queries of a sequence that share their draws in each head; 1, the default,
+            draws all pairs independently. Above 1 each row keeps its exact law, but rows of one group depend on each
+            other, so the graph as a whole is not one of the model: for layers, not for statistics. Rows whose largest
+            probability is high then cost a fraction (``"bernoulli"`` only; docs/concepts.md).
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.
@@ -118,7 +123,7 @@ def sample_edges(
         _check_memory(scaled, method, exploration)
         rate, key = (scaled.rate, scaled.key_membership) if bound <= SAFE_IN_FLOAT32 else _rescale(scaled)
         key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
-        law = (seed, method, exploration, clamp, sbm.is_causal)
+        law = (seed, method, exploration, clamp, sbm.is_causal, row_group)
         rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, *law)
     sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
     graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
@@ -178,6 +183,8 @@ class SBMSource(LearnedSource, FollowingSource):
             density. So the block model finds keys, and attention's own scores choose among them. Above 1, probabilities
             are those of drawn edges, and estimators take their gradients from the kept ones, as if no other key took
             the place of one that is missing. Not for blocks of tokens.
+        row_group: Number of consecutive queries, or blocks of them, that share their draws; see :func:`sample_edges`.
+            Gradients of a loss that adds over queries stay exact. 1: all pairs are independent.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -206,6 +213,7 @@ class SBMSource(LearnedSource, FollowingSource):
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
         candidates: float = 1.0,
+        row_group: int = 1,
     ) -> None:
         super().__init__()
         checks.kind("head", head, torch.nn.Module, "a module such as SBMHead", "It makes an SBM.")
@@ -228,6 +236,7 @@ class SBMSource(LearnedSource, FollowingSource):
                 "Scores are those of tokens: leave out one of the two."
             )
         self.candidates = candidates
+        self.row_group = checks.row_group(row_group, method)
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
         self.window = window
@@ -300,7 +309,7 @@ class SBMSource(LearnedSource, FollowingSource):
         exploration = self._exploration
         # probabilities exceed 1 only by a target density, or by rounding in low precision
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
-        graph = sample_edges(sbm, exploration=exploration, clamp=True, **how)
+        graph = sample_edges(sbm, exploration=exploration, clamp=True, row_group=self.row_group, **how)
         choice = self._keep_best(Choice(graph, sbm, exploration=exploration), tokens, sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.window
         return patterns.with_window(choice, size if size is None else -(-size // self.block_size), tokens)
@@ -361,6 +370,7 @@ class SBMSource(LearnedSource, FollowingSource):
         parts |= {"block_size": self.block_size} if self.block_size > 1 else {}
         parts |= {"detach": True} if self.detach else {}
         parts |= {"candidates": self.candidates} if self.candidates > 1 else {}
+        parts |= {"row_group": self.row_group} if self.row_group > 1 else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 

@@ -398,6 +398,18 @@ def mask_below(typing, one, other):
 
 
 @intrinsic
+def words_below(typing, words, offset, end):
+    """Which of sixteen int32 from ``offset`` on are less than ``end``, as bits."""
+
+    def generate(context, builder, signature, args):
+        some = builder.load(pointer(context, builder, words, *args[:2], _WORDS), align=4)
+        mask = builder.icmp_signed("<", some, _splat16(builder, builder.trunc(args[2], I32)))
+        return builder.zext(builder.bitcast(mask, I16), I64)
+
+    return types.uint64(words, types.int64, types.int64), generate
+
+
+@intrinsic
 def lanes_with_bit(typing, words, offset, bit):
     """Which of sixteen uint16 from ``offset`` on have a bit, as bits."""
 

@@ -27,12 +27,22 @@ from ..reference import sampling as reference_sampling
 from ..reference.random_words import MIX16, SHARED, split_ids
 from ..reference.sampling import MAX_PROB
 from .draws import pair_prob, philox_once
-from .random_simd import lanes_with_bit, lowest_bit, mask_below, philox16, pick16, shared_masks
-from .simd import at, dots16, highest, load, peek, poke, scratch, splat
+from .random_simd import (
+    append64,
+    fetch,
+    lanes_with_bit,
+    lowest_bit,
+    mask_below,
+    philox16,
+    pick16,
+    shared_masks,
+    words_below,
+)  # fmt: skip
+from .simd import at, dots16, highest, load, peek, poke, scratch, splat, store
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
 
 KEYS_PER_BLOCK, KEYS_PER_PANEL = 16, 256
-SEGMENT = 1024
+SEGMENT = 2048
 """Keys of a causal sequence that are sorted together, in whole panels."""
 LEVELS = 16
 """Sizes of memberships that are told apart within a community, by powers of the square root of 2."""
@@ -145,6 +155,25 @@ def _sum_products(one, other, width):
 
 
 @numba_kernel
+def _four_products(rows, width, slots, turned, out):
+    """The sums of :func:`_sum_products` for four rows, which read ``turned`` once; ``out`` receives 64 numbers."""
+    a, b = at(rows, np.int64(peek(slots, 0)) * width), at(rows, np.int64(peek(slots, 1)) * width)
+    c, d = at(rows, np.int64(peek(slots, 2)) * width), at(rows, np.int64(peek(slots, 3)) * width)
+    w = x = y = z = splat(np.float32(0), 16)
+    ww = xx = yy = zz = splat(np.float32(0), 16)
+    for v in range(0, width, 2):
+        one, two = load(turned, 16 * v, 16), load(turned, 16 * v + 16, 16)
+        w, ww = w + peek(a, v) * one, ww + peek(a, v + 1) * two
+        x, xx = x + peek(b, v) * one, xx + peek(b, v + 1) * two
+        y, yy = y + peek(c, v) * one, yy + peek(c, v + 1) * two
+        z, zz = z + peek(d, v) * one, zz + peek(d, v + 1) * two
+    store(out, 0, w + ww)
+    store(out, 16, x + xx)
+    store(out, 32, y + yy)
+    store(out, 48, z + zz)
+
+
+@numba_kernel
 def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, state, top):
     """Draw the rows of the tiles from ``state[0]`` on, until ``last`` or until ``out`` is full.
 
@@ -164,10 +193,12 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     below, above = np.float32(2.0**32) * (1 - error), np.float32(2.0**32) * (1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
     turned, largest = np.zeros(16 * width + 64, np.float32), np.zeros(width, np.float32)
-    candidates, halves = np.zeros(longest + 272, np.int32), np.empty(longest + 272, np.float32)
+    padded = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    candidates, words = np.zeros(padded + 64, np.int32), np.empty(padded, np.uint16)
+    halves, probs, far = scratch(turned, 16), scratch(turned, 64), width * padded > 2**17
     marks, present = np.empty(longest + 16, np.uint16), np.zeros((longest + 63) >> 6, np.uint64)
     its_keys, its_marks = np.empty(longest + 16, np.int32), np.empty(longest + 16, np.uint16)
-    masks, words = scratch(present, 4), scratch(upper, 256)
+    masks = scratch(present, 4)
     tile, used, b = state[0], state[1], 0
     while tile < last:
         head, number = tile // tile_ptr[-1], tile % tile_ptr[-1]
@@ -202,47 +233,55 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
 
         # 1. blocks whose bound a word may lie below, and their keys
         first_panel, found = head * panel_ptr[-1] + panel_ptr[b], 0
-        panels = panel_ptr[b + 1] - panel_ptr[b]
+        panels, origin = panel_ptr[b + 1] - panel_ptr[b], first_panel * KEYS_PER_PANEL
+        whole = panels if allowed == num_keys else allowed // segment * (segment // KEYS_PER_PANEL)
         if is_causal:
             panels = min(panels, ((allowed - 1) // segment + 1) * (segment // KEYS_PER_PANEL))
-        for panel in range(first_panel, first_panel + panels):
-            bound = _sum_products(at(largest, 0), at(tops, 16 * width * panel), width)
+        for panel in range(panels):
+            bound = _sum_products(at(largest, 0), at(tops, 16 * width * (first_panel + panel)), width)
             start = KEYS_PER_PANEL * panel
             shared_masks(
-                at(upper, 0), at(other, 0), start, own_upper, own_other, bound * reach + reach_more, masks, words
-            )
+                at(upper, origin), at(other, origin), start, own_upper, own_other, bound * reach + reach_more, masks,
+                at(words, start),
+            )  # fmt: skip
+            if panel == panels - 1 or panel >= whole:
+                for k in range(0, KEYS_PER_PANEL, 16):
+                    there = words_below(at(place, origin), start + k, allowed) << np.uint64(k & 63)
+                    there |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
+                    poke(masks, k >> 6, peek(masks, k >> 6) & there)
             for quarter in range(4):
-                mask = peek(masks, quarter)
-                while mask:
-                    key = 64 * quarter + lowest_bit(mask)
-                    mask &= mask - np.uint64(1)
-                    poke(candidates, found, np.int32(start + key))
-                    poke(halves, found, np.float32(peek(words, key)))
-                    found += peek(place, start + key) < allowed
-        candidates[found : found + 16] = candidates[0]
+                found = append64(peek(masks, quarter), start + 64 * quarter, candidates, found)
+        candidates[found : found + 16] = 0
 
         # 2. keys whose own bound their word may lie below
+        left = 0
         for begin in range(0, found, 16):
             here, bound, c = at(candidates, begin), splat(np.float32(0), 16), 0
+            if far and begin + 16 < found:
+                for k in range(begin + 16, begin + 32):
+                    for line in range(0, width, 16):
+                        fetch(rows, (origin + np.int64(peek(candidates, k))) * width + line)
             while width - c >= 64:
-                bound = bound + dots16(load(largest, c, 64), at(rows, c), width, here)
+                bound = bound + dots16(load(largest, c, 64), at(rows, origin * width + c), width, here)
                 c += 64
             while c < width:
-                bound = bound + dots16(load(largest, c, 16), at(rows, c), width, here)
+                bound = bound + dots16(load(largest, c, 16), at(rows, origin * width + c), width, here)
                 c += 16
-            mask = mask_below(load(halves, begin, 16), bound * reach + reach_more)
+            for k in range(16):
+                poke(halves, k, np.float32(peek(words, np.int64(peek(here, k)))))
+            mask = mask_below(load(halves, 0, 16), bound * reach + reach_more)
             if found - begin < 16:
                 mask &= (np.uint64(1) << np.uint64(found - begin)) - np.uint64(1)
+            left = pick16(mask, here, 0, candidates, left)
+        candidates[left : left + 4] = 0
 
-            # 3. the rows that take each of these keys
-            while mask:
-                k = begin + lowest_bit(mask)
-                mask &= mask - np.uint64(1)
-                slot = np.int64(peek(candidates, k))
-                p = _sum_products(at(rows, slot * width), at(turned, 0), width)
-                word = np.uint32(peek(halves, k)) << np.uint32(16)
-                word |= _lower_half(peek(lower, slot), np.uint32(own_lower))
-                key = np.int64(peek(place, slot))
+        # 3. the rows that take each of these keys, four keys at a time
+        for begin in range(0, left, 4):
+            _four_products(at(rows, origin * width), width, at(candidates, begin), at(turned, 0), probs)
+            for k in range(min(4, left - begin)):
+                slot, p = np.int64(peek(candidates, begin + k)), load(probs, 16 * k, 16)
+                key, word = np.int64(peek(place, origin + slot)), np.uint32(peek(words, slot)) << np.uint32(16)
+                word |= _lower_half(peek(lower, origin + slot), np.uint32(own_lower))
                 lanes = (np.uint64(1) << np.uint64(count)) - np.uint64(1)
                 if is_causal and key > position:
                     lanes &= ~((np.uint64(1) << np.uint64(key - position)) - np.uint64(1))
@@ -251,13 +290,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                 maybe &= ~hits & lanes
                 hits &= lanes
                 if not clamp and highest(p) * (1 + error) + exploration > 1:
-                    for lane in range(16):
-                        if lanes >> np.uint64(lane) & np.uint64(1):
-                            exact = pair_prob(
-                                at(rate, (row + lane) * blocks),
-                                at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks), blocks, exploration,
-                            )  # fmt: skip
-                            top[0] = max(top[0], exact)
+                    maybe = lanes
                 while maybe:
                     lane = lowest_bit(maybe)
                     maybe &= maybe - np.uint64(1)
@@ -265,6 +298,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                         at(rate, (row + lane) * blocks), at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks),
                         blocks, exploration,
                     )  # fmt: skip
+                    top[0] = max(top[0], exact)
                     hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
                 if hits:
                     poke(marks, key, np.uint16(hits))

@@ -213,11 +213,12 @@ def empty_table(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Uninitialised memory for a table that is read at random.
 
     It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
-    the second-level cache would not stay there.
+    the second-level cache would not stay there. A table of less than 1 MiB begins at a cache line.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + 2**21, np.uint8)
-    return room[-room.ctypes.data % 2**21 :][:size].view(dtype).reshape(shape)
+    unit = 2**21 if size >= 2**20 else 64
+    room = np.empty(size + unit, np.uint8)
+    return room[-room.ctypes.data % unit :][:size].view(dtype).reshape(shape)
 
 
 def _threads() -> ThreadPoolExecutor:
