@@ -11,7 +11,7 @@ import pytest
 import test_estimators
 import test_ops
 import torch
-from problems import random_graph
+from problems import pointer, random_graph
 from test_launches import model
 from triton_contract import COUNTED, INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
 from triton_contract import kernels as kernels
@@ -20,6 +20,7 @@ from sbm_pyg import SBMAttentionConv, ops
 from sbm_pyg.estimators import Local
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import effects as reference_effects
+from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
@@ -157,6 +158,61 @@ def test_graphs_are_those_of_plain_torch(
     streams = torch.tensor([3, 0, 9, 2**32 - 1])
     _, col = agree(y, z, *ptrs, streams, seed, method, exploration, True, is_causal)
     assert len(col) > 4
+
+
+@pytest.mark.parametrize(
+    ("row_group", "exploration", "seed", "is_causal", "dtype"),
+    [
+        (16, 0.0, 1, True, torch.float32), (32, 0.03125, 2**63 - 1, False, torch.bfloat16), (5, 0.0, -3, True, torch.float64),
+        (2**62, 0.03125, 2, False, torch.float32),
+    ],
+)  # fmt: skip
+def test_graphs_with_shared_draws_are_those_of_plain_torch(
+    row_group: int, exploration: float, seed: int, is_causal: bool, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """In sequences of 0, 1, 15, 16, 17 and 63 queries."""
+    lengths, sizes = [0, 1, 15, 16, 17, 63], [3, 70, 15, 0, 30, 63]
+    random = torch.Generator().manual_seed(5)
+    y, z = (torch.rand(2, sum(x), 6, generator=random).pow(6).to(dtype) for x in (lengths, sizes))
+    y[:, 3], y[:, 4] = 0.0, -0.0
+    ids = torch.tensor([3, 0, 9, 2**32 - 1, 1, 2])
+    given = (y, z, pointer(lengths), pointer(sizes), ids, seed, "bernoulli", exploration, True, is_causal, row_group)
+    _, col = agree(*given)
+    assert len(col) > 20
+    assert kernels.started == ["_shared_kernel"] * 2
+    rowptr, col = ops.sample_sbm(*given)
+    of_second: Any = (y[1:], z[1:], *given[2:4], ids + (1 << 32), *given[5:])
+    alone = ops.sample_sbm(*of_second)
+    assert torch.equal(alone[0], rowptr[112:] - rowptr[112])
+    assert torch.equal(alone[1], col[rowptr[112] :])
+
+
+def test_shared_draws_of_sixteen_rows_of_one_sequence_do_not_depend_on_the_batch() -> None:
+    random = torch.Generator().manual_seed(9)
+    y, z = (torch.rand(1, 30, 3, generator=random) / 2 for _ in range(2))
+    law: Any = (11, "bernoulli", 0.0, False, True, 16)
+    ptr = torch.tensor([0, 12, 30])
+    rowptr, col = ops.sample_sbm(y, z, ptr, ptr, torch.tensor([5, 2]), *law)
+    mine, keys = ops.sample_sbm(y[:, 12:], z[:, 12:], pointer([18]), pointer([18]), torch.tensor([2]), *law)
+    assert torch.equal(mine, rowptr[12:] - rowptr[12])
+    assert torch.equal(keys + 12, col[rowptr[12] :])
+
+
+def test_shared_draws_that_cannot_be_and_that_only_float64_decides() -> None:
+    ptr, stream, ones = torch.tensor([0, 3]), torch.tensor([0]), torch.ones(1, 3, 2)
+    for value in (math.nan, math.inf):
+        rate = ones.index_fill(1, torch.tensor([1]), value)
+        with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
+            ops.sample_sbm(rate, ones, ptr, ptr, stream, 0, "bernoulli", 0.0, True, False, 16)
+    with pytest.raises(ValueError, match=r"Expected edge probabilities in \[0, 1\] \(got 2\)"):
+        ops.sample_sbm(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, False, False, 16)
+    assert len(agree(ones, ones, ptr, ptr, stream, 0, "bernoulli", 0.25, True, False, 16)[1]) == 9
+    head = torch.zeros(1, 1, dtype=torch.int64)
+    least = (random_words.shared_words(head, torch.arange(130), 3, head, 5)[0] + 1).double()
+    least[1::2] -= 2**-10
+    rate, member = torch.ones(1, 1, 1).double(), (least / 2**32).view(1, 130, 1)
+    given = (rate, member, pointer([1]), pointer([130]), torch.tensor([3]), 5, "bernoulli", 0.0, False, False, 16)
+    assert agree(*given)[1].tolist() == [*range(0, 130, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

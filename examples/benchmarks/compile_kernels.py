@@ -71,9 +71,9 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         sets = *graph, bias, *graph, bias
         cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, block_size, True, 0.5)
 
-    def sampling(method: str, is_causal: bool) -> None:
+    def sampling(method: str, is_causal: bool, row_group: int = 1) -> None:
         ptr = torch.tensor([0, 4])
-        cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal)
+        cuda_sampling.sample_sbm(x, x, ptr, ptr, ptr[:1], 1, method, 0.1, True, is_causal, row_group)
 
     first = x[0, :, 0].contiguous()
     over_edges = {
@@ -91,6 +91,7 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "block_attention, biased": lambda: over_blocks(64, True, 0.1),
         "sample_sbm": lambda: sampling("bernoulli", True),
         "sample_sbm, fastrg": lambda: sampling("fastrg", False),
+        "sample_sbm, shared": lambda: sampling("bernoulli", True, 16),
     }
 
 

@@ -291,8 +291,8 @@ def sample_sbm(
 ) -> tuple[Tensor, Tensor]:
     reference_sampling.check_keys(int(key_ptr[-1]))
     if row_group > 1:
-        law = (seed, exploration, clamp, is_causal, row_group)
-        return sample_shared(rate, member, query_ptr, key_ptr, sequence_ids, *law)
+        more = (seed, exploration, clamp, is_causal, row_group)
+        return sample_shared(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     rate = rate.contiguous()  # rows are read through pointers
     heads, queries, blocks = rate.shape
     dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32

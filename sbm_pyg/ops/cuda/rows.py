@@ -36,8 +36,8 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 # Arguments that differ from call to call. Kernels are not compiled anew for their values.
 UNSPECIALISED = (
     "block_size", "count", "exploration", "gap_cost", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
-    "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "rows", "scale", "seed", "segments",
-    "sequences", "side", "start_word", "writing",
+    "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "row_group", "rows", "scale", "seed",
+    "segments", "sequences", "side", "start_word", "writing",
 )  # fmt: skip
 triton_kernel = triton.jit(do_not_specialize=UNSPECIALISED)
 

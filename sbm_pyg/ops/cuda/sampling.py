@@ -1,4 +1,4 @@
-"""Graphs of a block model, for CUDA devices, in Triton: each row by gaps, by proposals, or by pairs.
+"""Graphs of a block model, for CUDA devices, in Triton: rows by gaps, by proposals, by pairs, or with shared draws.
 
 In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`, on one device. Same law and same random words as
 :func:`.reference.sampling.sample_sbm`, and the same edges wherever float64 gives both the same numbers
@@ -28,13 +28,15 @@ _PURPOSE_BERNOULLI_BYTE = tl.constexpr(random_words.BERNOULLI_BYTE)
 _PURPOSE_BERNOULLI_REST = tl.constexpr(random_words.BERNOULLI_REST)
 _PURPOSE_PROPOSAL_COUNT = tl.constexpr(random_words.PROPOSAL_COUNT)
 _PURPOSE_PROPOSAL, _PURPOSE_GAP = tl.constexpr(random_words.PROPOSAL), tl.constexpr(random_words.GAP)
+_PURPOSE_SHARED = tl.constexpr(random_words.SHARED)
+_MIX16_FIRST, _MIX16_SECOND = (tl.constexpr(factor) for factor in random_words.MIX16)
 _BY_PROPOSALS, _BY_GAPS = tl.constexpr(reference_sampling.PROPOSALS), tl.constexpr(reference_sampling.GAPS)
 _BY_PAIRS = tl.constexpr(reference_sampling.PAIRS)
 _PANEL = tl.constexpr(reference_sampling.KEYS_PER_PANEL)
 _LARGEST_BOUND = tl.constexpr(1 - 1e-12)
 _WORD_RANGE = tl.constexpr(2.0**32)
-PANELS_PER_STEP, PAIR_ROWS = 16, 8
-"""Panels, and rows by pairs, that a program takes at once."""
+PANELS_PER_STEP, PAIR_ROWS, SHARED_ROWS = 16, 8, 16
+"""Panels, rows by pairs, and rows that share draws, that a program takes at once."""
 GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
 """Random words of a row that a program takes at once, and keys of which it sums up the memberships at once."""
 MAX_REGISTERS, MAX_GAP_REGISTERS = 224, 96
@@ -78,17 +80,17 @@ def _fraction(high, low):
 
 
 @triton.jit
-def _panel_of(ptr, slot, sequences):
+def _panel_of(ptr, slot, sequences, SIZE: tl.constexpr = _PANEL):
     """Sequence of a slot, and the number of the slot's panel in it.
 
-    Sequence b has slots from ``ptr[b] // 64 + b`` on, as many as it has panels or one more.
+    Sequence b has slots from ``ptr[b] // SIZE + b`` on, as many as it has panels of this size, or one more.
     """
     low, high = slot * 0, slot * 0 + sequences
     while high - low > 1:
         middle = (low + high) // 2
-        below = tl.load(ptr + middle) // _PANEL + middle <= slot
+        below = tl.load(ptr + middle) // SIZE + middle <= slot
         low, high = tl.where(below, middle, low), tl.where(below, high, middle)
-    return low, slot - (tl.load(ptr + low) // _PANEL + low)
+    return low, slot - (tl.load(ptr + low) // SIZE + low)
 
 
 @triton.jit
@@ -481,6 +483,115 @@ def _pairs_kernel(
     tl.store(floats + 2 * segments + row, highest, mask=by_pairs.to(tl.int64) > writing)
 
 
+# ------------------------------------------------------------------ rows that share draws
+
+
+@triton.jit
+def _mixed16(x):
+    """A permutation of the lower 16 bits; see :mod:`.random_words`."""
+    x = x & 0xFFFF
+    x = ((x ^ (x >> 8)) * _MIX16_FIRST) & 0xFFFF
+    x = ((x ^ (x >> 7)) * _MIX16_SECOND) & 0xFFFF
+    return x ^ (x >> 9)
+
+
+@triton.jit
+def _shared_words(seed, group, number, sequence_id, head):
+    """Random words of groups and keys, ``[groups, keys]``; see :func:`.random_words.shared_words`."""
+    a, b, _c, _d = _row_words(seed, group, group * 0 + 1, sequence_id, head | _PURPOSE_SHARED)
+    c, d, _e, _f = _row_words(seed, number, number * 0, sequence_id, head | _PURPOSE_SHARED)
+    a, b, c, d = a[:, None], b[:, None], c[None, :], d[None, :]
+    upper = _mixed16(_mixed16((a >> 16) + (c >> 16)) ^ (a + c))
+    return upper << 16 | _mixed16(_mixed16((b >> 16) + (d >> 16)) ^ (b + d))
+
+
+@triton_kernel
+def _shared_kernel(
+    rate, member, highest, query_ptr, key_ptr, sequence_ids, ptr, col, sequences: tl.int64, queries: tl.int64,
+    keys: tl.int64, seed: tl.int64, exploration: tl.int64, writing: tl.int64, row_group: tl.int64, limit: tl.int64,
+    blocks: tl.int64, CAUSAL: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Compare the pairs of some rows of a sequence with the words of their groups, as :func:`_pairs_kernel` does.
+
+    ``GROUPS`` is 1 if all rows are in one group, whose words are then made once, and else ``ROWS``.
+    """
+    error = (blocks + 16).to(tl.float32) * 2.0**-24
+    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sequence, tile = _panel_of(query_ptr, slot, sequences, ROWS)
+    shift, sequence_id = tl.load(key_ptr + sequence), tl.load(sequence_ids + sequence)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    query = tl.load(query_ptr + sequence) + position
+    real, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
+    allowed = position * 0 + tl.load(key_ptr + sequence + 1) - shift
+    if CAUSAL:
+        allowed = tl.minimum(allowed, position + 1)
+    allowed, top = tl.where(real, allowed, 0), tl.zeros([ROWS], tl.float64)
+    used = tl.load(ptr + row, mask=real.to(tl.int64) * writing != 0, other=0)
+    group = (tile * ROWS + tl.arange(0, GROUPS)) // row_group
+    for begin in range(0, tl.max(allowed, 0), 64):
+        number = begin + tl.arange(0, 64)
+        there, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
+        word = _shared_words(seed, group, number, sequence_id, head)
+        low = tl.zeros([ROWS, 64], tl.float32)
+        for block in range(blocks):
+            y = tl.load(rate + (head * blocks + block) * queries + query, mask=real, other=0).to(tl.float32)
+            z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(tl.float32)
+            low += y[:, None] * z[None, :]
+        low += from_bits(exploration, tl.float32)
+        needed = (word.to(tl.float32) + 1) * 2.0**-32
+        hit = inside & (low * (1 - error) >= needed)
+        sure = (hit | (low * (1 + error) < needed)) & (low * (1 + error) <= from_bits(limit, tl.float32))
+        if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
+            p = tl.zeros([ROWS, 64], tl.float64)
+            for block in range(blocks):
+                y = tl.load(rate + (head * blocks + block) * queries + query, mask=real, other=0).to(tl.float64)
+                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0)
+                p += y[:, None] * z.to(tl.float64)[None, :]
+            p += from_bits(exploration, tl.float64)
+            p = tl.where(inside, tl.where(p < float("inf"), p, float("inf")), 0)  # NaN, too
+            top = tl.maximum(top, tl.max(p, 1))
+            hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
+        count = hit.to(tl.int64)
+        target = col + used[:, None] + tl.cumsum(count, 1) - count
+        found = (shift + number)[None, :].to(col.dtype.element_ty)
+        tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=count * writing != 0)
+        used += tl.sum(count, 1)
+    tl.store(ptr + row + 1, used, mask=real.to(tl.int64) > writing)
+    tl.store(highest + row, top, mask=real.to(tl.int64) > writing)
+
+
+def _sample_shared(
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int,
+    exploration: float, clamp: bool, is_causal: bool, row_group: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
+    turned, most = (rate.mT.contiguous(), member.mT.contiguous()), reference_sampling.MAX_PROB + exploration
+    highest = torch.zeros(heads * queries, dtype=torch.float64, device=rate.device)
+    grid, groups = (queries // SHARED_ROWS + sequences, heads), SHARED_ROWS if row_group % SHARED_ROWS else 1
+    more = (sequences, queries, keys, seed, float_bits(exploration))
+    limit = float_bits(1e38 if clamp else most)  # beyond 1e38, and for NaN, float64 decides
+
+    def draw(ptr: Tensor, col: Tensor, writing: int) -> None:
+        launch(
+            _shared_kernel, grid, *turned, highest, query_ptr, key_ptr, sequence_ids, ptr, col, *more, writing,
+            row_group, limit, blocks, CAUSAL=is_causal, ROWS=SHARED_ROWS, GROUPS=groups, num_warps=4,
+            enable_fp_fusion=False, maxnreg=MAX_REGISTERS,
+        )  # fmt: skip
+
+    dtype = torch.int32 if keys < 2**31 else torch.int64
+    counts = query_ptr.new_zeros(heads * queries + 1)
+    draw(counts, torch.empty(0, dtype=dtype, device=rate.device), 0)
+    rowptr = counts.cumsum(0)
+    edges, top = torch.stack([rowptr[-1], highest.amax()]).tolist()
+    if top == float("inf"):
+        reference_sampling.check_expected(highest)
+    if not clamp and top > most:
+        raise ValueError(reference_sampling.probability_error(top - exploration))
+    col = torch.empty(int(edges), dtype=dtype, device=rate.device)
+    draw(rowptr, col, 1)
+    return rowptr, col
+
+
 # ------------------------------------------------------------------ the op
 
 
@@ -490,11 +601,14 @@ def sample_sbm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
     rows, device = heads * queries, rate.device
-    if row_group > 1 or not rows * keys * blocks:
+    if not rows * keys * blocks:
         more = (seed, method, exploration, clamp, is_causal, row_group)
         return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
     rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)
+    if row_group > 1:
+        options = (seed, exploration, clamp, is_causal, row_group)
+        return _sample_shared(rate, member, query_ptr, key_ptr, sequence_ids, *options)
     slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
