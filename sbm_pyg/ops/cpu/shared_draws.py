@@ -3,9 +3,9 @@
 In and out: the tensors of ``sample_sbm`` in :mod:`sbm_pyg.ops`, with ``row_group`` above 1. The edges are those of the
 comparison in :mod:`sbm_pyg.ops.reference.sampling`. Not here: independent pairs (:mod:`.sampling`).
 
-The keys of a sequence are sorted by their strongest community, a segment of positions at a time, so that causal groups
-leave later segments out. They lie in blocks of 16 and panels of 16 blocks. For a group of queries, of which up to 16
-are in the lanes of a register, four stages narrow down the keys:
+The keys of a sequence are sorted by their strongest community, weighed by mean rates, a segment of positions at a
+time, so that causal groups leave later segments out. They lie in blocks of 16 and panels of 16 blocks. For a group of
+queries, of which up to 16 are in the lanes of a register, four stages narrow down the keys:
 
 1. *Blocks.* The largest rates of the group times the largest memberships of a block bound its probabilities; the upper
    halves of the words of 256 keys are compared with the bounds of their blocks.
@@ -42,8 +42,8 @@ from .simd import at, dots16, highest, load, peek, poke, scratch, splat, store
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
 
 KEYS_PER_BLOCK, KEYS_PER_PANEL = 16, 256
-SEGMENT = 2048
-"""Keys of a causal sequence that are sorted together, in whole panels."""
+LEAST_SEGMENT, SEGMENTS = 1024, 4
+"""Keys of a causal sequence that are sorted together, at least, in whole panels; and how many segments they make."""
 LEVELS = 16
 """Sizes of memberships that are told apart within a community, by powers of the square root of 2."""
 NOWHERE = 2**31 - 1
@@ -71,7 +71,7 @@ class _Keys(NamedTuple):
 
 
 @numba_kernel
-def _sort_keys(head, b, member, sequences, segment, seed, keys, total):
+def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     """Sort the keys of a sequence of one head into panels, and find the largest memberships of blocks."""
     _, key_ptr, panel_ptr, _, sequence_ids, first_heads = sequences
     place, rows, upper, other, lower, tops = keys
@@ -88,8 +88,8 @@ def _sort_keys(head, b, member, sequences, segment, seed, keys, total):
             for v in range(blocks):
                 x = np.float32(member[head, first + begin + j, v])
                 seen += x
-                if x > size:
-                    best, size = v, x
+                if x * weight[head, v] > size:
+                    best, size = v, x * weight[head, v]
             bucket[j], sizes[j] = best, size
             most = max(most, bits[j])
         slots[:] = 0
@@ -257,6 +257,8 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
         left = 0
         for begin in range(0, found, 16):
             here, bound, c = at(candidates, begin), splat(np.float32(0), 16), 0
+            for k in range(16):
+                poke(halves, k, np.float32(peek(words, np.int64(peek(here, k)))))
             if far and begin + 16 < found:
                 for k in range(begin + 16, begin + 32):
                     for line in range(0, width, 16):
@@ -267,8 +269,6 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             while c < width:
                 bound = bound + dots16(load(largest, c, 16), at(rows, origin * width + c), width, here)
                 c += 16
-            for k in range(16):
-                poke(halves, k, np.float32(peek(words, np.int64(peek(here, k)))))
             mask = mask_below(load(halves, 0, 16), bound * reach + reach_more)
             if found - begin < 16:
                 mask &= (np.uint64(1) << np.uint64(found - begin)) - np.uint64(1)
@@ -300,9 +300,8 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                     )  # fmt: skip
                     top[0] = max(top[0], exact)
                     hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
-                if hits:
-                    poke(marks, key, np.uint16(hits))
-                    poke(present, key >> 6, peek(present, key >> 6) | np.uint64(1) << np.uint64(key & 63))
+                poke(marks, key, np.uint16(hits))  # whether there is a hit or not: a guess would often be wrong
+                poke(present, key >> 6, peek(present, key >> 6) | np.uint64(hits != 0) << np.uint64(key & 63))
 
         # 4. the keys by position, and for each row its own
         found = 0
@@ -343,7 +342,8 @@ def sample_shared(
     panel_ptr, tile_ptr = (np.concatenate([[0], np.cumsum(x)]) for x in (panels, tiles))
     ids = (x.numpy() for x in split_ids(sequence_ids))
     batches = _Sequences(q_ptr, k_ptr, panel_ptr, tile_ptr, *ids)
-    segment = SEGMENT if is_causal else max(KEYS_PER_PANEL, int(panels.max(initial=0)) * KEYS_PER_PANEL)
+    longest = KEYS_PER_PANEL * max(1, int(panels.max(initial=0)))
+    segment = max(LEAST_SEGMENT, -(-longest // (SEGMENTS * KEYS_PER_PANEL)) * KEYS_PER_PANEL) if is_causal else longest
     width, slots = -(-blocks // 16) * 16, heads * int(panel_ptr[-1]) * KEYS_PER_PANEL
     place, lower = np.empty(slots, np.int32), np.empty(slots, np.uint32)
     upper, other = np.empty((2, slots), np.uint16)
@@ -351,7 +351,8 @@ def sample_shared(
     keys = _Keys(place, empty_table((slots, width), np.float32), upper, other, lower, tops)
     word, totals = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.zeros((heads, sequences))
     spans = [(head, b) for head in range(heads) for b in range(sequences) if lengths[b]]
-    tasks = [(*span, members, batches, segment, word, keys, totals) for span in spans]
+    weight = rate.detach().float().mean(1).numpy()
+    tasks = [(*span, members, weight, batches, segment, word, keys, totals) for span in spans]
     run(_sort_keys, tasks, task_count(4 * members.size))
 
     counts = np.zeros(heads * queries, np.int64)
