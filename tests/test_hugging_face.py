@@ -361,6 +361,21 @@ def test_a_mask_of_one_query_is_one_of_all(has_source: bool) -> None:
     torch.testing.assert_close(out[real], expected.transpose(1, 2)[real], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [None, False, True])
+def test_attention_without_a_mask_is_causal_only_if_its_module_says_so(is_causal: bool | None) -> None:
+    model = bert()
+    replace_attention(model, **OPTIONS)
+    module = model.bert.encoder.layer[0].attention.self.eval()
+    if is_causal is None:
+        del module.is_causal
+    else:
+        module.is_causal = is_causal
+    tokens = torch.randn(3, 4, 4, LENGTH, 8)
+    out, _ = hugging_face.attend(module, *tokens, None)
+    expected = nn.functional.scaled_dot_product_attention(tokens[0], tokens[1], tokens[2], is_causal=bool(is_causal))
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=0, atol=1e-5)
+
+
 def test_any_mask_of_pairs_equals_eager_attention_and_holds_on_a_sampled_graph() -> None:
     model = bert()
     pairs = torch.rand(4, 1, LENGTH, LENGTH) < 0.5
@@ -905,6 +920,18 @@ def test_models_whose_attention_is_another_function_are_refused_as_they_are(make
     assert (model.config.to_dict(), [*model.state_dict()]) == (config, keys)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(run(model, given).logits, before)
+
+
+def test_stages_of_other_widths_have_sources_of_their_own() -> None:
+    sizes: Any = {"hidden_size": 16, "num_attention_heads": 1, "blocks_per_stage": [1, 1, 1, 1], "mlp_ratio": 1.0}
+    stages: Any = {"embed_dim_per_stage": [16, 32, 64, 128], "num_attention_heads_per_stage": [1, 2, 4, 8]}
+    more: Any = {"global_attention_blocks": [0], "image_size": [64, 64], "window_size_per_stage": [4, 4, 4, 4]}
+    images = torch.randn(1, 3, 64, 64)
+    model = transformers.Sam2HieraDetModel(transformers.Sam2HieraDetConfig(**sizes, **stages, **more)).eval()
+    with torch.no_grad():
+        dense = model(images).last_hidden_state
+        assert len(replace_attention(model, **OPTIONS)) == 4
+        torch.testing.assert_close(model(images).last_hidden_state, dense, rtol=0, atol=1e-4)
 
 
 def test_a_cap_that_is_off_is_no_reason_to_refuse() -> None:

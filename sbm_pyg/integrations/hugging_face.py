@@ -42,6 +42,7 @@ SET_BY_MODEL = {"in_channels", "out_channels", "heads", "concat", "bias", "dropo
 """Options that the model sets."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads")
 CHANNELS = ("qk_head_dim", "head_dim", "attention_head_size")
+WIDTHS = ("dim_out", "all_head_size", "embed_dim")
 BEFORE = "_attention_before_sbm"
 """Name of the attribute of a model with the attention implementations that were selected before, by module."""
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
@@ -186,7 +187,7 @@ def _refuse_own_attention(model: PreTrainedModel) -> None:
 
 def _check_arguments(module: nn.Module) -> None:
     """Raise ValueError if an attention module calls its attention with what :func:`attend` does not support."""
-    for name, expression in _arguments(type(module).forward):
+    for name, expression in _other_arguments(type(module).forward):
         try:  # of attributes of the module, which may switch it off
             is_used = eval(expression, {}, {"self": module}) is not None
         except Exception:  # of other names, whose values only a call has
@@ -231,7 +232,7 @@ def _interface_name(forward: Callable[..., Any]) -> str | None:
 
 
 @cache
-def _arguments(forward: Callable[..., Any]) -> list[tuple[str, str]]:
+def _other_arguments(forward: Callable[..., Any]) -> list[tuple[str, str]]:
     """Name and expression of each argument of the selected attention that :func:`attend` neither reads nor ignores."""
     name = _interface_name(forward)
     calls = (x for x in ast.walk(_tree(forward)) if isinstance(x, ast.Call) and ast.unparse(x.func) == name)
@@ -260,7 +261,8 @@ def _size(module: Any, names: tuple[str, ...]) -> int | None:
 def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
     """The part of one attention module, in its type and on its device."""
     heads, channels = _size(module, HEADS), _size(module, CHANNELS)
-    width = _size(module, ("hidden_size",))
+    widths = (getattr(module, name, None) for name in WIDTHS)  # of stages, where that of the config is of the first
+    width = next((size for size in widths if isinstance(size, int)), None) or _size(module, ("hidden_size",))
     channels = width // heads if channels is None and width and heads else channels
     if heads is None or channels is None:
         raise ValueError(

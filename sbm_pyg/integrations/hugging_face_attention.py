@@ -28,7 +28,10 @@ from ..sources import patterns, selectors
 from ..sources.interface import GraphSource
 from ..sources.learned import DensitySource
 
-__all__ = ["NAME", "READ", "GraphAttention", "PairMask", "Pairs", "attend", "make_mask"]
+__all__ = [
+    "HARMLESS", "NAME", "READ", "GraphAttention", "MaskBias", "MaskPairs", "PairMask", "attend", "make_mask",
+    "read_mask",
+]  # fmt: skip
 
 NAME = "sbm"
 """Name of the implementation, of the options in a config, and of the part of an attention module."""
@@ -44,6 +47,7 @@ HARMLESS = {
     "max_length_q", "max_length_k", "position_ids", "position_embeddings", "cache_position", "deterministic",
     "use_cache", "past_key_values", "cache", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "return_dict", "return_loss", "token_type_ids", "mm_token_type_ids", "logits_to_keep", "labels", "input_ids",
+    "pixel_values", "inputs_embeds",
 }  # fmt: skip
 """Other arguments, which change no weight of the attention of a model."""
 FORBIDDEN = -1e4
@@ -56,7 +60,7 @@ _PAIRS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(eq=False)
-class Pairs:
+class MaskPairs:
     """Which pairs of padded queries and keys attend, and what is added to their scores.
 
     Args:
@@ -97,13 +101,13 @@ class Pairs:
             self._sides[place] = side
         return self._sides[place]
 
-    def row(self, number: int) -> Pairs:
+    def row(self, number: int) -> MaskPairs:
         """The pairs of one query."""
         pair = (self.allowed, self.bias)
         allowed, bias = (x if x is None or x.size(2) == 1 else x[:, :, number : number + 1] for x in pair)
         return self.with_bias(bias, offset=self.offset + number, allowed=allowed)
 
-    def with_bias(self, bias: Tensor | None, **changes: Any) -> Pairs:
+    def with_bias(self, bias: Tensor | None, **changes: Any) -> MaskPairs:
         """These pairs of the same sequences with another bias."""
         other = replace(self, bias=bias, **changes)
         other._sides = self._sides
@@ -134,10 +138,10 @@ class PairMask(Tensor):
     as eager attention has it, so that every model can read it.
     """
 
-    pairs: Pairs
+    pairs: MaskPairs
 
     @staticmethod
-    def __new__(cls, pairs: Pairs, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PairMask:
+    def __new__(cls, pairs: MaskPairs, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> PairMask:
         mask: PairMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.pairs = pairs
         return mask
@@ -175,11 +179,11 @@ def make_mask(
     if real is not None and real.size(1) < kv_length:  # a cache with space for later tokens
         real = nn.functional.pad(real, (0, kv_length - real.size(1)))
     real = None if real is None or bool(real.all()) else real.bool()
-    pairs = Pairs(mask_function is causal_mask_function, int(q_offset), real)
+    pairs = MaskPairs(mask_function is causal_mask_function, int(q_offset), real)
     return PairMask(pairs, (batch_size, 1, q_length, kv_length), dtype, torch.device(device))
 
 
-def read_mask(mask: Tensor, queries: int, keys: int) -> Pairs:
+def read_mask(mask: Tensor, queries: int, keys: int) -> MaskPairs:
     """What a mask says, ``[B or 1, H or 1, L or 1, S]`` of bool or of numbers that are added to scores.
 
     A mask of padding, of earlier keys, of packed sequences, or of several of these is told by offsets of sequences. Of
@@ -193,11 +197,11 @@ def read_mask(mask: Tensor, queries: int, keys: int) -> Pairs:
         known = (0 if mask.is_inference() else mask._version, size, _read_values(mask, queries, keys))
         if not mask.is_inference() and not mask.requires_grad:
             _PAIRS[mask] = known
-    pairs: Pairs = known[2]
+    pairs: MaskPairs = known[2]
     return pairs
 
 
-def _read_values(mask: Tensor, queries: int, keys: int) -> Pairs:
+def _read_values(mask: Tensor, queries: int, keys: int) -> MaskPairs:
     """As :func:`read_mask`."""
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.size(-1) < keys or mask.size(2) not in (1, queries):
@@ -211,12 +215,12 @@ def _read_values(mask: Tensor, queries: int, keys: int) -> Pairs:
         added = torch.where(allowed, mask[..., :keys], 0)
         bias = added if mask.requires_grad or bool(added.any()) else None
     if allowed.size(2) == 1 and allowed.size(1) == 1 and queries != 1:
-        return Pairs(real=_unless_all(allowed[:, 0, 0]), bias=bias)
+        return MaskPairs(real=_unless_all(allowed[:, 0, 0]), bias=bias)
     place = torch.arange(keys, device=mask.device)
     shared = allowed[:, 0] if bool((allowed == allowed[:, :1]).all()) else None  # [B, L, S]
     if shared is None:
         is_causal = queries == keys and not bool(allowed.triu(1).any())
-        return Pairs(is_causal, allowed=allowed, bias=bias)
+        return MaskPairs(is_causal, allowed=allowed, bias=bias)
     real = shared.any(1)  # [B, S]
     first = shared.long().argmax(-1)  # [B, L], first key of each query
     if queries == keys:
@@ -228,25 +232,25 @@ def _read_values(mask: Tensor, queries: int, keys: int) -> Pairs:
             if bool((pairs == shared)[real].all()):  # padded queries may have any keys
                 begins = torch.where(real, first, first.new_full((), -1)).amax(1)
                 is_packed = bool((begins[:, None] != first)[real].any())
-                return Pairs(is_causal, 0, _unless_all(real), sequence if is_packed else None, bias=bias)
-        return Pairs(not bool(shared.triu(1).any()), allowed=allowed, bias=bias)
+                return MaskPairs(is_causal, 0, _unless_all(real), sequence if is_packed else None, bias=bias)
+        return MaskPairs(not bool(shared.triu(1).any()), allowed=allowed, bias=bias)
     if bool((shared == shared[:, :1]).all()) and queries != 1:
-        return Pairs(real=_unless_all(real), bias=bias)
+        return MaskPairs(real=_unless_all(real), bias=bias)
     total = int(real.any(0).nonzero().amax()) + 1 if bool(real.any()) else keys
     earlier = place <= torch.arange(total - queries, total, device=mask.device)[:, None]
     if bool((shared == (real[:, None] & earlier)).all()):
-        return Pairs(True, total - queries, _unless_all(real), bias=bias)
-    return Pairs(allowed=allowed, bias=bias)
+        return MaskPairs(True, total - queries, _unless_all(real), bias=bias)
+    return MaskPairs(allowed=allowed, bias=bias)
 
 
-def _as_it_is(mask: Tensor, queries: int) -> Pairs:
+def _as_it_is(mask: Tensor, queries: int) -> MaskPairs:
     """The pairs of a mask whose values nothing reads."""
     if isinstance(mask, PairMask):
         if mask.size(2) == queries:
             return mask.pairs
         mask = mask.dense()  # of one query, for all
     mask = mask[(None,) * (4 - mask.dim())]
-    return Pairs(allowed=mask) if mask.dtype == torch.bool else Pairs(bias=mask)
+    return MaskPairs(allowed=mask) if mask.dtype == torch.bool else MaskPairs(bias=mask)
 
 
 def _unless_all(real: Tensor) -> Tensor | None:
@@ -254,8 +258,8 @@ def _unless_all(real: Tensor) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
-def _completed(pairs: Pairs, sequence: Tensor | None, bias: Tensor | None) -> Pairs:
-    """Pairs of sequences that are packed in a row, and with a bias of positions; None: as they are."""
+def _completed(pairs: MaskPairs, sequence: Tensor | None, bias: Tensor | None) -> MaskPairs:
+    """MaskPairs of sequences that are packed in a row, and with a bias of positions; None: as they are."""
     if sequence is not None:
         within = None if pairs.sequence is None else sequence * pairs.sequence.size(1) + pairs.sequence
         pairs = replace(pairs, sequence=sequence if within is None else within)
@@ -314,8 +318,9 @@ def attend(
     part: GraphAttention | None = getattr(module, NAME)
     sizes = query.size(2), key.size(2)
     if attention_mask is None:
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        pairs = unread = Pairs(is_causal, sizes[1] - sizes[0] if is_causal else 0)
+        if is_causal is None:  # eager cross attention, which stays dense, does not look at the attribute
+            is_causal = part is not None and getattr(module, "is_causal", False)
+        pairs = unread = MaskPairs(is_causal, sizes[1] - sizes[0] if is_causal else 0)
     else:
         unread = _as_it_is(attention_mask, sizes[0])
         pairs = unread if part is None else read_mask(attention_mask, *sizes)
@@ -362,7 +367,7 @@ class MaskBias:
     is_of_batch = True
     """It reads numbers of tokens, so a loss on a part of the sequences does not suit it."""
 
-    def __init__(self, batch: PaddedBatch, pairs: Pairs) -> None:
+    def __init__(self, batch: PaddedBatch, pairs: MaskPairs) -> None:
         self.batch, self.pairs = batch, pairs
 
     def at(self, numbers: Tensor, graph: AttentionGraph) -> Tensor:
@@ -426,7 +431,7 @@ class GraphAttention(nn.Module):
         if isinstance(source, DensitySource) and not (is_none and source._needs_density):
             source._restore_density(None if is_none else float(state))
 
-    def attends_densely(self, pairs: Pairs) -> bool:
+    def attends_densely(self, pairs: MaskPairs) -> bool:
         """Whether torch's dense kernel computes what the source would: all pairs, of a mask that is no simple one."""
         source: Any = self.conv.source
         is_full = isinstance(source, DensitySource) and source.target_density == 1
@@ -436,7 +441,7 @@ class GraphAttention(nn.Module):
         return is_full and not is_simple and not learns and self.conv.normalizer == "softmax"
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs, return_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, return_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over the graph of the source, ``[B, L, H, C']``, and the weights ``[B, H, L, S]`` or None."""
         if query.shape[1::2] != (self.conv.heads, self.conv.out_channels):
