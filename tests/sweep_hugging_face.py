@@ -147,17 +147,17 @@ def configs(kind: str, problems: list[str]) -> Iterator[Any]:
 def class_of(config: Any) -> Any:
     """The class of models of a config: the one without a head, or the first in its module."""
     if type(config) in MODEL_MAPPING:
-        found = MODEL_MAPPING[type(config)]
-        return found[0] if isinstance(found, list | tuple) else found
+        listed = MODEL_MAPPING[type(config)]
+        return listed[0] if isinstance(listed, list | tuple) else listed
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     classes = [
         x for x in vars(module).values()
         if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel) and x.config_class is type(config)
     ]  # fmt: skip
-    own = [x for x in classes if "forward" in vars(x)]
-    if not own:
+    runnable = [x for x in classes if "forward" in vars(x)]
+    if not runnable:
         raise NotMadeError("no class of models")
-    return own[0]
+    return runnable[0]
 
 
 def random_weights(model: torch.nn.Module) -> None:
@@ -219,18 +219,18 @@ def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of floats that a model returns, without those of padding."""
     torch.manual_seed(0)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def collect(name: str, value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
             at_tokens = "attention_mask" in given and value.shape[:2] == REAL.shape
-            found[name] = value[REAL] if at_tokens else value
+            tensors[name] = value[REAL] if at_tokens else value
         elif isinstance(value, transformers.utils.ModelOutput):
             for key, each in value.items():
                 collect(f"{name}.{key}", each)
 
     collect("", model(**copy.deepcopy(given)))
-    return found
+    return tensors
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

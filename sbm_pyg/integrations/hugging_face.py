@@ -115,7 +115,8 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         (['encoder.layer.0.attention.self'], 'sdpa')
     """
     checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", "Pass the model that has graph sources.")
-    parts = {n: each for n, each in model.named_modules() if NAME in each._modules or NAME in vars(each)}
+    modules = model.named_modules()
+    parts = {name: module for name, module in modules if NAME in module._modules or NAME in vars(module)}
     if not parts:
         raise ValueError(
             f"Expected 'model' to have graph sources (got none in {type(model).__name__}). It is dense already."

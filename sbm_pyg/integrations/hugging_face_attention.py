@@ -187,17 +187,18 @@ def read_mask(mask: Tensor, queries: int, keys: int) -> MaskPairs:
     """What a mask says, ``[B or 1, H or 1, L or 1, S]`` of bool or of numbers that are added to scores.
 
     A mask of padding, of earlier keys, of packed sequences, or of several of these is told by offsets of sequences. Of
-    any other one the pairs are kept. Cost O(B H L S), once for all layers that get the same tensor.
+    any other one the pairs are kept. Cost O(B H L S), once for all layers that get the same tensor. The
+    result holds no view of the mask, so both are freed with it.
     """
     if isinstance(mask, PairMask) and mask.size(2) == queries:
         return mask.pairs
     size = (queries, keys)
-    known = None if mask.is_inference() else _PAIRS.get(mask)
-    if known is None or known[:2] != (mask._version, size):
-        known = (0 if mask.is_inference() else mask._version, size, _read_values(mask, queries, keys))
+    cached = None if mask.is_inference() else _PAIRS.get(mask)
+    if cached is None or cached[:2] != (mask._version, size):
+        cached = (0 if mask.is_inference() else mask._version, size, _read_values(mask, queries, keys))
         if not mask.is_inference() and not mask.requires_grad:
-            _PAIRS[mask] = known
-    pairs: MaskPairs = known[2]
+            _PAIRS[mask] = cached
+    pairs: MaskPairs = cached[2]
     return pairs
 
 
@@ -209,10 +210,11 @@ def _read_values(mask: Tensor, queries: int, keys: int) -> MaskPairs:
             f"Expected 'attention_mask' of {queries} queries and {keys} keys (got {list(mask.shape)}). Pass [B, S] of "
             "padding, or [B, 1, L, S]."
         )
-    allowed = mask[..., :keys] if mask.dtype == torch.bool else mask[..., :keys] > FORBIDDEN
+    values = mask[..., :keys]
+    allowed = values.clone() if mask.dtype == torch.bool else values > FORBIDDEN
     bias = None
     if mask.dtype != torch.bool:
-        added = torch.where(allowed, mask[..., :keys], 0)
+        added = torch.where(allowed, values, 0)
         bias = added if mask.requires_grad or bool(added.any()) else None
     if allowed.size(2) == 1 and allowed.size(1) == 1 and queries != 1:
         return MaskPairs(real=_unless_all(allowed[:, 0, 0]), bias=bias)
