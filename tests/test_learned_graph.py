@@ -525,7 +525,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"budget": 5.0},
     "budget of what is kept": {"budget": 5.0, "candidates": 2.0, "target_density": 0.5},
     "window": {"target_density": 0.1, "window": 3},
-    "self-loops": {"target_density": 0.1, "self_loops": True},
+    "self-loops": {"target_density": 0.1, "window": 0},
     "no exploration": {"target_density": 0.3, "exploration": 0.0},
     "detached": {"target_density": 0.3, "detach": True},
 }

@@ -20,7 +20,8 @@ from sbm_pyg.ops import schemas
 
 ROOT = Path(sbm_pyg.__file__).parent
 ORDER = [
-    "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "exchange", "sources.following", "sources.interface", "sources.patterns",
+    "ops", "auxiliary", "ragged", "rows", "graph", "blocks", "exchange", "sources.following", "sources.interface", "sources.candidates",
+    "sources.patterns",
     "sources.pairs", "sources.sbm", "sources.learned", "sources.selectors", "sources.sampling", "sources.indexer", "gradients",
     "estimators", "layers.learned_graph", "layers.dcmm", "layers.positions", "layers.normalizers", "layers.propagation", "layers.attention",
     "distributed", "sparsifier", "layers.dense", "layers.named", "layers.multihead", "layers.gps", "pretrained", "encoder", "models", "info",
@@ -158,7 +159,11 @@ def test_a_name_is_defined_in_one_module_but_for_ops_and_what_serves_another_lib
                 name = getattr(target, "id", getattr(target, "name", "__"))
                 if not name.startswith("__"):
                     where.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
-    ours = {"replace_attention", "SparsifierCallback"}  # the same for models and trainers of other libraries
+    ours = {
+        "replace_attention",
+        "restore_attention",
+        "SparsifierCallback",
+    }  # the same for models and trainers of other libraries
     for name, modules in where.items():
         if len(modules) > 1 and name not in ours:
             assert name in schemas.__dict__, f"{name} is defined in {sorted(modules)}"

@@ -68,7 +68,8 @@ class LearnedGraph(nn.Module):
         source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
             :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
             features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
-            Self-loops of the source are left out, those of its window too; a call adds them by ``keep``. Or the number
+            Self-loops of the source are left out, those of its window too, unless they are ``candidates`` of the call
+            or its edges to ``keep``. Or the number
             of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
         heads: 1, as a convolution has one graph.
         probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
@@ -100,8 +101,7 @@ class LearnedGraph(nn.Module):
     """
 
     eval_seed: int | None = 0
-    """Seed of the graphs in evaluation mode, if a call passes none. None: each call draws one from torch's default
-    generator."""
+    """Seed of calls without one in evaluation mode, or None for a number of torch's default generator, as in training."""
 
     def __init__(self, source: GraphSource | int, heads: int = 1, *, probes: float = 8.0) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ class LearnedGraph(nn.Module):
                 set, the source adds edges to them.
             candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
                 the edges of a data set, the source thins them. All options of the source keep their meaning among these
-                pairs: a target density is a part of them, a budget counts them; a window is added. Pairs of a node and
-                itself are left out. Needs a :class:`~sbm_pyg.LearnedSource`. An
-                :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target density still scores all pairs.
+                pairs: a target density is a part of them, a budget counts them; a window is added. Needs a
+                :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
+                density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
             seed: Fixes the edges and the probes. None: in training from torch's default generator, in evaluation mode
@@ -200,9 +200,8 @@ class LearnedGraph(nn.Module):
             sequence_ids=sequence_ids,
         )  # fmt: skip
         kept, given = (_over(edges, tokens, name) for name, edges in (("keep", keep), ("candidates", candidates)))
-        among = None if given is None else Candidates(given.select(given.lag != 0), tokens)
+        among = None if given is None else Candidates(given, tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
-        choice = choice.select(choice.graph.lag != 0)
         if kept is not None:
             choice = choice.force(kept)
         edge_index, edge_weight = self._weigh(choice, tokens, among)
@@ -211,7 +210,7 @@ class LearnedGraph(nn.Module):
         return edge_index, edge_weight, *found
 
     def _choose(self, tokens: Tokens) -> Choice:
-        """The choice of the source among all pairs."""
+        """The choice of the source among all pairs, without those of a node and itself."""
         choice = self.source(tokens)
         dense, choice = not choice.is_stored, choice.stored()
         if choice.probability is None and not dense:
@@ -224,16 +223,19 @@ class LearnedGraph(nn.Module):
                 "Expected 'source' to choose one graph of nodes (got "
                 f"{choice.graph.heads} heads and blocks of {choice.graph.block_size}). Use one head and no blocks."
             )
-        return choice
+        return choice.select(choice.graph.lag != 0)
 
     def _choose_among(self, among: Candidates, tokens: Tokens) -> Choice:
-        """The choice of the source among candidates."""
+        """The choice of the source among candidates, without a pair of a node and itself that is none of them."""
         if not isinstance(self.source, LearnedSource):
             raise TypeError(
                 f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(self.source).__name__}). "
                 "Its `predict` computes their probabilities."
             )
-        return self.source.choose_among(tokens, among)
+        choice = self.source.choose_among(tokens, among)
+        if choice.forced is None:
+            return choice
+        return choice.select((choice.graph.lag != 0) | among.graph.contains(choice.graph.edge_index))
 
     def _weigh(self, choice: Choice, tokens: Tokens, among: Candidates | None) -> tuple[Tensor, Tensor]:
         """Edges and their weights, with probes in training."""

@@ -487,7 +487,7 @@ def _pairs_kernel(
 
 
 @triton.jit
-def _mixed16(x):
+def _mixed_halves(x):
     """A permutation of the lower 16 bits; see :mod:`.random_words`."""
     x = x & 0xFFFF
     x = ((x ^ (x >> 8)) * _MIX16_FIRST) & 0xFFFF
@@ -501,8 +501,8 @@ def _shared_words(seed, group, number, sequence_id, head):
     a, b, _c, _d = _row_words(seed, group, group * 0 + 1, sequence_id, head | _PURPOSE_SHARED)
     c, d, _e, _f = _row_words(seed, number, number * 0, sequence_id, head | _PURPOSE_SHARED)
     a, b, c, d = a[:, None], b[:, None], c[None, :], d[None, :]
-    upper = _mixed16(_mixed16((a >> 16) + (c >> 16)) ^ (a + c))
-    return upper << 16 | _mixed16(_mixed16((b >> 16) + (d >> 16)) ^ (b + d))
+    upper = _mixed_halves(_mixed_halves((a >> 16) + (c >> 16)) ^ (a + c))
+    return upper << 16 | _mixed_halves(_mixed_halves((b >> 16) + (d >> 16)) ^ (b + d))
 
 
 @triton_kernel
