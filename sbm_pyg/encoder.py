@@ -399,7 +399,7 @@ class SequenceEncoder(Pretrained):
 
     def _positions(self, tokens: Tensor, ptr: Tensor) -> Tensor:
         """Position of each token in its sequence, ``[N]``."""
-        if can_read(ptr) and (longest := int(ptr.diff().max())) > self.max_length:
+        if can_read(ptr) and ptr.numel() > 1 and (longest := int(ptr.diff().max())) > self.max_length:
             raise ValueError(
                 f"Expected sequences of at most max_length = {self.max_length} tokens (got {longest}). "
                 "Raise max_length or cut them."

@@ -182,7 +182,7 @@ class AttentionGraph(CompressedRows):
             num_keys, num_queries = size
         for name, ptr in (("query_ptr", query_ptr), ("key_ptr", key_ptr)):
             check_tensor(ptr, name)
-            if ptr is not None and (ptr.dim() != 1 or ptr.numel() < 2 or ptr.dtype not in (torch.int32, torch.int64)):
+            if ptr is not None and (ptr.dim() != 1 or ptr.numel() < 1 or ptr.dtype not in (torch.int32, torch.int64)):
                 raise ValueError(
                     f"Expected '{name}' to be [B+1] int64 (got {list(ptr.shape)} {ptr.dtype}). "
                     "It holds the offsets of the sequences."

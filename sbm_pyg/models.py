@@ -23,11 +23,11 @@ __all__ = ["MaskedLM", "PairClassifier", "SequenceClassifier", "TokenClassifier"
 
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
-    """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``."""
+    """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``; 0 of none."""
     lengths, wide = ptr.diff(), upcast(x)
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
     total = wide.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, wide)
-    return (total / (lengths[:, None] if length is None else length)).to(x.dtype)
+    return (total / (lengths.clamp(min=1)[:, None] if length is None else length)).to(x.dtype)
 
 
 class _Head(Pretrained):
@@ -284,9 +284,8 @@ def mask_tokens(
     """
     checks.tensors(tokens=tokens)
     require_values(tokens, "tokens")
-    if tokens.dtype != torch.int64 or not tokens.numel():
-        got = f"{list(tokens.shape)} {tokens.dtype}"
-        raise ValueError(f"Expected 'tokens' to be int64, at least one (got {got}). They are token numbers.")
+    if tokens.dtype != torch.int64:
+        raise ValueError(f"Expected 'tokens' to be int64 (got {tokens.dtype}). They are token numbers.")
     mask_token = checks.integer("mask_token", mask_token, 0, "It is the number of the mask in the vocabulary.")
     num_tokens = checks.integer(
         "num_tokens", num_tokens, 1, "It is the number of tokens that random ones are drawn from."
@@ -296,6 +295,8 @@ def mask_tokens(
     checks.number("random", random, "[0, 1]", "BERT has 0.1.")
     if masked + random > 1:
         raise ValueError(f"Expected 'masked' + 'random' of at most 1 (got {masked} + {random}). They are parts.")
+    if not tokens.numel():
+        return tokens.clone(), tokens.bool()
     generator = torch.Generator(tokens.device).manual_seed(draw_seed(seed) % 2**63)
     chance, kind = torch.rand(2, *tokens.shape, generator=generator, device=tokens.device)
     other = torch.randint(num_tokens, tokens.shape, generator=generator, device=tokens.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
-from operator import lt
+from operator import le
 from typing import Any, cast
 
 import torch
@@ -85,11 +85,8 @@ class Tokens:
         checks.same_device("query", query, key=key)
         if key.dtype != query.dtype:
             raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
-        if not torch.compiler.is_compiling() and (min(query.shape[:2]) < 1 or key.size(1) < 1):
-            raise ValueError(
-                f"Expected 'query' and 'key' of at least one head and token (got {list(query.shape)} and "
-                f"{list(key.shape)}). A graph has at least one query and one key."
-            )
+        if not torch.compiler.is_compiling() and query.size(0) < 1:
+            raise ValueError(f"Expected 'query' of at least one head (got {list(query.shape)}). It is [H, N, C].")
         ptr = (self.query_ptr if self.key_ptr is None else self.key_ptr, self.query_ptr)
         names = ("query_ptr", "key_ptr")
         ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
@@ -163,7 +160,8 @@ class Tokens:
     @property
     def first_head(self) -> int:
         """Number of head 0 in random words; 0, unless the heads of a layer are divided among processes."""
-        return 0 if self.sequence_ids is None else int(self.sequence_ids[0] >> 32)
+        ids = self.sequence_ids
+        return 0 if ids is None or not ids.numel() else int(ids[0] >> 32)
 
     @property
     def first_key(self) -> Tensor:
@@ -244,8 +242,9 @@ def resolve_ptr(
 
     Args:
         total: Number of tokens N.
-        ptr: Offsets, ``[B+1]`` int64, from 0 to N, strictly increasing; or None.
-        batch: Sequence number of each token, ``[N]`` int64, sorted, without gaps; or None.
+        ptr: Offsets, ``[B+1]`` int64, from 0 to N, ascending; or None. A sequence may have no token.
+        batch: Sequence number of each token, ``[N]`` int64, sorted; or None. A number that is left out is that of a
+            sequence without tokens.
         name: Name of ``ptr`` in error messages.
         device: Device of the result, usually that of the tokens. None: the device of the argument. (A PyG batch keeps
             offsets on the CPU unless its features are on CUDA.)
@@ -255,7 +254,7 @@ def resolve_ptr(
 
     Raises:
         TypeError: Offsets or sequence numbers are not an integer tensor.
-        ValueError: The offsets do not describe N tokens, or a sequence is empty.
+        ValueError: The offsets do not describe N tokens.
     """
     if ptr is not None and batch is not None:
         raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one of them out.")
@@ -276,15 +275,12 @@ def resolve_ptr(
             )
         if batch.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Expected 'batch' to be int64 (got {batch.dtype}). Convert it with `.long()`.")
-        if total:
-            ptr = _ptr_of_batch(batch, total)
+        ptr = _ptr_of_batch(batch, total)
     if ptr is None:
-        if total < 1:
-            raise ValueError("Expected a sequence of at least one token (got 0 tokens). Leave empty sequences out.")
         return trust_offsets(torch.tensor([0, total], dtype=torch.int64, device=device), total)
-    if ptr.dim() != 1 or ptr.numel() < 2:
+    if ptr.dim() != 1 or ptr.numel() < 1:
         raise ValueError(
-            f"Expected '{name}' to be [B+1] with B >= 1 (got {list(ptr.shape)}). "
+            f"Expected '{name}' to be [B+1] (got {list(ptr.shape)}). "
             f"Pass the offsets of the sequences, from 0 to {total}: `ptr` of a PyG batch, not `batch`."
         )
     if ptr.dtype not in (torch.int64, torch.int32):
@@ -295,8 +291,8 @@ def resolve_ptr(
         if values.can_read_without_sync(ptr) or ptr.is_inference() or _VALID.get(ptr) != (total, ptr._version):
             _check_ptr_values(ptr, total, name)
     else:  # no branch on values, but kernels must never see one that is out of range
-        fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() > 0).all()
-        torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, strictly increasing.")
+        fits = (ptr[0] == 0) & (ptr[-1] == total) & (ptr.diff() >= 0).all()
+        torch._assert_async(fits, f"Expected '{name}' to run from 0 to the number of tokens, ascending.")
     # numpy may write into a tensor on the CPU without a new version, so the offsets that are kept are a copy
     return trust_offsets(ptr.to(device=device, dtype=torch.int64, copy=values.can_read_without_sync(ptr)), total)
 
@@ -360,20 +356,19 @@ def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | No
 
 def _ptr_of_batch(batch: Tensor, total: int) -> Tensor:
     """Offsets of sequences from the sequence number of each of their tokens."""
-    step = batch.long().diff()
-    fits = (batch[0] == 0) & ((step == 0) | (step == 1)).all()
-    wanted = "Expected 'batch' to be sorted, from 0 and without gaps"
+    step = torch.cat([batch.new_full((1,), -1), batch]).long().diff()  # sequences that begin at each token
+    fits = (step >= 0).all() & (step[:1] > 0).all()
+    wanted = "Expected 'batch' to be sorted, from 0"
     if not can_read(batch):  # no branch on values, but tokens must never be in a wrong sequence
         torch._assert_async(fits, f"{wanted}.")
     elif not bool(fits):
-        numbers = batch.unique_consecutive()
-        ascending = bool(numbers[0] >= 0) and bool((numbers.diff() > 0).all())
-        missing = int((numbers != torch.arange(numbers.numel(), device=numbers.device)).long().argmax())
-        got = f"no token of sequence {missing}" if ascending else "another order"
-        way_out = "`batch.unique_consecutive(return_inverse=True)[1]` numbers the sequences of sorted tokens."
-        raise ValueError(f"{wanted} (got {got}). {way_out}")
-    first = unmerged(step).nonzero().flatten() + 1  # of each sequence but the first one
-    return torch.cat([step.new_zeros(1), first, step.new_full((1,), total)])
+        way_out = "`batch.unique_consecutive(return_inverse=True)[1]` numbers the sequences of tokens."
+        raise ValueError(f"{wanted} (got another order). {way_out}")
+    else:
+        sequences = int(step.sum())
+        checks.memory("batch", sequences, 8, batch.device, "Number the sequences from 0.", "sequences")
+    first = torch.repeat_interleave(unmerged(step))  # the first token of each sequence
+    return torch.cat([first, step.new_full((1,), total)])
 
 
 def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
@@ -383,12 +378,10 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
             f"Expected '{name}' to run from 0 to {total}, the number of tokens (got {ends[0]} to {ends[-1]}). "
             "Use offsets, not lengths or sequence numbers, of all sequences."
         )
-    if not all(map(lt, ends, ends[1:])):
-        sequence, (start, end) = next(each for each in enumerate(pairwise(ends)) if each[1][0] >= each[1][1])
-        problem = "an empty sequence" if end == start else "a decrease"
+    if not all(map(le, ends, ends[1:])):
+        sequence = next(number for number, (start, end) in enumerate(pairwise(ends)) if start > end)
         raise ValueError(
-            f"Expected '{name}' to be strictly increasing (got {problem} at sequence {sequence}). "
-            "Leave empty sequences out, as in `ptr.unique()`."
+            f"Expected '{name}' to be ascending (got a decrease at sequence {sequence}). Use offsets, not lengths."
         )
 
 
@@ -433,7 +426,7 @@ def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: to
     check_sequence_ids(sequence_ids, sequences)
     if sequence_ids is None:
         return torch.arange(sequences, device=device)
-    if can_read(sequence_ids):
+    if sequences and can_read(sequence_ids):
         low, high = (int(bound) for bound in torch.aminmax(sequence_ids))
         if low < 0 or high >= 2 ** (bits + HEAD_BITS if bits == 32 else bits):
             raise ValueError(
@@ -479,9 +472,11 @@ def pad(x: Tensor, ptr: Tensor, fill_value: float = 0.0) -> tuple[Tensor, Tensor
             )
     lengths = resolve_ptr(x.size(0), ptr, device=x.device).diff()
     if not torch.compiler.is_compiling():
-        numbers = lengths.numel() * int(lengths.max()) * math.prod(x.shape[1:])
+        numbers = lengths.numel() * max(lengths.tolist(), default=0) * math.prod(x.shape[1:])
         way_out = "Pad sequences of similar length together, or leave them ragged."
         checks.memory("ptr", numbers, x.element_size(), x.device, way_out, "numbers")
+    if not torch.compiler.is_compiling() and not lengths.numel():
+        return x.new_zeros(0, 0, *x.shape[1:]), lengths.new_zeros(0, 0, dtype=torch.bool)
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
     return to_dense_batch(x, batch, fill_value=fill_value, batch_size=lengths.numel())
 
@@ -491,14 +486,14 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: Tokens, ``[B, L, ...]``.
-        mask: False on padding, ``[B, L]`` bool. Each row has at least one real token.
+        mask: False on padding, ``[B, L]`` bool.
 
     Returns:
         The tokens, ``[N, ...]``, and their offsets, ``[B+1]`` int64.
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: The shapes do not fit, or a sequence is empty.
+        ValueError: The shapes do not fit.
     """
     _check_tokens(x, 2, "[B, L, ...]")
     check_tensor(mask, "mask", optional=False)
@@ -508,12 +503,7 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             f"Expected 'mask' to be bool {list(x.shape[:2])}, as 'x' is [B, L, ...] "
             f"(got {mask.dtype} {list(mask.shape)}). It is False on padding."
         )
-    lengths = mask.sum(1)
-    if lengths.numel() == 0 or bool((lengths == 0).any()):
-        raise ValueError(
-            "Expected 'mask' to hold a real token in each row (got an empty sequence). Leave empty sequences out."
-        )
-    return x[mask], offsets(lengths)
+    return x[mask], offsets(mask.sum(1))
 
 
 def _check_tokens(x: Tensor, dims: int, symbols: str) -> None:

@@ -58,7 +58,7 @@ class CompressedRows:
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
                 raise TypeError(f"Expected '{name}' to be int64 (got {getattr(self, name).dtype}). Call `.long()`.")
-        if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 2:
+        if self.query_ptr.shape != self.key_ptr.shape or self.query_ptr.dim() != 1 or self.query_ptr.numel() < 1:
             raise ValueError(
                 f"Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got {list(self.query_ptr.shape)} "
                 f"and {list(self.key_ptr.shape)}). Sequence b of the queries attends to sequence b of the keys."
@@ -166,8 +166,12 @@ class CompressedRows:
 
     @property
     def density(self) -> Tensor:
-        """Fraction of pairs that are edges, ``[B, H]`` float64, or float32 on devices without float64."""
-        return self.edges_per_sequence.to(checks.widest(self.device)) / self.pairs_per_sequence[:, None]
+        """Fraction of pairs that are edges, ``[B, H]`` float64, or float32 on devices without float64.
+
+        It is 0 in a sequence without pairs.
+        """
+        pairs = self.pairs_per_sequence.clamp(min=1)
+        return self.edges_per_sequence.to(checks.widest(self.device)) / pairs[:, None]
 
     def __repr__(self) -> str:
         def count(number: int, noun: str, plural: str = "") -> str:
@@ -557,8 +561,8 @@ def check_graph(graph: object, name: str = "graph") -> None:
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:
     """The sizes, if each is at least 1 and int64 can number all pairs."""
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
-    num_queries = checks.integer("num_queries", num_queries, 1, "A graph has at least one query.")
-    num_keys = checks.integer("num_keys", num_keys, 1, "A graph has at least one key.")
+    num_queries = checks.integer("num_queries", num_queries, 0, "It is the number of queries.")
+    num_keys = checks.integer("num_keys", num_keys, 0, "It is the number of keys.")
     if not torch.compiler.is_compiling() and heads * num_queries * num_keys >= 2**63:
         raise ValueError(
             "Expected 'heads', 'num_queries' and 'num_keys' with a product below 2**63 "

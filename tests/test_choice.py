@@ -411,8 +411,8 @@ def test_tokens_are_checked_when_they_are_made() -> None:
     Tokens(**given)
     Tokens(**given | {"query_ptr": ptr.int(), "seed": 2**63 - 1, "sequence_ids": torch.tensor([7, 3])})
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
-        ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* increasing \(got a decrease"),
+        ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* ascending \(got a decrease"),
+        ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* ascending \(got a decrease"),
         (
             {"key_ptr": torch.tensor([0, 4, 2**31])},
             ValueError,
@@ -426,7 +426,7 @@ def test_tokens_are_checked_when_they_are_made() -> None:
         ({"query": x[0]}, ValueError, r"'query' to be \[H, N, C\] = .* \(got \[9, 3\]\)"),
         ({"query": None}, TypeError, r"'query' to be a tensor \(got NoneType\)"),
         ({"query": x.long()}, TypeError, r"'query' to be a floating tensor \(got torch.int64\)"),
-        ({"query": x[:, :0]}, ValueError, r"'query' and 'key' of at least one head and token \(got \[2, 0, 3\]"),
+        ({"query": x[:0], "key": x[:0]}, ValueError, r"'query' of at least one head \(got \[0, 9, 3\]"),
         ({"key": x[:1]}, ValueError, r"'key' to be \[H, M, C\] = \[2, any, 3\] \(got \[1, 9, 3\]\)"),
         ({"key": x.double()}, TypeError, r"'key' to be torch.float32, as 'query' is \(got torch.float64\)"),
         ({"key": x.to("meta")}, ValueError, r"'key' on cpu, as 'query' is \(got meta\)"),
@@ -500,8 +500,7 @@ def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -
         SourceGraph(transform.source, heads=0)
     with pytest.raises(ValueError, match=r"features `x` \[N, H\*C\] for 3 heads \(got \[30, 4\]\)"):
         SourceGraph(transform.source, heads=3)(data)
-    with pytest.raises(ValueError, match=r"features `x` .*\(got \[0, 4\]\).* one node or more"):
-        transform(Data(x=torch.randn(0, 4)))
+    assert transform(Data(x=torch.randn(0, 4))).edge_index.shape == (2, 0)
     with pytest.raises(TypeError, match="'data' to be Data"):
         transform(cast(Any, 3))
 

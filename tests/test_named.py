@@ -21,6 +21,7 @@ from sbm_pyg import (
     SparseGPSConv,
     Sparsifier,
     Tokens,
+    auxiliary_loss,
     patterns,
     register_source,
     replace_attention,
@@ -239,3 +240,56 @@ def test_a_name_that_no_longer_is_registered_is_named(tmp_path: Any) -> None:
     named._OWN.clear()
     with pytest.raises(ValueError, match=r"Expected 'attention' to be one of .*\(got 'even'\)"):
         SequenceEncoder.from_pretrained(tmp_path)
+
+
+EMPTY = [(name, NEEDED.get(name, {}) | SPARSE.get(name, {})) for name in named.source_names()]
+EMPTY += [("sbm", {"estimator": name}) for name in ("mask", "paper", "relaxed", "none")]
+EMPTY += [("sbm", {"target_density": share}) for share in (0.5, 1.0)]
+EMPTY += [("sbm", {"block_size": 2}), ("sbm", {"candidates": 2.0, "window": 1}), ("sbm", {"normalizer": "entmax15"})]
+EMPTY += [("sbm", {"method": "fastrg"}), ("indexer", {}), ("top_k", {})]
+
+
+@pytest.mark.filterwarnings("ignore:Attention is dense")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("source", "options"), EMPTY)
+def test_sequences_without_tokens_change_nothing(source: str, options: dict[str, Any], is_causal: bool) -> None:
+    torch.manual_seed(0)
+    if source == "sbm":
+        options = {"num_blocks": 3} | options
+    conv = named.make_attention(source, 8, 4, 2, is_causal=is_causal, **options)
+    x, ptr, ids = torch.randn(10, 8), torch.tensor([0, 0, 4, 4, 10, 10]), torch.tensor([1, 3])
+    draws_rows = source in ("indexer", "key_selection") or options.get("target_density") == 1.0  # among all sequences
+    for training in (True, False):
+        results = []
+        for offsets, numbers in ((ptr, None), (torch.tensor([0, 4, 10]), ids)):
+            layer, leaf = copy.deepcopy(conv).train(training), x.clone().requires_grad_()
+            out, choice = layer(leaf, ptr=offsets, seed=1, sequence_ids=numbers, return_choice=True)
+            loss = out.sin().sum() + auxiliary_loss(layer)
+            loss = loss if choice.probability is None else loss + choice.probability.expected_density().sum()
+            loss.backward()
+            results.append([out, choice.density.sum(0), leaf.grad])
+            assert all(x.grad is None or x.grad.isfinite().all() for x in layer.parameters())
+            if not (draws_rows and training):
+                results[-1] += [x.grad for x in layer.parameters() if x.grad is not None]
+        for expected, found in zip(*reversed(results), strict=True):
+            if not (expected is results[1][2] and draws_rows and training):
+                torch.testing.assert_close(found, expected)
+        assert choice.density.shape == (2, 2)
+        for nothing in (None, torch.tensor([0]), torch.tensor([0, 0, 0])):
+            leaf = x[:0].clone().requires_grad_()
+            out, graph = conv.train(training)(leaf, ptr=nothing, return_graph=True)
+            out.sum().backward()
+            assert out.shape == (0, 8)
+            assert graph.density.tolist() == [[0.0, 0.0]] * (1 if nothing is None else nothing.numel() - 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"), [("sbm", {"num_blocks": 3}), ("top_k", {"k": 2}), ("indexer", {"k": 2})]
+)
+def test_queries_without_keys_give_zeros(source: str, options: dict[str, Any]) -> None:
+    conv = named.make_attention(source, 8, 4, 2, **options)
+    x, memory = torch.randn(10, 8), torch.randn(7, 8)
+    out = conv((memory, x), ptr=([0, 3, 3, 3, 7], [0, 0, 4, 10, 10]))  # type: ignore[arg-type]
+    assert torch.equal(out, torch.zeros(10, 8))
+    assert torch.equal(conv((memory[:0], x)), torch.zeros(10, 8))
+    assert conv((memory, x[:0])).shape == (0, 8)

@@ -311,7 +311,7 @@ def _block_diagonal(graph: AttentionGraph, count: int, shift: int) -> Any:
     """All heads as one block-diagonal matrix ``[count, count]`` in scipy's compressed rows; keys start at ``shift``."""
     size = np.int32 if max(count, graph.num_edges) < 2**31 else np.int64
     index: Array = graph.col.numpy().astype(size)
-    ends = graph.rowptr[:: graph.num_queries].tolist()
+    ends = graph.rowptr[torch.arange(graph.heads + 1, device=graph.device) * graph.num_queries].tolist()
     for head, (first, end) in enumerate(pairwise(ends)):
         index[first:end] = index[first:end] + (shift + head * graph.num_keys)
     ptr = np.full(count + 1, graph.num_edges, size)

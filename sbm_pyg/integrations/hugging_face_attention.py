@@ -91,7 +91,7 @@ class MaskPairs:
         if place not in self._sides:
             keys = tokens.size(1)
             real = None if self.real is None else self.real[:, :keys].to(tokens.device).expand(tokens.size(0), -1)
-            side = PaddedSequences(tokens, real, "attention_mask")
+            side = PaddedSequences(tokens, real)
             if self.sequence is not None:
                 slots = torch.arange(side.total, device=tokens.device) if side.slots is None else side.slots
                 sequence = self.sequence[:, :keys].to(tokens.device).expand(tokens.size(0), -1).flatten()[slots]

@@ -245,7 +245,7 @@ class SBMMultiheadAttention(nn.Module):
                 the call is self-attention, and padding is removed from the queries too.
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
-                ones.
+                ones. A sequence may be all padding: its queries have no keys.
             need_weights: Return the weights, for another O(E C), and O(B L S) memory, or O(B H L S) without averaging.
             attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
                 0, elsewhere. These edges are removed from the graph after sampling.
@@ -269,8 +269,8 @@ class SBMMultiheadAttention(nn.Module):
         Raises:
             TypeError: An argument is not a tensor, bool or graph, tokens do not have the layer's dtype, or a mask is
                 neither boolean nor floating.
-            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, a sequence has no real
-                token, ``sequence_ids`` were passed and nothing is sampled, or memory does not hold the weights.
+            ValueError: Shapes, devices or the graph do not fit, a mask holds other values, ``sequence_ids`` were passed
+                and nothing is sampled, or memory does not hold the weights.
         """
         _check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
         _check_flags(is_causal=is_causal, return_graph=return_graph, sparse_weights=sparse_weights)
@@ -368,11 +368,11 @@ class SBMMultiheadAttention(nn.Module):
                 tensors[name] = x.transpose(0, 1)
         batch, keys = tensors["query"].size(0), tensors["key"].shape[1:2]
         for (name, x), channels in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
-            fits = x.size(0) == batch and 0 not in x.shape[:2] and x.size(2) == channels
+            fits = x.size(0) == batch and x.size(2) == channels
             if not fits or (name == "value" and x.shape[1:2] != keys):
                 raise ValueError(
-                    f"Expected '{name}' to be [B, length, {channels}] with at least one token in each of the B "
-                    f"sequences of 'query', and as many keys as values (got {list(x.shape)} with batch_first). "
+                    f"Expected '{name}' to be [B, length, {channels}] with the B sequences of 'query', and as many "
+                    f"keys as values (got {list(x.shape)} with batch_first). "
                     "See the docstring of SBMMultiheadAttention."
                 )
         same = key.is_nested == value.is_nested
@@ -498,10 +498,9 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
             "or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
         )
     lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
-    if min(lengths) < 1 or len({*channels}) > 1:
+    if len({*channels}) > 1:
         raise ValueError(
-            f"Expected '{name}' to have at least one token in each sequence, and equal channels "
-            f"(got lengths {lengths}, channels {channels}). Leave empty sequences out of the batch."
+            f"Expected '{name}' to have equal channels in all sequences (got {channels}). Convert them to one width."
         )
     padded = torch.nested.to_padded_tensor(x, 0.0)
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
@@ -513,25 +512,16 @@ class PaddedSequences:
     Args:
         padded: ``[B, length, ...]``.
         real: True at real tokens, ``[B, length]`` bool, or None.
-        name: The mask in errors.
     """
 
-    def __init__(self, padded: Tensor, real: Tensor | None = None, name: str = "key_padding_mask") -> None:
+    def __init__(self, padded: Tensor, real: Tensor | None = None) -> None:
         batch, self.length = padded.shape[:2]
         self.shape, self.real = (batch, self.length), real
         if real is None:
             self.slots, self.total = None, batch * self.length
             self.ptr = torch.arange(batch + 1, device=padded.device) * self.length
             return
-        lengths = real.sum(1)
-        if not can_read(real):
-            torch._assert_async((lengths > 0).all(), f"Expected '{name}' to leave a real key in each sequence.")
-        elif bool((lengths == 0).any()):
-            raise ValueError(
-                f"Expected '{name}' to leave a real key in each sequence (got one that is all padding). "
-                "Leave empty sequences out of the batch."
-            )
-        self.slots, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(lengths)  # [N], [B+1]
+        self.slots, self.ptr = unmerged(real.flatten()).nonzero()[:, 0], offsets(real.sum(1))  # [N], [B+1]
         self.total = self.slots.numel()
         if torch.compiler.is_compiling():
             torch._check(self.total >= 2)  # inductor specialises sizes of 1

@@ -101,11 +101,6 @@ class EdgeAttention(MessagePassing):
         checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
         checks.shape("value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has heads and tokens of 'key'.")
         checks.same_device("query", query, key=key, value=value)
-        for name, x in (("query", query), ("key", key)):
-            if edge_index is not None and x.size(1) < 1:
-                raise ValueError(
-                    f"Expected '{name}' of at least one token (got {list(x.shape)}). Both sides have tokens."
-                )
         if isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and edge_index.dim() == 1:
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E], or a graph (got {list(edge_index.shape)}). Pass the sequence of "
@@ -207,7 +202,8 @@ class EdgeAttention(MessagePassing):
             column = torch.arange(most, device=edge.device).repeat(self.heads)
             found = [x.index_select(1, graph.col[:most]) + edge for x in (key, value)]
         else:
-            head, first = graph.edge_head, graph.rowptr[:: graph.num_queries]  # [H+1]
+            heads = torch.arange(self.heads + 1, device=edge.device)
+            head, first = graph.edge_head, graph.rowptr[heads * graph.num_queries]  # [E], [H+1]
             most = int(first.diff().max().clamp(min=1))
             column = torch.arange(graph.num_edges, device=edge.device) - first[head]
             slot, source, size = head * most + column, head * graph.num_keys + graph.col, self.heads * most

@@ -218,7 +218,7 @@ def block_rows(
     known = values.can_read_without_sync(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
-        if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 2:
+        if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 1:
             raise ValueError(
                 f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
                 "It holds the offsets of the sequences."

@@ -269,7 +269,7 @@ class IndexProbability(EdgeProbability):
         tokens, degree = self.tokens, self.expected_degree()
         edges = degree.new_zeros(tokens.query_ptr.numel() - 1, tokens.heads)
         edges = edges.index_add(0, tokens.query_sequence, degree.T)
-        return edges / count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal)[:, None]
+        return edges / count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal).clamp(min=1)[:, None]
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Check that a graph is over these tokens, heads and sequences.

@@ -224,6 +224,9 @@ class Choice:
 class GraphSource(torch.nn.Module, ABC):
     """Chooses the graph that an attention layer runs over. Subclasses define :meth:`forward`.
 
+    If a batch has no query or no key, the graph has no edge, and :meth:`forward` is not called. Sequences without
+    tokens in a batch with others reach it.
+
     A source is a module: it may have parameters, which are trained through the probabilities of its :class:`Choice`.
     Tokens are validated when they are made, and each call checks that the returned graph is over them. So a source need
     not check shapes, offsets and seeds.
@@ -255,6 +258,8 @@ class GraphSource(torch.nn.Module, ABC):
             ValueError: The chosen graph is over other tokens.
         """
         check_record(tokens)
+        if not torch.compiler.is_compiling() and 0 in (tokens.num_queries, tokens.num_keys):
+            return Choice(graph_without_edges(tokens))
         choice = super().__call__(tokens)
         if not isinstance(choice, Choice):
             raise TypeError(f"Expected 'source' to return a Choice (got {type(choice).__name__}). Try `Choice(graph)`.")
@@ -271,6 +276,13 @@ class GraphSource(torch.nn.Module, ABC):
     @abstractmethod
     def forward(self, tokens: Tokens) -> Choice:
         """Choose a graph over the tokens."""
+
+
+def graph_without_edges(tokens: Any) -> AttentionGraph:
+    """The graph without edges over tokens, or over those of an :class:`~sbm_pyg.SBM`."""
+    rowptr = tokens.query_ptr.new_zeros(tokens.heads * tokens.num_queries + 1)
+    sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
+    return AttentionGraph._trusted(rowptr, rowptr.new_empty(0), *sizes, tokens.is_causal)
 
 
 @functional_transform("source_graph")
@@ -325,17 +337,17 @@ class SourceGraph(BaseTransform):
     def _features(self, data: Data) -> Tensor:
         """The features of each head, ``[H, N, C]``."""
         x = data.x
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(0) < 1 or x.size(1) % self.heads:
+        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
-                "The source chooses by them, among one node or more."
+                "The source chooses by them."
             )
         return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
 
     def _ones(self, data: Data) -> Tensor:
         """Ones in place of features that are not read, ``[H, N, 1]``."""
-        if data.num_nodes is None or data.num_nodes < 1:
+        if data.num_nodes is None:
             raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
         return torch.ones(1, 1, 1, device=device).expand(self.heads, data.num_nodes, 1)

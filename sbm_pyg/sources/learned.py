@@ -57,6 +57,8 @@ def attend_densely(
         dropout: Probability that a weight is dropped, by torch's default generator.
         bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``, or None.
     """
+    if not torch.compiler.is_compiling() and 0 in (query.size(1), key.size(1)):
+        return query.new_zeros(*query.shape[:2], value.size(2)) + value[:, :0].sum()
     attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
     batch = query_ptr.numel() - 1
     if torch.compiler.is_compiling():  # an exported program has one group, of all pairs of the batch
@@ -211,9 +213,10 @@ class DenseChoice(Choice):
 
     @property
     def density(self) -> Tensor:
-        """Ones, ``[B, H]``."""
-        device = self.tokens.query.device
-        return torch.ones(self.shape, device=device, dtype=checks.widest(device))
+        """Ones, ``[B, H]``, and zeros in sequences without pairs."""
+        tokens = self.tokens
+        pairs = count_pairs(tokens.query_ptr, tokens.key_ptr)
+        return pairs.clamp(max=1).to(checks.widest(pairs.device))[:, None].expand(self.shape)
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Do nothing: all pairs of any tokens are edges."""

@@ -107,7 +107,7 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
         raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
     checks.shape("k", k, (tokens.num_queries,), "[N]", "It is the number of keys of each query.")
     checks.same_device("query", query, k=k)
-    if values.can_read(k) and int(k.min()) < 1:
+    if values.can_read(k) and k.numel() and int(k.min()) < 1:
         raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
     ptrs = (tokens.query_ptr, tokens.key_ptr)
     return graph_of_rows(tokens, *ops.index_top_k(query, weight, key, *ptrs, k, tokens.is_causal))

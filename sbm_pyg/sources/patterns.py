@@ -48,7 +48,7 @@ def full(
     """Every token attends to every token of its sequence.
 
     Args:
-        n: Number of tokens N, at least 1. With ``ptr`` it may be None; otherwise it must equal the last offset.
+        n: Number of tokens N. With ``ptr`` it may be None; otherwise it must equal the last offset.
         is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
         heads: Number of heads H; all have the same edges.
         ptr: Offsets of the sequences, ``[B+1]`` int64. None: one sequence of n tokens.
@@ -339,15 +339,15 @@ class _Positions:
         heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         check_tensor(ptr, "ptr")
         if n is not None:
-            n = checks.integer("n", n, 1, "It is the number of tokens.")
+            n = checks.integer("n", n, 0, "It is the number of tokens.")
             known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
-            if known and ptr is not None and ptr.dim() == 1 and ptr.numel() > 1 and ptr[-1] != n:
+            if known and ptr is not None and ptr.dim() == 1 and ptr.numel() and ptr[-1] != n:
                 raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Pass None.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
         else:
             n = int(ptr.flatten()[-1]) if ptr.numel() and ptr.dtype in checks.INTEGERS and not ptr.is_meta else 0
-            if n < 1 and ptr.dim() == 1 and ptr.numel() > 1 and ptr.dtype in checks.INTEGERS:
+            if n < 0:
                 raise ValueError(
                     f"Expected 'ptr' to run from 0 to the number of tokens (got an end of {n}). "
                     "Pass offsets of all sequences."
@@ -419,6 +419,8 @@ class _Draws:
 
 def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
     """Draw a uniform set of ``count[i]`` integers in ``0..size[i]-1`` for each row i, ascending, ``[sum(count)]``."""
+    if not count.numel():
+        return count
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # rows that draw the numbers to leave out
     wanted = torch.where(leave, size - count, count)

@@ -22,11 +22,20 @@ from ..graph import AttentionGraph
 from ..ops import checks, values
 from ..ops.reference.blocks import cut_blocks
 from ..ops.values import can_read
-from ..ragged import Tokens, count_pairs, draw_seed, resolve_ptr, resolve_sequence_ids, stored_ptr, trust_offsets
+from ..ragged import (
+    Tokens,
+    count_pairs,
+    count_positions,
+    draw_seed,
+    resolve_ptr,
+    resolve_sequence_ids,
+    stored_ptr,
+    trust_offsets,
+)
 from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
-from .interface import Choice
+from .interface import Choice, graph_without_edges
 from .learned import LearnedSource
 from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
 
@@ -116,6 +125,8 @@ def sample_edges(
     checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
+    if not torch.compiler.is_compiling() and 0 in (sbm.num_queries, sbm.num_keys):
+        return graph_without_edges(sbm)
     with torch.no_grad():
         bound = product_bound(sbm)
         scaled = sbm if bound <= SAFE_IN_FLOAT32 else _widen(sbm, bound)
@@ -129,7 +140,7 @@ def sample_edges(
     graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:
         return graph
-    first = torch.zeros(sbm.num_keys, dtype=torch.bool, device=col.device).index_fill(0, sbm.key_ptr[:-1], True)
+    first = count_positions(sbm.key_ptr, sbm.num_keys) == 0
     graph = graph.select(~first[graph.col.long()])  # only exploration draws them
     return graph._with(graph.rowptr, graph.col - 1, graph.heads)
 
@@ -139,7 +150,7 @@ def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
 
     The first position of a sequence holds zeros.
     """
-    return key.roll(1, 1).index_fill(1, ptr[:-1], 0)
+    return key.roll(1, 1).masked_fill((count_positions(ptr, key.size(1)) == 0)[:, None], 0)
 
 
 def _pooled(tokens: Tokens, block_size: int, pool: torch.nn.Module | None = None) -> Tokens:

@@ -302,7 +302,7 @@ class SBM(EdgeProbability):
     def _pairs(self) -> Tensor:
         """Number of pairs of each sequence that may be edges, ``[B]``, at least 1."""
         pairs = count_pairs(self.query_ptr, self.key_ptr, self.is_causal)
-        return (pairs - self.query_ptr.diff()).clamp(min=1) if self.is_strict else pairs
+        return (pairs - self.query_ptr.diff() if self.is_strict else pairs).clamp(min=1)
 
     def causal(self) -> SBM:
         """The same model in which no query attends to a later key."""
@@ -410,7 +410,7 @@ def check_sbm(sbm: SBM) -> float:
         smallest normal number of a precision, smaller numbers are negligible compared to sums of t times this bound.
     """
     largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name))}
+    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):

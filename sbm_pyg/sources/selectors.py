@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,18 +26,33 @@ from ..ops import checks
 from ..ops.reference import pairs as pair_ops
 from ..ops.reference.random_words import head_generator
 from ..ops.reference.segments import compress, edge_row, group_by_length
-from ..ragged import Tokens
+from ..ragged import Tokens, check_record
 from ..rows import index_type
 from . import pairs, patterns
 from .following import FollowingSource
-from .interface import Choice, GraphSource
+from .interface import Choice, GraphSource, graph_without_edges
 from .learned import DensitySource
 
 __all__ = ["RoutingSource", "SelectorSource", "TopKSource", "block_top_k", "lsh", "routing", "top_k"]
 
+Rule = TypeVar("Rule", bound=Callable[..., AttentionGraph])
 LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
+def _of_pairs(rule: Rule) -> Rule:
+    """A rule that is called if there are pairs; without them, the graph has no edges."""
+
+    @wraps(rule)
+    def choose(tokens: Tokens, *arguments: Any, **options: Any) -> AttentionGraph:
+        check_record(tokens)
+        if 0 in (tokens.num_queries, tokens.num_keys):
+            return graph_without_edges(tokens)
+        return rule(tokens, *arguments, **options)
+
+    return cast(Rule, choose)
+
+
+@_of_pairs
 def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
     r"""Each query attends to the k keys of its largest scores :math:`\langle q_i, k_j \rangle`.
 
@@ -62,6 +78,7 @@ def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
     return pairs.graph_of_best(tokens, k, tokens.query[:, :, None], None, tokens.key)
 
 
+@_of_pairs
 def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     r"""Each query attends to all keys of the k blocks whose mean has the largest scores.
 
@@ -101,6 +118,7 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     return pairs.graph_of_ranges(tokens, row, first, torch.minimum(first + size, start + tokens.allowed_keys[query_of]))
 
 
+@_of_pairs
 def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -> AttentionGraph:
     r"""Each query attends to keys in its bucket of a random hash.
 
@@ -157,6 +175,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     return pairs.show_nan(tokens, graph)
 
 
+@_of_pairs
 @torch.no_grad()
 def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> AttentionGraph:
     r"""The queries that are nearest to a centroid attend to the keys that are nearest to it.
@@ -432,7 +451,7 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     heads, tokens, clusters = near.shape
     sequences = ptr.numel() - 1
     width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
-    width = torch.minimum(width, ptr.diff())  # [B]
+    width = torch.minimum(width, ptr.diff()).clamp(min=1)  # [B]
     found = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]

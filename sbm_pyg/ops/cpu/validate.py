@@ -37,5 +37,5 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     pieces = split(rows, task_count(4 * keys.size, 3)) if rises else [(0, rows.size - 1)]
     found = np.full(len(pieces), rows.size, np.int64)
     run(_first_invalid_row, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
-    first = int(found.min())
+    first = int(found.min(initial=rows.size))
     return torch.tensor(first if first < rows.size else -1)
