@@ -291,7 +291,7 @@ class Relaxed(Estimator):
     """``"relaxed"``: trains on all pairs with a soft mask, O(NM), and samples in evaluation only."""
 
     softmax_only = True
-    numbers = 4
+    numbers = 5
     """Numbers per pair held in memory during training, in addition to its key."""
 
     def prepare(self, choice: Choice, training: bool) -> Choice:

@@ -414,7 +414,8 @@ class CompressedRows:
                 "Build both with the same 'ptr'."
             )
         way_out = "Take graphs with fewer heads or shorter sequences."
-        checks.memory("other", self.num_edges + other.num_edges, 36, self.device, way_out)  # numbers, masks, the result
+        per_edge = 10 if self.device.type == "cpu" else 36  # the result and its mask; in plain torch also numbers
+        checks.memory("other", self.num_edges + other.num_edges, per_edge, self.device, way_out)
         rowptr, col, from_other = ops.union_rows(self.rowptr, self.col, other.rowptr, other.col, self.num_keys)
         return self._with(rowptr, col, self.heads, self.is_causal and other.is_causal), from_other
 

@@ -164,8 +164,8 @@ def test_offsets_are_waited_for_once() -> None:
             x = layer(x, ptr=ptr, seed=1)
             counts.append(counted.waits)
         x.square().sum().backward()
-    assert counts == [5, 9]
-    assert counted.waits == 9
+    assert counts == [6, 11]
+    assert counted.waits == 11
 
 
 def test_a_training_step_over_blocks_waits_once_more() -> None:

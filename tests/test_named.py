@@ -99,7 +99,7 @@ def test_a_seed_fixes_the_random_keys_of_a_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["window", "lsh", "routing", "bigbird"])
 def test_sizes_have_usual_values_which_can_be_given(name: str) -> None:
     size, usual = next(iter(named.SIZES[name].items()))
-    for options, expected in (({}, usual), ({size: 3}, 3)):
+    for options, expected in (({}, usual), ({size: 4}, 4)):
         source: Any = named.make_attention(name, 12, 4, 2, **options).source
         found = source.centroids.size(1) if name == "routing" else source.rule.options[size]
         assert found == expected
@@ -242,7 +242,9 @@ def test_a_name_that_no_longer_is_registered_is_named(tmp_path: Any) -> None:
         SequenceEncoder.from_pretrained(tmp_path)
 
 
-EMPTY = [(name, NEEDED.get(name, {}) | SPARSE.get(name, {})) for name in named.source_names()]
+EMPTY: list[tuple[str, dict[str, Any]]] = [
+    (name, NEEDED.get(name, {}) | SPARSE.get(name, {})) for name in named.source_names()
+]
 EMPTY += [("sbm", {"estimator": name}) for name in ("mask", "paper", "relaxed", "none")]
 EMPTY += [("sbm", {"target_density": share}) for share in (0.5, 1.0)]
 EMPTY += [("sbm", {"block_size": 2}), ("sbm", {"candidates": 2.0, "window": 1}), ("sbm", {"normalizer": "entmax15"})]
@@ -289,7 +291,7 @@ def test_sequences_without_tokens_change_nothing(source: str, options: dict[str,
 def test_queries_without_keys_give_zeros(source: str, options: dict[str, Any]) -> None:
     conv = named.make_attention(source, 8, 4, 2, **options)
     x, memory = torch.randn(10, 8), torch.randn(7, 8)
-    out = conv((memory, x), ptr=([0, 3, 3, 3, 7], [0, 0, 4, 10, 10]))  # type: ignore[arg-type]
+    out = conv((memory, x), ptr=([0, 3, 3, 3, 7], [0, 0, 4, 10, 10]))
     assert torch.equal(out, torch.zeros(10, 8))
     assert torch.equal(conv((memory[:0], x)), torch.zeros(10, 8))
     assert conv((memory, x[:0])).shape == (0, 8)

@@ -147,7 +147,7 @@ def test_layers_attend_by_relative_positions(kind: str, is_causal: bool) -> None
     """Dense by torch's kernel, over a full graph that is given, and full attention: all as by hand."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"is_causal": is_causal, **options(kind)}
-    conv = SBMAttentionConv(6, 4, 2, num_blocks=3, target_density=1.0, **more).double()
+    conv = SBMAttentionConv(6, 4, 2, num_blocks=3, target_density=1.0, window=None, **more).double()
     full = FullAttention(6, 4, 2, **more).double()
     shared = {name: each for name, each in conv.state_dict().items() if name.startswith("lin_")}
     full.load_state_dict(shared)
@@ -218,7 +218,7 @@ def test_a_source_learns_the_weights_that_attention_has(kind: str) -> None:
     """Distillation while attention is dense: rotations and biases are in the weights."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"rotary": Rotary(for_source=False)} if kind == "rotary" else options(kind)
-    conv = SBMAttentionConv(6, 4, 2, num_blocks=3, target_density=1.0, **more).double()
+    conv = SBMAttentionConv(6, 4, 2, num_blocks=3, target_density=1.0, window=None, **more).double()
     x = draw(3, 20, 6)
     query, key = (lin(x).view(20, 2, 4).transpose(0, 1).detach() for lin in (conv.lin_query, conv.lin_key))
     tokens, scored = Tokens(query, key, bipartite=False), {}

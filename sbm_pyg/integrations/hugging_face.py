@@ -247,7 +247,7 @@ def _is_local(module: Any) -> bool:
         return module.sliding_window is not None
     config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds and number is not None:  # full attention may be beside a state space model in a "hybrid" layer
+    if kinds and number is not None:  # full attention may stand next to a state space model in a "hybrid" layer
         return any(word in kinds[number] for word in ("sliding", "chunked", "window"))
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 

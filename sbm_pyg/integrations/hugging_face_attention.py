@@ -186,8 +186,8 @@ def make_mask(
 def read_mask(mask: Tensor, queries: int, keys: int) -> MaskPairs:
     """What a mask says, ``[B or 1, H or 1, L or 1, S]`` of bool or of numbers that are added to scores.
 
-    A mask of padding, of earlier keys, of packed sequences, or of several of these is told by offsets of sequences. Of
-    any other one the pairs are kept. Cost O(B H L S), once for all layers that get the same tensor. The
+    A mask of padding, of earlier keys, of packed sequences, or of several of these becomes offsets of sequences. Any
+    other one becomes a mask of pairs. Cost O(B H L S), once for all layers that get the same tensor. The
     result holds no view of the mask, so both are freed with it.
     """
     if isinstance(mask, PairMask) and mask.size(2) == queries:

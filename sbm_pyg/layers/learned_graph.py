@@ -69,8 +69,7 @@ class LearnedGraph(nn.Module):
             :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
             features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
             Self-loops of the source are left out, those of its window too, unless they are ``candidates`` of the call
-            or its edges to ``keep``. Or the number
-            of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
+            or its edges to ``keep``. Or the number of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
         heads: 1, as a convolution has one graph.
         probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
             them. With 0, pairs without an edge get no gradient.
@@ -101,7 +100,7 @@ class LearnedGraph(nn.Module):
     """
 
     eval_seed: int | None = 0
-    """Seed of calls without one in evaluation mode, or None for a number of torch's default generator, as in training."""
+    """Seed of calls without one in evaluation mode, or None for a number of torch's default generator."""
 
     def __init__(self, source: GraphSource | int, heads: int = 1, *, probes: float = 8.0) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ class LearnedGraph(nn.Module):
         return choice.select(choice.graph.lag != 0)
 
     def _choose_among(self, among: Candidates, tokens: Tokens) -> Choice:
-        """The choice of the source among candidates, without a pair of a node and itself that is none of them."""
+        """The choice of the source among candidates, without self-loops that are not candidates."""
         if not isinstance(self.source, LearnedSource):
             raise TypeError(
                 f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(self.source).__name__}). "

@@ -1020,7 +1020,7 @@ def union_rows(
     checks.tensors(**graphs)
     checks.shape("rowptr", rowptr, (None,), "[S+1]", "It holds the offsets of the rows.")
     checks.shape("other_rowptr", other_rowptr, rowptr.shape, "[S+1]", "Both graphs have the same rows.")
-    num_keys = checks.integer("num_keys", num_keys, 1, "It is the number of keys.")
+    num_keys = checks.integer("num_keys", num_keys, 0, "It is the number of keys.")
     for name, x in graphs.items():
         dtypes = (torch.int64,) if name.endswith("ptr") else checks.INTEGERS
         if x.dtype not in dtypes:

@@ -292,7 +292,7 @@ class DensitySource(GraphSource):
             return
         self._checked_density = density
         ptrs = (tokens.query_ptr, tokens.key_ptr)
-        allowed = float(count_pairs(*ptrs, tokens.is_causal).sum()) / tokens.num_queries
+        allowed = float(count_pairs(*ptrs, tokens.is_causal).sum()) / max(tokens.num_queries, 1)
         near = 0 if self.window is None or tokens.bipartite else (2 - tokens.is_causal) * self.window + 1
         keys = max(density * allowed, getattr(self, "k", None) or 0) + near
         if keys < min(FEW_KEYS, allowed):

@@ -45,12 +45,12 @@ KEYS_PER_BLOCK, KEYS_PER_PANEL = 16, 256
 LEAST_SEGMENT, SEGMENTS = 1024, 4
 """Keys of a causal sequence that are sorted together, at least, in whole panels; and how many segments they make."""
 LEVELS = 16
-"""Sizes of memberships that are told apart within a community, by powers of the square root of 2."""
+"""Classes of the sizes of memberships within a community, by powers of the square root of 2."""
 NOWHERE = 2**31 - 1
 """Position of the keys that fill the last panel."""
 
 
-class _Sequences(NamedTuple):
+class _GroupedSequences(NamedTuple):
     query_ptr: np.ndarray
     key_ptr: np.ndarray
     panel_ptr: np.ndarray
@@ -341,7 +341,7 @@ def sample_shared(
     panels, tiles = -(-np.diff(k_ptr) // KEYS_PER_PANEL), -(-lengths // row_group) * -(-row_group // 16)
     panel_ptr, tile_ptr = (np.concatenate([[0], np.cumsum(x)]) for x in (panels, tiles))
     ids = (x.numpy() for x in split_ids(sequence_ids))
-    batches = _Sequences(q_ptr, k_ptr, panel_ptr, tile_ptr, *ids)
+    batches = _GroupedSequences(q_ptr, k_ptr, panel_ptr, tile_ptr, *ids)
     longest = KEYS_PER_PANEL * max(1, int(panels.max(initial=0)))
     segment = max(LEAST_SEGMENT, -(-longest // (SEGMENTS * KEYS_PER_PANEL)) * KEYS_PER_PANEL) if is_causal else longest
     width, slots = -(-blocks // 16) * 16, heads * int(panel_ptr[-1]) * KEYS_PER_PANEL
