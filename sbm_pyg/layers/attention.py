@@ -125,8 +125,8 @@ class AttentionConv(EdgeAttention):
 
     head_dims: ClassVar[dict[str, int]] = {}
     eval_seed: int | None = 0
-    """Seed of calls without one in evaluation mode, or None for a number of torch's default generator, as in training.
-    It is not part of the state. Models give each layer its own."""
+    """Seed of calls without one in evaluation mode. With None, torch's default generator draws one, as in training. It
+    is not part of the state. Models give each layer its own."""
     first_head = 0
     """Number of head 0 among the heads of a layer that several processes share; see :class:`~sbm_pyg.HeadParallel`."""
 
