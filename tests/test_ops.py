@@ -795,7 +795,7 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (lambda: ops.union_rows(ptr, x, ptr, ptr, 3), r"Expected 'col' to be one of .* \(got torch.float32\)"),
         (lambda: ops.union_rows(ptr, ptr, ptr, ptr, 3), "Expected 'rowptr' to run from 0 to 2, the number of edges"),
         (lambda: ops.union_rows(ptr, ptr, ptr, ptr[None], 3), r"Expected 'other_col' to be \[E\]"),
-        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, 0), "Expected 'num_keys' to be at least 1"),
+        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, -1), "Expected 'num_keys' to be at least 0"),
         (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
         (lambda: best(weight=1.0), "Expected 'weight' to be a tensor"),
         (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),

@@ -299,7 +299,7 @@ def test_numbers_that_float32_and_bfloat16_round_the_most(part: float) -> None:
 def test_a_source_shares_draws() -> None:
     torch.manual_seed(0)
     head, tokens = SBMHead(8, 2, 4), Tokens(torch.randn(2, 40, 8), is_causal=True, seed=3)
-    source, apart = SBMSource(head, row_group=16), SBMSource(head)
+    source, apart = SBMSource(head, row_group=16, window=None), SBMSource(head, window=None)
     graph = source(tokens).graph
     sbm = head(tokens).causal()
     options: dict[str, Any] = {"seed": 3, "sequence_ids": tokens.sequence_ids, "clamp": True}

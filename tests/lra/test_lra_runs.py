@@ -515,7 +515,8 @@ def test_graphs_become_sparse_as_planned_and_a_crash_changes_no_bit(
     options = ["--target-density", "0.2", "--parameterization", "overlapping", "--save-every", "1"]
     density = train(data, tmp_path / "whole", *options)["density"]
     dense = {row["step"]: row["density_layer0_head0"] == 1 for row in curve(tmp_path / "whole", "val")}
-    assert dense == {0: True, 5: False, 9: False}  # four of nine steps are dense
+    assert dense == {0: False, 5: False, 9: False}  # evaluation has the target density in each phase
+    assert any(row["density_layer0_head0"] == 1 for row in curve(tmp_path / "whole", "train"))
     assert results(tmp_path / "whole")["best"]["step"] in (5, 9)
     assert 0.1 < density["tested"][0][0] < 0.3
     at(4, 1, crash)
