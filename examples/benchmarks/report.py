@@ -7,7 +7,7 @@ from typing import Any
 
 from examples.common.tables import Row, Rows, by, markdown
 
-TRAINED = ("recall-1", "recall-2")  # layers of models of examples/weights
+TRAINED = ("recall-1", "recall-2", "code-1", "code-2")  # layers of models of examples/weights
 REFERENCE = {
     "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
     "lengths": "dense", "trained": "dense",

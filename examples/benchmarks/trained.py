@@ -1,7 +1,8 @@
 """Peers of trained layers, each over the tokens that it gets in its model, and of fresh layers with as many edges.
 
 A layer has the name of a model of ``examples/weights`` and its number in it: "recall-1" is the first of ``recall``,
-which answers 64 questions in a sequence of any length. Clocks are in ``measure``.
+which answers 64 questions in a sequence of any length; "code-1" is that of ``code_sbm``, which reads source code. Clocks
+are in ``measure``.
 """
 
 import itertools
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from examples import associative_recall
+from examples import associative_recall, language_model
 from examples.benchmarks.kernels import Case, Peer, Work
 from examples.benchmarks.report import TRAINED
 from examples.benchmarks.samplers import agree, dense_twin, deviations, layer_calls
+from examples.common.corpus import read_files, stdlib_files
 from examples.common.gate import compare
 from sbm_pyg import SBM, AttentionGraph, DensitySource, sample_edges
 
@@ -36,18 +38,36 @@ def take(layer: str, tokens: int, degree: float | None = None, device: str = "cp
         degree: Target number of edges of a query in the layers before it. None: their target density of training.
         device: Where the model runs.
     """
-    model: Any = associative_recall.RecallModel.from_pretrained(WEIGHTS / "recall").to(device)
-    words, ptr, *_ = associative_recall.make_data(1, tokens, min(PAIRS, tokens // 4), torch.Generator().manual_seed(0))
-    conv = {"recall-1": model.first, "recall-2": model.second}[layer].attention
+    name, _, number = layer.partition("-")
+    model: Any
+    inputs_of_model: tuple[Any, ...]
+    if name == "recall":
+        model = associative_recall.RecallModel.from_pretrained(WEIGHTS / "recall").to(device)
+        pairs, random = min(PAIRS, tokens // 4), torch.Generator().manual_seed(0)
+        words, ptr, *_ = associative_recall.make_data(1, tokens, pairs, random)
+        blocks, inputs_of_model = (model.first, model.second), (words.to(device), ptr.to(device), 0)
+    else:
+        model = language_model.LanguageModel.from_pretrained(WEIGHTS / "code_sbm").float().to(device)
+        blocks, inputs_of_model = model.model.layers, (_source_code()[None, :tokens].to(device),)
+    conv = blocks[int(number) - 1].attention
     for module in model.modules():
         if degree is not None and isinstance(module, DensitySource):
             module.target_density = min(2 * degree / tokens, 0.5)
     inputs = list[Tensor]()
     hook = conv.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
     with torch.no_grad():
-        model(words.to(device), ptr.to(device), 0)
+        model(*inputs_of_model)
     hook.remove()
     return conv, inputs[0]
+
+
+@cache
+def _source_code() -> Tensor:
+    """Tokens ``[N]`` of files that the model was not trained on, some 142,000."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "code_sbm" / "tokenizer.json"))
+    return torch.tensor(tokenizer.encode(read_files(stdlib_files()[1])).ids)
 
 
 def _few_rows(tokens: int) -> Tensor:
