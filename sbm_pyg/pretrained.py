@@ -547,7 +547,7 @@ def _card(model: nn.Module, config: Mapping[str, Any]) -> str:
 model = {name}.from_pretrained("path/of/this/folder")
 ```
 
-The model is in evaluation mode; pass `seed=` to fix the graphs that it samples.
+The model is in evaluation mode, in which it samples the same graphs in each call; pass `seed=` for others.
 
 ## Constructor options
 

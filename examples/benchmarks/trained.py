@@ -115,13 +115,15 @@ def _check_rows(conv: Any, x: Tensor, facts: dict[str, float]) -> float:
 
 
 def _layer(case: Case, kind: str, is_causal: bool = True) -> Work:
-    """A layer that is "trained", "fresh" with the size, options and number of edges of the trained one, or "dense".
+    """A layer that is "trained"; "shared", which draws for groups of 16 queries; "fresh", with the size, options and number
+    of edges of the trained one; or "dense".
 
     Steps repeat one seed, since running means move when the seed changes, and the number of edges with them.
     """
     trained, x = take(case.layer, case.tokens)
     conv, facts, seeds = deepcopy(trained), dict[str, float](), itertools.count(1)
     conv.is_causal = is_causal
+    conv.source.row_group = 16 if kind == "shared" else 1
     if kind == "fresh":
         with torch.no_grad():
             choice = trained(x, seed=0, return_choice=True)[1]
@@ -160,7 +162,9 @@ def _layer(case: Case, kind: str, is_causal: bool = True) -> Work:
         return choice.graph.num_edges
 
     calls = {
-        "sample": lambda: sample_edges(choice.probability, clamp=True, seed=next(seeds)).num_edges,
+        "sample": lambda: (
+            sample_edges(choice.probability, clamp=True, seed=next(seeds), row_group=conv.source.row_group).num_edges
+        ),
         "attend": attend_over_graph,
         **layer_calls(conv, x, grad, run),
     }
@@ -191,6 +195,7 @@ def _sampling(case: Case, layer: str) -> Work:
 
 PEERS = {
     "trained": Peer("trained, causal", partial(_layer, kind="trained")),
+    "shared": Peer("trained, 16 queries share draws", partial(_layer, kind="shared")),
     "fresh": Peer("fresh, causal", partial(_layer, kind="fresh")),
     "dense": Peer("dense, causal", partial(_layer, kind="dense")),
     "fresh-all": Peer("fresh, not causal", partial(_layer, kind="fresh", is_causal=False)),
