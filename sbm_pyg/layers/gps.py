@@ -227,7 +227,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
-        source: The graph source, by name: ``"sbm"``, a block model, whose cost is linear in the edges; ``"indexer"``,
+        source: The graph source, by name: ``"sbm"``, a block model of queries and keys; ``"indexer"``,
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
             rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
             of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.

@@ -59,7 +59,7 @@ def sample_edges(
     sequence_ids: Tensor | None = None,
     row_group: int = 1,
 ) -> AttentionGraph:
-    r"""Sample a graph from a stochastic block model, exactly, in time linear in tokens and edges.
+    r"""Sample a graph from a stochastic block model, exactly.
 
     With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
 
@@ -70,7 +70,8 @@ def sample_edges(
     Each query uses the cheapest of three methods: keys at geometric gaps, drawn with an upper bound of its
     probabilities and thinned to the exact ones; Poisson proposals by block and key, if that bound is loose; or one
     Bernoulli draw per key, if the row is dense anyway. Cost O((N + M) K + E (K + log M)) for rows of small
-    probabilities; a row whose bound :math:`\max_j p_{ij}` comes near 1 costs O(M K). Memory O((N + M) K + E).
+    probabilities; a row with a likely key, as most rows of trained models have, costs O(M K). ``row_group`` skips keys
+    in these rows too. Memory O((N + M) K + E).
     Probabilities are resolved to :math:`2^{-32}`.
 
     Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query. So the
