@@ -6,6 +6,7 @@ Each layer is a gated short convolution, which binds neighbours, and then attent
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
 
+# Small densities are what these programs compare, and their tables state them.
+warnings.filterwarnings("ignore", "A target density of .* leaves a query", UserWarning)
+
 FIXED = ("window", "random", "random-fixed", "bigbird", "blocks", "lsh", "routing")
 RULES = (*FIXED, "top-k")  # do not learn
 METHODS = ("full", "dcmm", *RULES, "indexer", "key-selection", "sbm")
@@ -46,6 +50,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "block_size": 1,  # tokens of a block
     "candidates": 1.0,  # edges that are drawn for each that is kept
+    "row_group": 1,  # queries that share their draws
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
     "control": "sparsifier",  # dense first; "fixed": sparse from the start; "none": no target density
     "frozen": 0,  # 1: what chooses stays as it began, so that learning to choose is all that differs from a run without
@@ -221,7 +226,9 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return freeze(conv) if options["frozen"] else conv
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size", "candidates")}
+    rest = {
+        name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size", "candidates", "row_group")
+    }
     rest["detach"] = bool(options["detach"])
     rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     window = options.get("window", 0)
