@@ -116,7 +116,7 @@ def valid(graph: AttentionGraph) -> None:
     expect(rowptr[0] == 0 and rowptr[-1] == len(col) and rowptr == sorted(rowptr), "rowptr does not rise from 0 to E")
     for ptr, total in ((query_ptr, n), (key_ptr, m)):
         expect(
-            ptr[0] == 0 and ptr[-1] == total and all(a < b for a, b in itertools.pairwise(ptr)),
+            ptr[0] == 0 and ptr[-1] == total and all(a <= b for a, b in itertools.pairwise(ptr)),
             "offsets do not fit the tokens",
         )
     expect(len(query_ptr) == len(key_ptr), "queries and keys have other numbers of sequences")
