@@ -399,8 +399,9 @@ def check_errors(rank: int, world: int) -> None:
     own = [distributed.new_group([each]) for each in range(world)]
     sync_statistics(layer, own[rank])
     layer(x, ptr=PTR)
-    out = [layer.eval()(x, ptr=PTR) for _ in range(2)]  # the first process draws the seeds
+    out = [layer(x, ptr=PTR) for _ in range(2)]  # the first process draws the seeds
     assert not torch.equal(*out)
+    assert torch.equal(*(layer.eval()(x, ptr=PTR) for _ in range(2)))  # by the seed of evaluation
     torch.manual_seed(0)
     source: Any = OfMine()
     source.head_dims = {"weight": 0}

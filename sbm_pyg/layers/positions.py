@@ -154,6 +154,7 @@ class ALiBi(nn.Module):
         check_graph(graph)
         checks.tensors(query=query, key=key)
         checks.floating(query=query)
+        checks.same_device("query", query, key=key, graph=graph.col, slope=self.slope)
         found = (graph.heads, graph.num_queries, graph.num_keys)
         if found != (self.heads, *query.shape[1:2], *key.shape[1:2]):
             raise ValueError(

@@ -420,9 +420,9 @@ def parameters(name: str | Mapping[str, int], count: int, way_out: str = "Build 
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
     """Whether memory holds so many things.
 
-    True for small requests, and where it is unknown: in compiled code, and for fake tensors.
+    True for small requests, and where it is unknown: in compiled code, for fake tensors and for symbolic counts.
     """
-    if torch.compiler.is_compiling() or count * bytes_each <= MIN_CHECKED_BYTES:
+    if torch.compiler.is_compiling() or isinstance(count, torch.SymInt) or count * bytes_each <= MIN_CHECKED_BYTES:
         return True
     return detect_fake_mode() is not None or count * bytes_each <= available(device)
 

@@ -322,7 +322,9 @@ class SBMSource(LearnedSource, FollowingSource):
         # probabilities exceed 1 only by a target density, or by rounding in low precision
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
         graph = sample_edges(sbm, exploration=exploration, clamp=True, row_group=self.row_group, **how)
-        choice = self._keep_best(Choice(graph, sbm, exploration=exploration), tokens, sbm._allowed_keys())
+        choice = Choice(graph, sbm, exploration=exploration)
+        if drawn > 1:
+            choice = self._keep_best(choice, tokens, sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.window
         return patterns.with_window(choice, size if size is None else -(-size // self.block_size), tokens)
 
@@ -332,8 +334,6 @@ class SBMSource(LearnedSource, FollowingSource):
         Args:
             allowed: Number of pairs of each query that might have been drawn, ``[N]``.
         """
-        if self._drawn == 1:
-            return choice
         graph = choice.graph
         with torch.no_grad():
             score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
@@ -346,7 +346,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         choice = super()._select_among(probability, candidates, tokens)
-        return self._keep_best(choice, tokens, candidates.graph.degree[0])
+        return self._keep_best(choice, tokens, candidates.graph.degree[0]) if self._drawn > 1 else choice
 
     def _scale_to_target_density(self, sbm: SBM, density: float, seed: int) -> tuple[SBM, Tensor]:
         """Scale the model so that, by the running mean of each head, its mean probability is ``density``.
