@@ -572,11 +572,14 @@ def test_overflowing_rates_are_named() -> None:
 
 @pytest.mark.parametrize("scale", [2**-1, 2**-2, 2**-5, 2**-9])  # coins, and gaps; rates keep their digits
 @pytest.mark.parametrize("part", [0.98, 1.02])  # of half a unit in the last place of bfloat16: rounded down, or up
-def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(scale: float, part: float) -> None:
+@pytest.mark.parametrize("row_group", [1, 16])
+def test_numbers_that_bfloat16_rounds_the_most_are_drawn_like_all_others(
+    scale: float, part: float, row_group: int
+) -> None:
     """Both factors are nearly 2^-8 off in bfloat16, and all in the same direction, so that no sum evens it out."""
     rate, member = (torch.full((1, count, 1), 1 + part * 2.0**-8) for count in (300, 3000))
     ptrs = (torch.tensor([0, count]) for count in (300, 3000))
-    arguments: Any = (scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False)
+    arguments: Any = (scale * rate, member, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.0, False, False, row_group)
     assert same(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments))
 
 

@@ -398,6 +398,18 @@ def mask_below(typing, one, other):
 
 
 @intrinsic
+def words_within(typing, words, limits):
+    """Which of sixteen uint16 do not exceed the limits, a vector of float32, as bits."""
+
+    def generate(context, builder, signature, args):
+        some = pointer(context, builder, words, args[0], ir.Constant(I64, 0), ir.VectorType(I16, LANES))
+        some = builder.uitofp(builder.load(some, align=2), _FLOATS)
+        return builder.zext(builder.bitcast(builder.fcmp_ordered("<=", some, args[1]), I16), I64)
+
+    return types.uint64(words, limits), generate
+
+
+@intrinsic
 def words_below(typing, words, offset, end):
     """Which of sixteen int32 from ``offset`` on are less than ``end``, as bits."""
 

@@ -9,9 +9,9 @@ queries, of which up to 16 are in the lanes of a register, four stages narrow do
 
 1. *Blocks.* The largest rates of the group times the largest memberships of a block bound its probabilities; the upper
    halves of the words of 256 keys are compared with the bounds of their blocks.
-2. *Keys.* The bound of each key that is left: the largest rates times its own memberships.
-3. *Rows.* The probabilities of all rows with a key, in float32 with a proven relative error. The few words that lie
-   within the error are compared in float64.
+2. *Keys.* The bounds of the sixteen keys of a block that is left: the largest rates times their own memberships.
+3. *Rows.* The probabilities of all rows with a key that is left, in bfloat16 with a proven relative error. The few
+   words that lie within the error are compared in float64.
 4. *Order.* A bitmap of keys brings them back into the order of positions, and each row takes its own.
 """
 
@@ -28,8 +28,7 @@ from ..reference.random_words import MIX16, SHARED, split_ids
 from ..reference.sampling import MAX_PROB
 from .draws import pair_prob, philox_once
 from .random_simd import (
-    append64,
-    fetch,
+    append16,
     lanes_with_bit,
     lowest_bit,
     mask_below,
@@ -37,13 +36,30 @@ from .random_simd import (
     pick16,
     shared_masks,
     words_below,
+    words_within,
 )  # fmt: skip
-from .simd import at, dots16, highest, load, peek, poke, scratch, splat, store
+from .simd import (
+    add_products_of_pairs,
+    at,
+    highest,
+    lane_sum,
+    load,
+    load16,
+    maximum,
+    narrowed,
+    peek,
+    poke,
+    scratch,
+    splat,
+    store,
+)
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
 
 KEYS_PER_BLOCK, KEYS_PER_PANEL = 16, 256
 LEAST_SEGMENT, SEGMENTS = 1024, 4
 """Keys of a causal sequence that are sorted together, at least, in whole panels; and how many segments they make."""
+TILES = 4
+"""Tiles of up to sixteen queries that go through the keys together."""
 LEVELS = 16
 """Classes of the sizes of memberships within a community, by powers of the square root of 2."""
 NOWHERE = 2**31 - 1
@@ -63,7 +79,7 @@ class _Keys(NamedTuple):
     """Keys in the order of panels, heads outermost."""
 
     place: np.ndarray  # position in the sequence
-    rows: np.ndarray  # memberships, padded with zeros
+    pairs: np.ndarray  # memberships in bfloat16, two in a word, padded with zeros: block, pair of communities, key
     upper: np.ndarray  # two 16-bit words of each key, which make upper halves
     other: np.ndarray
     lower: np.ndarray  # one 32-bit word, which makes lower halves
@@ -71,29 +87,43 @@ class _Keys(NamedTuple):
 
 
 @numba_kernel
+def _pair(one, other):
+    """The word of two numbers, which are not negative, rounded to bfloat16."""
+    low, high = one + np.uint32(0x7FFF), other + np.uint32(0x7FFF)
+    low, high = low + (one >> np.uint32(16) & np.uint32(1)), high + (other >> np.uint32(16) & np.uint32(1))
+    return low >> np.uint32(16) | high & np.uint32(0xFFFF0000)
+
+
+@numba_kernel
 def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     """Sort the keys of a sequence of one head into panels, and find the largest memberships of blocks."""
     _, key_ptr, panel_ptr, _, sequence_ids, first_heads = sequences
-    place, rows, upper, other, lower, tops = keys
-    blocks, first = member.shape[2], key_ptr[b]
+    place, pairs, upper, other, lower, tops = keys
+    blocks, first, width = member.shape[2], key_ptr[b], tops.shape[1]
     num_keys, panel = key_ptr[b + 1] - first, head * panel_ptr[-1] + panel_ptr[b]
     start, end = KEYS_PER_PANEL * panel, KEYS_PER_PANEL * (panel + panel_ptr[b + 1] - panel_ptr[b])
     words, bucket = np.empty(64, np.uint32), np.empty(min(segment, num_keys), np.int64)
-    slots, sizes, seen = np.empty(blocks * LEVELS + 1, np.int64), np.empty(bucket.size, np.float32), 0.0
-    bits = sizes.view(np.int32)
+    slots, sizes = np.empty(blocks * LEVELS + 1, np.int64), np.empty(bucket.size, np.float32)
+    bits, sums = sizes.view(np.int32), splat(np.float32(0), 16)
     for begin in range(0, num_keys, segment):
         some, most = min(segment, num_keys - begin), np.int32(0)
-        for j in range(some):  # the strongest community of each key
-            best, size = 0, np.float32(0)
-            for v in range(blocks):
-                x = np.float32(member[head, first + begin + j, v])
-                seen += x
-                if x * weight[head, v] > size:
-                    best, size = v, x * weight[head, v]
+
+        # the strongest community of each key
+        for j in range(some):
+            row, best, size = at(member, (head * key_ptr[-1] + first + begin + j) * blocks), 0, np.float32(0)
+            for v in range(0, blocks, 16):
+                numbers = narrowed(load16(row, v, blocks - v))
+                sums = sums + numbers
+                weighed = numbers * load16(at(weight, head * blocks), v, blocks - v)
+                top = highest(weighed)
+                if top > size:
+                    size, best = top, v + lowest_bit(~mask_below(weighed, splat(top, 16)))
             bucket[j], sizes[j] = best, size
             most = max(most, bits[j])
+
+        # and its size, in half powers of 2
         slots[:] = 0
-        for j in range(some):  # and its size, in half powers of 2
+        for j in range(some):
             bucket[j] = bucket[j] * LEVELS + min(LEVELS - 1, (most - bits[j]) >> 22)
             slots[bucket[j] + 1] += 1
         for v in range(1, slots.size):
@@ -107,28 +137,34 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
             upper[slot], other[slot] = words[j % 16] >> np.uint32(16), words[j % 16] & np.uint32(0xFFFF)
             lower[slot] = words[16 + j % 16]
     place[start + num_keys : end] = NOWHERE
-    rows[start + num_keys : end] = 0
     upper[start + num_keys : end] = 0
     other[start + num_keys : end] = 0
-    largest = np.empty(blocks, np.float32)
+
+    # memberships of the blocks: all in bfloat16, and the largest
+    row, largest = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    row_bits = row.view(np.uint32)
     for block in range(start // KEYS_PER_BLOCK, end // KEYS_PER_BLOCK):
         largest[:] = 0
-        for slot in range(KEYS_PER_BLOCK * block, min(KEYS_PER_BLOCK * (block + 1), start + num_keys)):
-            row = first + place[slot]
-            for v in range(blocks):
-                rows[slot, v] = np.float32(member[head, row, v])
-            for v in range(blocks):
-                largest[v] = max(largest[v], rows[slot, v])
-            rows[slot, blocks:] = 0
-        for v in range(blocks):
+        for k in range(KEYS_PER_BLOCK):
+            slot = KEYS_PER_BLOCK * block + k
+            if slot < start + num_keys:
+                numbers = at(member, (head * key_ptr[-1] + first + place[slot]) * blocks)
+                for v in range(0, blocks, 16):
+                    store(row, v, narrowed(load16(numbers, v, blocks - v)))
+            else:
+                row[:] = 0
+            for v in range(0, width, 16):
+                store(largest, v, maximum(load(largest, v, 16), load(row, v, 16)))
+            for v in range(0, width // 2):
+                poke(pairs, (block * (width // 2) + v) * 16 + k, _pair(row_bits[2 * v], row_bits[2 * v + 1]))
+        for v in range(width):
             tops[block >> 4, v, block & 15] = largest[v]
-        tops[block >> 4, blocks:, block & 15] = 0
-    total[head, b] = seen
+    total[head, b] = lane_sum(sums)
 
 
 @numba_kernel
-def _lower_half(word, own):
-    """Lower half of the word of a key and a group, from the second words of both."""
+def _whole_word(upper, word, own):
+    """The word of a key and a group: its upper half, and the lower one from the second words of both."""
     low = np.uint32(0xFFFF)
     x = ((word >> np.uint32(16)) + (own >> np.uint32(16))) & low
     for turn in range(2):
@@ -139,7 +175,7 @@ def _lower_half(word, own):
         x ^= x >> np.uint32(9)
         if turn == 0:
             x ^= (word + own) & low
-    return x
+    return np.uint32(upper) << np.uint32(16) | x
 
 
 @numba_kernel
@@ -155,18 +191,40 @@ def _sum_products(one, other, width):
 
 
 @numba_kernel
-def _four_products(rows, width, slots, turned, out):
-    """The sums of :func:`_sum_products` for four rows, which read ``turned`` once; ``out`` receives 64 numbers."""
-    a, b = at(rows, np.int64(peek(slots, 0)) * width), at(rows, np.int64(peek(slots, 1)) * width)
-    c, d = at(rows, np.int64(peek(slots, 2)) * width), at(rows, np.int64(peek(slots, 3)) * width)
+def _sum_pairs(one, other, count):
+    """The same of numbers in bfloat16, ``count`` pairs of them; it is a multiple of 4."""
+    w = x = y = z = splat(np.float32(0), 16)
+    for v in range(0, count, 4):
+        w = add_products_of_pairs(w, other, 16 * v, peek(one, v))
+        x = add_products_of_pairs(x, other, 16 * v + 16, peek(one, v + 1))
+        y = add_products_of_pairs(y, other, 16 * v + 32, peek(one, v + 2))
+        z = add_products_of_pairs(z, other, 16 * v + 48, peek(one, v + 3))
+    return (w + x) + (y + z)
+
+
+@numba_kernel
+def _four_products(pairs, count, slots, turned, out):
+    """The products of sixteen rows with each of four keys; ``out`` receives 64 numbers.
+
+    Keys lie in blocks: pair v of key k of a block is number ``16 v + k``.
+    """
+    a, b = at(pairs, _first_pair(peek(slots, 0), count)), at(pairs, _first_pair(peek(slots, 1), count))
+    c, d = at(pairs, _first_pair(peek(slots, 2), count)), at(pairs, _first_pair(peek(slots, 3), count))
     w = x = y = z = splat(np.float32(0), 16)
     ww = xx = yy = zz = splat(np.float32(0), 16)
-    for v in range(0, width, 2):
-        one, two = load(turned, 16 * v, 16), load(turned, 16 * v + 16, 16)
-        w, ww = w + peek(a, v) * one, ww + peek(a, v + 1) * two
-        x, xx = x + peek(b, v) * one, xx + peek(b, v + 1) * two
-        y, yy = y + peek(c, v) * one, yy + peek(c, v + 1) * two
-        z, zz = z + peek(d, v) * one, zz + peek(d, v + 1) * two
+    for v in range(0, 16 * count, 32):
+        w, ww = (
+            add_products_of_pairs(w, turned, v, peek(a, v)), add_products_of_pairs(ww, turned, v + 16, peek(a, v + 16))
+        )  # fmt: skip
+        x, xx = (
+            add_products_of_pairs(x, turned, v, peek(b, v)), add_products_of_pairs(xx, turned, v + 16, peek(b, v + 16))
+        )  # fmt: skip
+        y, yy = (
+            add_products_of_pairs(y, turned, v, peek(c, v)), add_products_of_pairs(yy, turned, v + 16, peek(c, v + 16))
+        )  # fmt: skip
+        z, zz = (
+            add_products_of_pairs(z, turned, v, peek(d, v)), add_products_of_pairs(zz, turned, v + 16, peek(d, v + 16))
+        )  # fmt: skip
     store(out, 0, w + ww)
     store(out, 16, x + xx)
     store(out, 32, y + yy)
@@ -174,31 +232,61 @@ def _four_products(rows, width, slots, turned, out):
 
 
 @numba_kernel
+def _first_pair(slot, count):
+    """Where the pairs of a key begin."""
+    return (np.int64(slot) >> 4) * (16 * count) + (np.int64(slot) & 15)
+
+
+@numba_kernel
+def _load_rates(rate, row, count, turned, largest, most, rows):
+    """Write the rates of up to sixteen rows in bfloat16, rows in the lanes, and the largest; whether all are finite."""
+    blocks, width, sums = rate.shape[1], largest.size, splat(np.float32(0), 16)
+    row_bits, largest_bits = rows.view(np.uint32), largest.view(np.uint32)
+    largest[:] = 0
+    for lane in range(16):
+        if lane < count:
+            for v in range(0, blocks, 16):
+                numbers = narrowed(load16(at(rate, (row + lane) * blocks), v, blocks - v))
+                sums = sums + numbers
+                store(rows, lane * width + v, numbers)
+                store(largest, v, maximum(load(largest, v, 16), numbers))
+        else:
+            rows[lane] = 0
+        for v in range(width // 2):
+            poke(turned, 16 * v + lane, _pair(row_bits[lane, 2 * v], row_bits[lane, 2 * v + 1]))
+    for v in range(width // 2):
+        most[v] = _pair(largest_bits[2 * v], largest_bits[2 * v + 1])
+    return np.isfinite(lane_sum(sums))
+
+
+@numba_kernel
 def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, state, top):
     """Draw the rows of the tiles from ``state[0]`` on, until ``last`` or until ``out`` is full.
 
-    Keys go to ``out`` and their numbers to ``counts``. ``state`` receives the next tile, the edges so far, and 1 if a
-    rate is not finite; ``top`` the largest probability, exact if it is above 1, unless it is cut.
+    Tiles of one sequence go through the panels together, so that each panel comes to the cache once for all. Keys go to
+    ``out`` and their numbers to ``counts``. ``state`` receives the next tile, the edges so far, and 1 if a rate is not
+    finite; ``top`` the largest probability, exact if it is above 1, unless it is cut.
     """
     seed, exploration, clamp, is_causal, row_group, segment = law
     query_ptr, key_ptr, panel_ptr, tile_ptr, sequence_ids, first_heads = sequences
-    place, rows, upper, other, lower, tops = keys
-    queries, blocks, width = query_ptr[-1], rate.shape[1], rows.shape[1]
-    longest, tiles_of_group = 0, (row_group + 15) // 16
+    place, pairs, upper, other, lower, tops = keys
+    queries, blocks, width = query_ptr[-1], rate.shape[1], tops.shape[1]
+    num_pairs, tiles_of_group, longest = width // 2, (row_group + 15) // 16, 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
-    error = np.float32((blocks + 16) * 2.0**-22)
+    error = np.float32(1.01 * 2.0**-7 + (blocks + 16) * 2.0**-22)
     reach = np.float32(2.0**16) * (1 + error)
     reach_more = np.float32(exploration) * reach + np.float32(2.0**-10)
     below, above = np.float32(2.0**32) * (1 - error), np.float32(2.0**32) * (1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    turned, largest = np.zeros(16 * width + 64, np.float32), np.zeros(width, np.float32)
-    padded = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
-    candidates, words = np.zeros(padded + 64, np.int32), np.empty(padded, np.uint16)
-    halves, probs, far = scratch(turned, 16), scratch(turned, 64), width * padded > 2**17
-    marks, present = np.empty(longest + 16, np.uint16), np.zeros((longest + 63) >> 6, np.uint64)
-    its_keys, its_marks = np.empty(longest + 16, np.int32), np.empty(longest + 16, np.uint16)
-    masks = scratch(present, 4)
+    turned, rows = np.zeros((TILES, 8 * width + 64), np.uint32), np.zeros((16, width), np.float32)
+    largest, most = np.zeros((TILES, width), np.float32), np.zeros((TILES, num_pairs), np.uint32)
+    positions, sizes, reachable = np.empty((3, TILES), np.int64)
+    own_words = np.empty((TILES, 3), np.int64)
+    candidates, words = np.zeros(KEYS_PER_PANEL + 80, np.int32), np.empty(KEYS_PER_PANEL, np.uint16)
+    full, probs, masks = np.zeros(KEYS_PER_PANEL + 80, np.uint32), scratch(rows, 64), np.empty(4, np.uint64)
+    marks, present = np.empty((TILES, longest + 16), np.uint16), np.zeros((TILES, (longest + 63) >> 6), np.uint64)
+    row_keys, row_marks = np.empty(longest + 16, np.int32), np.empty(longest + 16, np.uint16)
     tile, used, b = state[0], state[1], 0
     while tile < last:
         head, number = tile // tile_ptr[-1], tile % tile_ptr[-1]
@@ -206,123 +294,111 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             b = 0
         while number >= tile_ptr[b + 1]:
             b += 1
-        group, part = (number - tile_ptr[b]) // tiles_of_group, (number - tile_ptr[b]) % tiles_of_group
-        position = group * row_group + 16 * part
         length, num_keys = query_ptr[b + 1] - query_ptr[b], key_ptr[b + 1] - key_ptr[b]
-        count = min(16, row_group - 16 * part, length - position)
-        allowed = min(num_keys, position + count) if is_causal else num_keys
-        if count <= 0 or allowed == 0:
-            tile += 1
-            continue
-        row = head * queries + query_ptr[b] + position
+        tiles = min(TILES, last - tile, tile_ptr[b + 1] - number)
+        most_allowed = 0
+        for t in range(tiles):
+            group, part = (number + t - tile_ptr[b]) // tiles_of_group, (number + t - tile_ptr[b]) % tiles_of_group
+            position = group * row_group + 16 * part
+            count = max(0, min(16, row_group - 16 * part, length - position))
+            allowed = min(num_keys, position + count) if is_causal else num_keys
+            positions[t], sizes[t], reachable[t] = position, count, allowed if count else 0
+            most_allowed = max(most_allowed, reachable[t])
+            row = head * queries + query_ptr[b] + position
+            if count and not _load_rates(rate, row, count, turned[t], largest[t], most[t], rows):
+                state[2] = 1
+                return
+            own, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
+            own_words[t] = np.int64(own >> np.uint64(16)), np.int64(own & np.uint64(0xFFFF)), np.int64(own_lower)
 
-        # the rates of the group, with rows in the lanes, and the largest ones
-        sure = np.float32(0)
-        largest[:] = 0
-        for lane in range(16):
-            for v in range(blocks):
-                x = np.float32(rate[row + lane, v]) if lane < count else np.float32(0)
-                turned[16 * v + lane] = x
-                sure += x
-                largest[v] = max(largest[v], x)
-        if not np.isfinite(sure):
-            state[2] = 1
-            return
-        own, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
-        own_upper, own_other = np.int64(own >> np.uint64(16)), np.int64(own & np.uint64(0xFFFF))
-
-        # 1. blocks whose bound a word may lie below, and their keys
-        first_panel, found = head * panel_ptr[-1] + panel_ptr[b], 0
-        panels, origin = panel_ptr[b + 1] - panel_ptr[b], first_panel * KEYS_PER_PANEL
-        whole = panels if allowed == num_keys else allowed // segment * (segment // KEYS_PER_PANEL)
+        first_panel, panels = head * panel_ptr[-1] + panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
+        origin = first_panel * KEYS_PER_PANEL
         if is_causal:
-            panels = min(panels, ((allowed - 1) // segment + 1) * (segment // KEYS_PER_PANEL))
-        for panel in range(panels):
-            bound = _sum_products(at(largest, 0), at(tops, 16 * width * (first_panel + panel)), width)
-            start = KEYS_PER_PANEL * panel
-            shared_masks(
-                at(upper, origin), at(other, origin), start, own_upper, own_other, bound * reach + reach_more, masks,
-                at(words, start),
-            )  # fmt: skip
-            if panel == panels - 1 or panel >= whole:
+            panels = min(panels, ((most_allowed - 1) // segment + 1) * (segment // KEYS_PER_PANEL))
+        for step in range(panels * tiles):
+            panel, t = step // tiles, step % tiles
+            allowed, position, start = reachable[t], positions[t], origin + KEYS_PER_PANEL * panel
+            if allowed == 0:
+                continue
+            its_marks, is_present = at(marks, t * marks.shape[1]), at(present, t * present.shape[1])
+            its_turned, own_lower = at(turned, t * turned.shape[1]), np.uint32(own_words[t, 2])
+            every_lane = (np.uint64(1) << np.uint64(sizes[t])) - np.uint64(1)
+
+            # 1. blocks whose bound a word may lie below
+            bound = _sum_products(at(largest, t * width), at(tops, 16 * width * (first_panel + panel)), width)
+            limits = bound * reach + reach_more
+            shared_masks(at(upper, 0), at(other, 0), start, own_words[t, 0], own_words[t, 1], limits, masks, words)
+            if panel == panels - 1 or (panel + 1) * KEYS_PER_PANEL > allowed // segment * segment:
                 for k in range(0, KEYS_PER_PANEL, 16):
-                    there = words_below(at(place, origin), start + k, allowed) << np.uint64(k & 63)
+                    there = words_below(at(place, 0), start + k, allowed) << np.uint64(k & 63)
                     there |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
                     poke(masks, k >> 6, peek(masks, k >> 6) & there)
-            for quarter in range(4):
-                found = append64(peek(masks, quarter), start + 64 * quarter, candidates, found)
-        candidates[found : found + 16] = 0
 
-        # 2. keys whose own bound their word may lie below
-        left = 0
-        for begin in range(0, found, 16):
-            here, bound, c = at(candidates, begin), splat(np.float32(0), 16), 0
-            for k in range(16):
-                poke(halves, k, np.float32(peek(words, np.int64(peek(here, k)))))
-            if far and begin + 16 < found:
-                for k in range(begin + 16, begin + 32):
-                    for line in range(0, width, 16):
-                        fetch(rows, (origin + np.int64(peek(candidates, k))) * width + line)
-            while width - c >= 64:
-                bound = bound + dots16(load(largest, c, 64), at(rows, origin * width + c), width, here)
-                c += 64
-            while c < width:
-                bound = bound + dots16(load(largest, c, 16), at(rows, origin * width + c), width, here)
-                c += 16
-            mask = mask_below(load(halves, 0, 16), bound * reach + reach_more)
-            if found - begin < 16:
-                mask &= (np.uint64(1) << np.uint64(found - begin)) - np.uint64(1)
-            left = pick16(mask, here, 0, candidates, left)
-        candidates[left : left + 4] = 0
+            # 2. their keys whose own bound it may lie below
+            left = 0
+            for k in range(0, KEYS_PER_PANEL, 16):
+                mask = peek(masks, k >> 6) >> np.uint64(k & 63) & np.uint64(0xFFFF)
+                if mask:
+                    bound = _sum_pairs(at(most, t * num_pairs), at(pairs, (start + k) * num_pairs), num_pairs)
+                    mask &= words_within(at(words, k), bound * reach + reach_more)
+                    left = append16(mask, k, candidates, left)
+            for k in range(left):
+                slot = np.int64(peek(candidates, k))
+                poke(full, k, _whole_word(peek(words, slot), peek(lower, start + slot), own_lower))
+            for k in range(left, left + 4):
+                poke(candidates, k, np.int32(0))
 
-        # 3. the rows that take each of these keys, four keys at a time
-        for begin in range(0, left, 4):
-            _four_products(at(rows, origin * width), width, at(candidates, begin), at(turned, 0), probs)
-            for k in range(min(4, left - begin)):
-                slot, p = np.int64(peek(candidates, begin + k)), load(probs, 16 * k, 16)
-                key, word = np.int64(peek(place, origin + slot)), np.uint32(peek(words, slot)) << np.uint32(16)
-                word |= _lower_half(peek(lower, origin + slot), np.uint32(own_lower))
-                lanes = (np.uint64(1) << np.uint64(count)) - np.uint64(1)
-                if is_causal and key > position:
-                    lanes &= ~((np.uint64(1) << np.uint64(key - position)) - np.uint64(1))
-                rounded = splat(np.float32(word), 16)
-                hits, maybe = mask_below(rounded, p * below + less), mask_below(rounded, p * above + more)
-                maybe &= ~hits & lanes
-                hits &= lanes
-                if not clamp and highest(p) * (1 + error) + exploration > 1:
-                    maybe = lanes
-                while maybe:
-                    lane = lowest_bit(maybe)
-                    maybe &= maybe - np.uint64(1)
-                    exact = pair_prob(
-                        at(rate, (row + lane) * blocks), at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks),
-                        blocks, exploration,
-                    )  # fmt: skip
-                    top[0] = max(top[0], exact)
-                    hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
-                poke(marks, key, np.uint16(hits))  # whether there is a hit or not: a guess would often be wrong
-                poke(present, key >> 6, peek(present, key >> 6) | np.uint64(hits != 0) << np.uint64(key & 63))
+            # 3. the rows that take each of these keys, four keys at a time
+            for begin in range(0, left, 4):
+                _four_products(at(pairs, start * num_pairs), num_pairs, at(candidates, begin), its_turned, probs)
+                for k in range(begin, min(begin + 4, left)):
+                    key, word = np.int64(peek(place, start + np.int64(peek(candidates, k)))), peek(full, k)
+                    p, lanes = load(probs, 16 * (k - begin), 16), every_lane
+                    if is_causal and key > position:
+                        lanes &= ~((np.uint64(1) << np.uint64(key - position)) - np.uint64(1))
+                    rounded = splat(np.float32(word), 16)
+                    hits, maybe = mask_below(rounded, p * below + less), mask_below(rounded, p * above + more)
+                    maybe &= ~hits & lanes
+                    hits &= lanes
+                    if not clamp and highest(p) * (1 + error) + exploration > 1:
+                        maybe = lanes
+                    while maybe:
+                        lane = lowest_bit(maybe)
+                        maybe &= maybe - np.uint64(1)
+                        exact = pair_prob(
+                            at(rate, (head * queries + query_ptr[b] + position + lane) * blocks),
+                            at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks), blocks, exploration,
+                        )  # fmt: skip
+                        top[0] = max(top[0], exact)
+                        hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
+                    # whether there is a hit or not: a guess would often be wrong
+                    poke(its_marks, key, np.uint16(hits))
+                    bit = np.uint64(hits != 0) << np.uint64(key & 63)
+                    poke(is_present, key >> 6, peek(is_present, key >> 6) | bit)
 
         # 4. the keys by position, and for each row its own
-        found = 0
-        for part in range((allowed + 63) >> 6):
-            mask = peek(present, part)
-            poke(present, part, np.uint64(0))
-            while mask:
-                key = 64 * part + lowest_bit(mask)
-                mask &= mask - np.uint64(1)
-                poke(its_keys, found, np.int32(key))
-                poke(its_marks, found, peek(marks, key))
-                found += 1
-        its_marks[found : found + 16] = 0
-        if used + count * found + 16 > out.size:
-            break
-        for lane in range(count):
-            before = used
-            for begin in range(0, found, 16):
-                used = pick16(lanes_with_bit(its_marks, begin, lane), at(its_keys, begin), key_ptr[b], out, used)
-            counts[row + lane] = used - before
-        tile += 1
+        for t in range(tiles):
+            found = 0
+            for part in range((reachable[t] + 63) >> 6):
+                mask = peek(present, t * present.shape[1] + part)
+                poke(present, t * present.shape[1] + part, np.uint64(0))
+                while mask:
+                    key = 64 * part + lowest_bit(mask)
+                    mask &= mask - np.uint64(1)
+                    poke(row_keys, found, np.int32(key))
+                    poke(row_marks, found, peek(marks, t * marks.shape[1] + key))
+                    found += 1
+            row_marks[found : found + 16] = 0
+            if used + sizes[t] * found + 16 > out.size:
+                present[:] = 0
+                state[0], state[1] = tile, used
+                return
+            for lane in range(sizes[t]):
+                before = used
+                for begin in range(0, found, 16):
+                    used = pick16(lanes_with_bit(row_marks, begin, lane), at(row_keys, begin), key_ptr[b], out, used)
+                counts[head * queries + query_ptr[b] + positions[t] + lane] = used - before
+            tile += 1
     state[0], state[1] = tile, used
 
 
@@ -336,34 +412,36 @@ def sample_shared(
     rates = rate.detach().to(dtype).reshape(heads * queries, blocks).contiguous().numpy()
     members = member.detach().to(dtype).contiguous().numpy()
     q_ptr, k_ptr = query_ptr.numpy(), key_ptr.numpy()
-    lengths, sequences = np.diff(q_ptr), q_ptr.size - 1
+    lengths, num_keys, sequences = q_ptr[1:] - q_ptr[:-1], k_ptr[1:] - k_ptr[:-1], q_ptr.size - 1
     row_group = int(min(row_group, max(16, lengths.max(initial=0))))
-    panels, tiles = -(-np.diff(k_ptr) // KEYS_PER_PANEL), -(-lengths // row_group) * -(-row_group // 16)
-    panel_ptr, tile_ptr = (np.concatenate([[0], np.cumsum(x)]) for x in (panels, tiles))
+    panel_ptr, tile_ptr = np.zeros((2, sequences + 1), np.int64)
+    np.cumsum(-(-num_keys // KEYS_PER_PANEL), out=panel_ptr[1:])
+    np.cumsum(-(-lengths // row_group) * -(-row_group // 16), out=tile_ptr[1:])
     ids = (x.numpy() for x in split_ids(sequence_ids))
     batches = _GroupedSequences(q_ptr, k_ptr, panel_ptr, tile_ptr, *ids)
-    longest = KEYS_PER_PANEL * max(1, int(panels.max(initial=0)))
+    longest = KEYS_PER_PANEL * max(1, -(-int(num_keys.max(initial=0)) // KEYS_PER_PANEL))
     segment = max(LEAST_SEGMENT, -(-longest // (SEGMENTS * KEYS_PER_PANEL)) * KEYS_PER_PANEL) if is_causal else longest
     width, slots = -(-blocks // 16) * 16, heads * int(panel_ptr[-1]) * KEYS_PER_PANEL
     place, lower = np.empty(slots, np.int32), np.empty(slots, np.uint32)
     upper, other = np.empty((2, slots), np.uint16)
     tops = empty_table((slots // KEYS_PER_PANEL, width, 16), np.float32)
-    keys = _Keys(place, empty_table((slots, width), np.float32), upper, other, lower, tops)
+    keys = _Keys(place, empty_table((slots, width // 2), np.uint32), upper, other, lower, tops)
     word, totals = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.zeros((heads, sequences))
     spans = [(head, b) for head in range(heads) for b in range(sequences) if lengths[b]]
-    weight = rate.detach().float().mean(1).numpy()
+    weight = rate.detach()[:, ::16].float().mean(1).numpy()  # of a part of the rows, since only the order depends on it
     tasks = [(*span, members, weight, batches, segment, word, keys, totals) for span in spans]
     run(_sort_keys, tasks, task_count(4 * members.size))
 
     counts = np.zeros(heads * queries, np.int64)
     law = (word, exploration, clamp, is_causal, row_group, segment)
-    pieces = even_ranges(heads * int(tile_ptr[-1]), task_count(16 * (rates.size + members.size), 8))
+    each = 8 if torch.get_num_threads() > 1 else 1
+    pieces = even_ranges(heads * int(tile_ptr[-1]), task_count(16 * (rates.size + members.size), each))
     found: list[list[np.ndarray]] = [[] for _ in pieces]
     tops_of, bad = np.zeros((len(pieces), 1)), [False]
 
     def draw(first: int, last: int, buffers: list[np.ndarray], top: np.ndarray) -> None:
         state = np.array([first, 0, 0])
-        room = 17 * int(np.diff(k_ptr).max()) + 1024
+        room = 17 * TILES * int(num_keys.max()) + 1024
         while state[0] < last and not bad[0]:
             out = np.empty(room, np.int32)
             state[1] = 0
@@ -377,7 +455,7 @@ def sample_shared(
     if bad[0] or not np.isfinite(totals).all():
         more = (seed, "bernoulli", exploration, clamp, is_causal, row_group)
         return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
-    if tops_of.max(initial=0) > MAX_PROB + exploration:
+    if not clamp and tops_of.max(initial=0) > MAX_PROB + exploration:
         raise ValueError(reference_sampling.probability_error(float(tops_of.max()) - exploration))
     rowptr = np.zeros(heads * queries + 1, np.int64)
     np.cumsum(counts, out=rowptr[1:])

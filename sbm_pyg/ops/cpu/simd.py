@@ -46,6 +46,10 @@ WIDE = has_features("avx512f")
 """True if registers hold 16 float32 numbers, and there are instructions that take masks (AVX-512)."""
 
 
+HAS_BFLOAT16 = has_features("avx512bf16")
+"""True if there is an instruction that multiplies pairs of numbers in bfloat16 and adds them up in float32."""
+
+
 class Vector(types.Type):
     """The type of ``lanes`` numbers of one dtype."""
 
@@ -258,6 +262,18 @@ def splat(typing, number, lanes):
 
 
 @intrinsic
+def narrowed(typing, vector):
+    """The vector in float32."""
+    result = Vector(types.float32, vector.lanes)
+
+    def generate(context, builder, signature, args):
+        is_wide = vector.dtype == types.float64
+        return builder.fptrunc(args[0], context.get_value_type(result)) if is_wide else args[0]
+
+    return result(vector), generate
+
+
+@intrinsic
 def first(typing, count, vector, other):
     """The first ``count`` lanes of ``vector``, and the number ``other`` in the rest."""
 
@@ -416,6 +432,43 @@ def dots16(typing, vector, array, stride, tokens):
         return sums
 
     return result(vector, array, types.int64, tokens), generate
+
+
+class _BFloat16(ir.Type):
+    """LLVM's type of a number in bfloat16, which llvmlite lacks."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self):
+        return hash(_BFloat16)
+
+
+@intrinsic
+def add_products_of_pairs(typing, sums, pairs, offset, pair):
+    """Adds the products of two numbers to each of sixteen sums, which are float32.
+
+    ``pairs[offset : offset + 16]`` and ``pair`` are uint32, each two numbers in bfloat16. Products are exact, and sums
+    are rounded as those of float32 are; numbers below 2^-126 may count as 0.
+    """
+
+    def generate(context, builder, signature, args):
+        words, halves = ir.VectorType(I32, 16), ir.VectorType(_BFloat16(), 32)
+        loaded = builder.load(pointer(context, builder, pairs, *args[1:3], words), align=4)
+        factors = loaded, splat_number(builder, args[3], 16)
+        if HAS_BFLOAT16:
+            inputs = [args[0], *(builder.bitcast(x, halves) for x in factors)]
+            return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", args[0].type, inputs)
+        total = args[0]
+        for select, other in ((builder.shl, 16), (builder.and_, 0xFFFF0000)):
+            one, two = (builder.bitcast(select(x, _all(words, other)), args[0].type) for x in factors)
+            total = builder.fadd(builder.fmul(one, two, flags=_EXACT), total, flags=_EXACT)
+        return total
+
+    return sums(sums, pairs, types.int64, types.uint32), generate
 
 
 @intrinsic
