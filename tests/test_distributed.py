@@ -444,6 +444,7 @@ def test_heads_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_heads_of_four_processes_are_those_of_one(tmp_path: Path) -> None:
     """One head each, and a process without tokens."""
     run(4, tmp_path, *(partial(check_heads, name=name) for name in OF_FOUR), check_bytes)

@@ -328,6 +328,7 @@ def test_two_layers_of_learned_graph_are_a_graph_sage_that_sums() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_learned_graph(lines: Callable[..., list[str]]) -> None:
     """Measured on seeds 0 to 4: 72 to 75 %, against 60 % with as many random edges."""
     learned, random, decoded, true = lines(learned_graph.main)
@@ -352,6 +353,7 @@ def test_graph_transformer_makes_the_task_that_it_names() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_graph_transformer(lines: Callable[..., list[str]]) -> None:
     """Measured on seeds 0 to 2 at a depth of 5: 96 to 97 %, against 3 % without attention and with random edges."""
     shown = lines(

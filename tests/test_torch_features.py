@@ -378,7 +378,13 @@ STACKS: dict[str, Callable[[], torch.nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "training", "dynamic"),
-    [*((kind, True, True) for kind in STACKS), ("key padding", False, None), ("encoder", False, None)],
+    [
+        ("key padding", True, True),
+        ("encoder", True, True),
+        ("key padding", False, None),
+        *(pytest.param(kind, True, True, marks=pytest.mark.long) for kind in [*STACKS][1:-1]),
+        pytest.param("encoder", False, None, marks=pytest.mark.long),
+    ],
 )
 def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
     """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""

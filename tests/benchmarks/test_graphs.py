@@ -27,6 +27,7 @@ def test_each_arm_is_measured(suite: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two arms, each measured in a process of its own."""
     monkeypatch.setitem(graphs.ARMS, "one", graphs.ARMS["one"][:1] + graphs.ARMS["one"][-1:])
