@@ -81,15 +81,20 @@ def draw_probes(
     ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
     blocks, per_query = graph.blocks, float(per_query) / graph.block_size
     _check_probe_memory(blocks, per_query)
-    allowed = allowed_keys(blocks.query_ptr, blocks.key_ptr, blocks.num_queries, blocks.is_causal)
-    chance = (per_query / allowed.clamp(min=1)).clamp(max=1).float()
-    sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
     if queries is not None:
-        ops.checks.shape("queries", queries, chance.shape, "[N]", "It says for each query whether it gets probes.")
-        chance = torch.where(queries, chance, 0)
-    rowptr, col = ops.sample_systematic(
-        chance, blocks.query_ptr, blocks.key_ptr, sequence_ids, blocks.heads, draw_seed(seed), blocks.is_causal
-    )
+        ops.checks.shape("queries", queries, (blocks.num_queries,), "[N]", "It says whether a query gets probes.")
+    sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
+    return _draw_probes(graph, per_query, draw_seed(seed), sequence_ids, queries)
+
+
+def _draw_probes(
+    graph: AttentionGraph, per_query: float, seed: int, sequence_ids: Tensor, queries: Tensor | None
+) -> tuple[AttentionGraph, Tensor]:
+    """As :func:`draw_probes`, of blocks where the graph is over blocks, by arguments that are checked."""
+    blocks = graph.blocks
+    ops.checks.not_captured(blocks.device)
+    more = (blocks.num_queries, blocks.heads, per_query, seed, blocks.is_causal)
+    rowptr, col, chance = ops.schemas.sample_probes(blocks.query_ptr, blocks.key_ptr, sequence_ids, queries, *more)
     return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .ops import checks
-from .ops.reference.segments import EDGES_PER_CHUNK, edge_row, runs
+from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
@@ -413,11 +413,15 @@ class CompressedRows:
                 f"Expected 'other' over the same tokens, heads and sequences (got {other} for {self}). "
                 "Build both with the same 'ptr'."
             )
-        way_out = "Take graphs with fewer heads or shorter sequences."
-        per_edge = 10 if self.device.type == "cpu" else 36  # the result and its mask; in plain torch also numbers
-        checks.memory("other", self.num_edges + other.num_edges, per_edge, self.device, way_out)
+        self._check_union(other.num_edges)
         rowptr, col, from_other = ops.union_rows(self.rowptr, self.col, other.rowptr, other.col, self.num_keys)
         return self._with(rowptr, col, self.heads, self.is_causal and other.is_causal), from_other
+
+    def _check_union(self, edges: int) -> None:
+        """Raise ValueError if memory does not hold a union with so many edges."""
+        way_out = "Take graphs with fewer heads or shorter sequences."
+        per_edge = 10 if self.device.type == "cpu" else 36  # the result and its mask; in plain torch also numbers
+        checks.memory("other", self.num_edges + edges, per_edge, self.device, way_out)
 
     def select(self, mask: Tensor) -> Self:
         """The graph with only the edges for which a mask, ``[E]`` bool, is True. Cost O(HN + E).
@@ -437,11 +441,17 @@ class CompressedRows:
 
         Also the numbers of its edges in this graph, ``[E']`` int64. Cost O(HN + E').
         """
-        rows = kept.repeat(self.heads)
-        degree = self.rowptr.diff() * rows
-        known = can_read(degree)  # otherwise how many edges there are is unknown
-        edge = runs(self.rowptr[:-1], degree) if known else unmerged(rows[self.edge_row]).nonzero().flatten()
-        return self._with(offsets(degree), self.col[edge], self.heads), edge
+        rowptr, col, edge = ops.schemas.select_rows(self.rowptr, self.col, kept)
+        return self._with(rowptr, col, self.heads), edge
+
+    def _with_loops(self) -> tuple[Self, Tensor]:
+        """The union with the edge from each token to itself, in a graph whose queries are its keys.
+
+        Also a mask of these edges, ``[E']`` bool. Cost O(HN + E).
+        """
+        self._check_union(self.heads * self.num_queries)
+        rowptr, col, is_loop = ops.schemas.add_loops(self.rowptr, self.col, self.num_keys)
+        return self._with(rowptr, col, self.heads), is_loop
 
     def causal(self) -> Self:
         """The causal graph of the edges that are not from later keys. Cost O(HN + E)."""

@@ -47,6 +47,9 @@ def test_every_op_with_products_has_a_formula() -> None:
         "segment_entmax_backward",
         "segment_top_k",
         "union_rows",
+        "add_loops",
+        "select_rows",
+        "sample_probes",
         "sample_queries",
         "sample_systematic",
         "invalid_row",
@@ -116,10 +119,7 @@ def test_effects_of_edges_and_probes() -> None:
     sides = (GRAPH.rows, probes.rows)
     out = ops.local_expectation(out.requires_grad_(), query, key, value, *sides, torch.ones(N), factors=(rate, member))
     both = E + probes.num_edges
-    assert counted(lambda: out.sum().backward()) == {
-        "edge_effect": 2 * both * (C + V + K),
-        "edge_dot_backward": 4 * both * K,
-    }
+    assert counted(lambda: out.sum().backward()) == {"effect_gradients": 2 * both * (C + V + K) + 4 * both * K}
     plain = (random(HEADS, N, V), query, key, value, GRAPH.rows, probes.rows)
     assert counted(lambda: ops.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
 

@@ -19,7 +19,7 @@ import torch
 from entmax import entmax15, entmax_bisect, sparsemax
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import GRAPHS, in_a_fork, on_threads, random_graph, reference_attention, same
+from problems import GRAPHS, in_a_fork, on_threads, pointer, random_graph, reference_attention, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,6 +27,7 @@ from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
 from sbm_pyg.ops import checks, schemas
 from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
+from sbm_pyg.ops.reference import density as reference_density
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import entmax as reference_entmax
 from sbm_pyg.ops.reference import imitation as reference_imitation
@@ -1076,6 +1077,8 @@ def _samples() -> dict[str, tuple]:
     src = gate.detach()[None].requires_grad_()
     ptr = torch.tensor([0, 3])
     memberships = torch.rand(2, 3, 2), torch.rand(2, 3, 2) / 2
+    positive = [torch.rand(2, n, 4).requires_grad_() for n in (3, 4)]
+    running = torch.tensor([0.0, 0.3])
     cuts = (torch.tensor([0, 3]), torch.tensor([0, 4]), 2)  # two blocks of queries, two of keys
     blocks = (torch.tensor([0, 2, 3, 3, 4]), torch.tensor([0, 1, 0, 1]))
     tile = torch.randn(4, 2, 2)
@@ -1134,17 +1137,50 @@ def _samples() -> dict[str, tuple]:
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
         "reach_dot": (query, key, *cuts[:2], True, True),
         "reach_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, False, True, True),
+        "scale_to_density": (*positive, running, *cuts[:2], 0.5, True, True),
+        "scale_to_density_backward": (
+            torch.ones(2, 3, 4),
+            torch.ones(2, 3),
+            *(x.detach() for x in positive),
+            running,
+            *cuts[:2],
+            torch.ones(2, 3),
+            torch.ones(2, 3),
+            False,
+            False,
+            True,
+            True,
+        ),
+        "effect_gradients": (
+            torch.ones_like(out),
+            *plain[:3],
+            *rows,
+            plain[4],
+            *rows,
+            plain[4],
+            0.5,
+            *plain[:2],
+            torch.full((3,), 0.5),
+            0.1,
+            plain[4] > 0,
+            2.0,
+            True,
+            True,
+        ),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
         "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
         "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
         "union_rows": (*rows, graph.rowptr, graph.col, graph.num_keys),
+        "add_loops": (torch.tensor([0, 1, 2]), torch.tensor([1, 1]), 2),
+        "select_rows": (*rows, torch.tensor([True, False, True])),
         "index_score": (small, weight, key, *rows),
         "index_score_backward": (plain[3], small.detach(), weight.detach(), plain[1], *rows),
         "edge_cross_entropy": (*plain[:2], plain[3].clone().requires_grad_(), *rows, plain[4], 0.5),
         "edge_cross_entropy_backward": (torch.ones(2, 3), plain[3], graph.rowptr),
         "sample_queries": (ptr, torch.tensor([0]), 3, 0.5, 5),
+        "sample_probes": (ptr, ptr, torch.tensor([0]), torch.tensor([True, False, True]), 3, 2, 2.0, 5, True),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
     }
 
@@ -1357,6 +1393,117 @@ def test_reach_dots_are_sums_over_allowed_pairs(
         reference_reach.reach_dot_backward(grad, *plain, True, True),
     ):
         torch.testing.assert_close(both, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("is_causal", "is_strict"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("lengths", [(5, 7, 28), (0, 1, 39), (40,)])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_rates_scaled_to_a_density(
+    lengths: tuple[int, ...], is_causal: bool, is_strict: bool, dtype: torch.dtype, needs: tuple[bool, bool]
+) -> None:
+    """Against a dense computation; one head has a running mean, the others have none, and one has tiny numbers."""
+    random, ptr, density = torch.Generator().manual_seed(len(lengths)), pointer(lengths), 0.3
+    rate, member = (torch.rand(3, 40, 11, generator=random).to(dtype) for _ in range(2))
+    rate[2, ::2] *= 1e-5
+    running = torch.tensor([0.02, 0.0, 0.0])
+    leaves = [x.requires_grad_(need) for x, need in zip((rate, member), needs, strict=True)]
+    wide = [x.detach().double().requires_grad_(need) for x, need in zip(leaves, needs, strict=True)]
+    sequence = torch.repeat_interleave(ptr.diff())
+    meet = sequence[:, None] == sequence
+    meet &= torch.ones(40, 40, dtype=torch.bool).tril(-1 if is_strict else 0) if is_causal else meet
+    degree, allowed = ((wide[0] @ wide[1].mT) * meet).sum(-1), meet.sum(-1).double()
+    edges, pairs = (torch.stack([part.sum(-1) for part in x.split(lengths, -1)], -1) for x in (degree, allowed))
+    mean = (edges / pairs.clamp(min=1)).clamp(min=1e-3)
+    pooled = (density / running.double().clamp(min=1e-3)[:, None] * mean.detach() / mean)[:, sequence]
+    alone = (density * allowed).clamp(min=1) / degree.maximum(1e-3 * allowed.clamp(min=1))
+    factor = torch.where(running[:, None] > 0, pooled, alone)
+    wanted = [wide[0] * factor[..., None], factor, degree, torch.stack([edges.sum(1), pairs.sum().expand(3)])]
+    given = (running, ptr, ptr, density, is_causal, is_strict)
+    weights = torch.rand(3, 40, 11, generator=random).to(dtype), torch.rand(3, 40, generator=random).to(degree.dtype)
+    weights = weights[0], weights[1].to(torch.promote_types(dtype, torch.float32))
+    near = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
+    near = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else near
+    at = [x for x, need in zip(wide, needs, strict=True) if need]
+    grads = torch.autograd.grad(wanted[:2], at, [x.double() for x in weights])
+    out = schemas.scale_to_density(*leaves, *given)
+    plain = [x.detach() for x in leaves]
+    for found in (out, reference_density.scale_to_density(*plain, *given)):
+        assert [x.dtype for x in found] == [dtype, *[weights[1].dtype] * 3]
+        torch.testing.assert_close([x.double() for x in found], wanted, **near)
+    saved = (*plain, running, ptr, ptr, *(x.detach() for x in out[1:3]), is_causal, is_strict, *needs)
+    of_plain = reference_density.scale_to_density_backward(*weights, *saved)
+    mine = torch.autograd.grad(out[:2], [x for x in leaves if x.requires_grad], weights)
+    for both in (mine, [x for x, need in zip(of_plain, needs, strict=True) if need]):
+        assert all(x.dtype == dtype for x in both)
+        for x, meant in zip(both, grads, strict=True):
+            torch.testing.assert_close(x.double() / meant.abs().max(), meant / meant.abs().max(), **near)
+
+
+@pytest.mark.parametrize("running", [0.0, 0.1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sequence_that_is_not_finite_scales_no_other(value: float, running: float) -> None:
+    rate, member = torch.rand(1, 6, 2), torch.rand(1, 6, 2)
+    member[0, 4, 1] = value
+    ptr = torch.tensor([0, 3, 6])
+    given = (rate, member, torch.tensor([running]), ptr, ptr, 0.5, False, False)
+    for scale in (schemas.scale_to_density, reference_density.scale_to_density):
+        scaled, factor, degree, statistics = scale(*given)
+        assert scaled[:, :3].isfinite().all()
+        assert factor[:, :3].isfinite().all()
+        assert statistics[1].tolist() == [9]
+        torch.testing.assert_close(statistics[0], degree[:, :3].sum(1))
+        if math.isnan(value) or running:
+            assert factor[:, 3:].isnan().all()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([1, 3, 40, 300]))
+def test_loops_and_rows_of_some_queries(seed: int, heads: int, tokens: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    share, dtype = torch.rand(1, 1, 1, generator=random), (torch.int32, torch.int64)[seed % 2]
+    mask = torch.rand(heads, tokens, tokens, generator=random) < share
+    rowptr, col = pointer(mask.flatten(0, 1).sum(1).tolist()), mask.nonzero()[:, 2].to(dtype)
+    loops, kept = torch.eye(tokens, dtype=torch.bool).expand_as(mask), torch.rand(tokens, generator=random) < 0.4
+    with_loops = mask | loops
+    for new_ptr, keys, is_loop in (
+        ops.schemas.add_loops(rowptr, col, tokens),
+        reference_union.add_loops(rowptr, col, tokens),
+    ):
+        assert new_ptr.tolist() == pointer(with_loops.flatten(0, 1).sum(1).tolist()).tolist()
+        assert torch.equal(keys, with_loops.nonzero()[:, 2].to(dtype))
+        assert torch.equal(is_loop, loops[with_loops])
+    few = mask & kept[:, None]
+    for select in (ops.schemas.select_rows, reference_union.select_rows):
+        new_ptr, keys, edge = select(rowptr, col, kept)
+        assert new_ptr.tolist() == pointer(few.flatten(0, 1).sum(1).tolist()).tolist()
+        assert torch.equal(keys, few.nonzero()[:, 2].to(dtype))
+        assert torch.equal(edge, few[mask].nonzero()[:, 0])
+
+
+def test_loops_and_selected_rows_are_the_same_on_any_number_of_threads() -> None:
+    graph, kept = patterns.random(3000, 300, heads=2, seed=1), torch.arange(3000) % 3 > 0
+    found = []
+    for threads in (1, 4):
+        with on_threads(threads):
+            found.append(
+                (schemas.add_loops(graph.rowptr, graph.col, 3000), schemas.select_rows(graph.rowptr, graph.col, kept))
+            )
+    assert same(*found)
+
+
+@pytest.mark.parametrize("per_query", [0.0, 2.5, 9.0, math.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_probes_are_systematic_samples_of_a_number_of_keys(per_query: float, is_causal: bool, masked: bool) -> None:
+    ptrs = torch.tensor([0, 9, 9, 40]), torch.tensor([0, 30, 31, 50])
+    queries = torch.arange(40) % 3 > 0 if masked else None
+    allowed = reference_segments.allowed_keys(*ptrs, 40, is_causal)
+    wanted = (per_query / allowed.double()).clamp(max=1).float()
+    wanted = wanted if queries is None else wanted * queries
+    ids = torch.tensor([7, 2**32 - 1, 5])
+    rows = ops.sample_systematic(wanted, *ptrs, ids, 2, 3, is_causal)
+    for sample in (schemas.sample_probes, reference_systematic.sample_probes):
+        assert same(sample(*ptrs, ids, queries, 40, 2, per_query, 3, is_causal), (*rows, wanted))
 
 
 def best_keys(

@@ -1,7 +1,7 @@
 """Counts the operations of a training step of a small layer, forward and backward, and the reads of the host.
 
 Each op of the library counts once, whatever its kernel does, and a view does not count. Checks of values are left out, as
-they are on a GPU, so every device has the same counts.
+they are on a GPU, so every device has the same counts. As in a training loop, gradients are None before each step.
 """
 
 from typing import Any
@@ -50,9 +50,12 @@ def count_step(density: float, device: str = "cpu", is_causal: bool = True) -> d
     x, ptr = torch.randn(256, 64, device=device, requires_grad=True), torch.tensor([0, 256], device=device)
     with patch.object(values, "can_read_without_sync", lambda *_: False):
         for seed in range(3):  # the first steps also check offsets and start the running mean
+            x.grad = None
+            layer.zero_grad()  # as a training loop does, so that nothing is added to earlier gradients
             with Operations() as forward:
                 out = layer(x, ptr=ptr, seed=seed)
+            ones = torch.ones_like(out)
             losses = [loss for loss in (auxiliary_loss(layer),) if loss.requires_grad]
             with Operations() as backward:
-                torch.autograd.backward([out, *losses], [torch.ones_like(out), *(None for _ in losses)])
+                torch.autograd.backward([out, *losses], [ones, *(None for _ in losses)])
     return {"forward": forward.operations, "backward": backward.operations, "reads": forward.reads + backward.reads}

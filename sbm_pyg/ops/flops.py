@@ -24,8 +24,9 @@ from .reference import segments as reference_segments
 
 __all__ = [
     "block_attention", "block_attention_backward", "block_effect", "block_weight", "edge_attention",
-    "edge_attention_backward", "edge_cross_entropy", "edge_dot", "edge_dot_backward", "edge_effect", "index_score",
-    "index_score_backward", "index_top_k", "reach_dot", "reach_dot_backward", "sample_sbm",
+    "edge_attention_backward", "edge_cross_entropy", "edge_dot", "edge_dot_backward", "edge_effect", "effect_gradients",
+    "index_score", "index_score_backward", "index_top_k", "reach_dot", "reach_dot_backward", "sample_sbm",
+    "scale_to_density", "scale_to_density_backward",
 ]  # fmt: skip
 
 
@@ -88,6 +89,16 @@ def reach_dot_backward(of: Any) -> int:
     return reach_dot(of) * (of.need_query + of.need_key)
 
 
+def scale_to_density(of: Any) -> int:
+    """2 H N K, for the expected numbers of keys."""
+    return 2 * of.rate.numel()
+
+
+def scale_to_density_backward(of: Any) -> int:
+    """2 H N K for the factors, and for each side that needs its gradient."""
+    return scale_to_density(of) * (1 + of.need_rate + of.need_member)
+
+
 def edge_attention(of: Any) -> int:
     """2 E (C + C'): scores, and the sum of values."""
     return 2 * of.col.numel() * (of.query.size(-1) + of.value.size(-1))
@@ -123,6 +134,12 @@ def edge_effect(of: Any) -> int:
     """2 (E + E') (C + C'): score and gain of each edge and each probe; with factors 2 (E + E') K more."""
     width = of.query.size(-1) + of.value.size(-1) + (0 if of.rate is None else of.rate.size(-1))
     return 2 * (of.col.numel() + of.probe_col.numel()) * width
+
+
+def effect_gradients(of: Any) -> int:
+    """That of ``edge_effect``, and 2 (E + E') K for each side that needs its gradient."""
+    pairs = of.col.numel() + of.probe_col.numel()
+    return edge_effect(of) + 2 * pairs * of.rate.size(-1) * (of.need_rate + of.need_member)
 
 
 def sample_sbm(of: Any) -> int:

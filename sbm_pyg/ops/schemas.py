@@ -141,6 +141,15 @@ def _fake_union(
     return torch.empty_like(rowptr), union, union.new_empty(num_edges, dtype=torch.bool)
 
 
+def _fake_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_union(rowptr, col, rowptr, col, num_keys)
+
+
+def _fake_selected(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_edges = torch.library.get_ctx().new_dynamic_size()
+    return torch.empty_like(rowptr), col.new_empty(num_edges), rowptr.new_empty(num_edges)
+
+
 def _fake_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
     return query_ptr.new_empty(num_queries, dtype=torch.bool)
 
@@ -150,6 +159,15 @@ def _fake_systematic(
 ) -> tuple[Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     return query_ptr.new_empty(heads * chance.size(0) + 1), query_ptr.new_empty(num_edges, dtype=torch.int32)
+
+
+def _fake_probes(
+    query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, queries: Tensor | None, num_queries: int, heads: int,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    num_edges, rowptr = torch.library.get_ctx().new_dynamic_size(), query_ptr.new_empty(heads * num_queries + 1)
+    chance = query_ptr.new_empty(num_queries, dtype=torch.float32)
+    return rowptr, query_ptr.new_empty(num_edges, dtype=torch.int32), chance
 
 
 def _fake_entmax_backward(
@@ -171,8 +189,13 @@ def _fake_reach(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-def _fake_reach_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape if need else (0, 0, 0)) for x, need in zip((query, key), rest[-2:], strict=True))
+def _fake_scaled(rate: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    factor = _fake_reach(rate)
+    return rate.new_empty(rate.shape), factor, torch.empty_like(factor), factor.new_empty(2, rate.size(0))
+
+
+def _fake_needed(sides: tuple[Any, ...], needs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape if need else (0, 0, 0)) for x, need in zip(sides, needs, strict=True))
 
 
 edge_dot = _declare("edge_dot", _fake_dot, "edges")
@@ -180,6 +203,7 @@ edge_dot_backward = _declare("edge_dot_backward", _fake_pair, "edges")
 edge_attention = _declare("edge_attention", _fake_attention, "edges")
 edge_attention_backward = _declare("edge_attention_backward", _fake_attention_backward, "edges")
 edge_effect = _declare("edge_effect", _fake_effect, "effects")
+effect_gradients = _declare("effect_gradients", lambda *given: _fake_pair(given[0], *given[11:13]), "effects")
 weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(prob.shape), "effects")
 segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
@@ -187,9 +211,12 @@ entmax_support = _declare("entmax_support", _fake_chosen, "entmax")
 sample_sbm = _declare("sample_sbm", _fake_rows, "sampling")
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
+sample_probes = _declare("sample_probes", _fake_probes, "systematic")
 index_top_k = _declare("index_top_k", _fake_rows, "pairs", ("cpu",))
 segment_top_k = _declare("segment_top_k", _fake_chosen, "pairs", ("cpu",))
 union_rows = _declare("union_rows", _fake_union, "union", ("cpu",))
+add_loops = _declare("add_loops", _fake_loops, "union", ("cpu",))
+select_rows = _declare("select_rows", _fake_selected, "union", ("cpu",))
 index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
 index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
 edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")
@@ -197,7 +224,13 @@ edge_cross_entropy_backward = _declare(
     "edge_cross_entropy_backward", lambda grad, slope, rowptr: slope.new_empty(slope.shape), "imitation"
 )
 reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
-reach_dot_backward = _declare("reach_dot_backward", _fake_reach_backward, "reach", ("cpu",))
+reach_dot_backward = _declare(
+    "reach_dot_backward", lambda *given: _fake_needed(given[1:3], given[-2:]), "reach", ("cpu",)
+)
+scale_to_density = _declare("scale_to_density", _fake_scaled, "density", ("cpu",))
+scale_to_density_backward = _declare(
+    "scale_to_density_backward", lambda *given: _fake_needed(given[2:4], given[-2:]), "density", ("cpu",)
+)
 invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "validate", ("cpu",))
 block_attention = _declare("block_attention", _fake_attention, "blocks")
 block_attention_backward = _declare("block_attention_backward", _fake_block_backward, "blocks")
@@ -257,6 +290,26 @@ def _reach_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 reach_dot.register_autograd(_reach_backward, setup_context=_save_reach)
+
+
+def _save_scaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)  # no zeros for factors that nothing but the rates used
+    ctx.save_for_backward(*inputs[:5], *output[1:3])
+    ctx.options = inputs[6:]
+
+
+def _scaled_backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None and grad_factor is None:
+        return (None,) * 8
+    need_rate, need_member = ctx.needs_input_grad[:2]
+    grad = torch.zeros_like(ctx.saved_tensors[0]) if grad is None else grad.contiguous()
+    arguments = (grad, grad_factor, *ctx.saved_tensors, *ctx.options, need_rate, need_member)
+    of_rate, of_member = scale_to_density_backward(*arguments)
+    return of_rate if need_rate else None, of_member if need_member else None, *[None] * 6
+
+
+scale_to_density.register_autograd(_scaled_backward, setup_context=_save_scaled)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -375,21 +428,17 @@ class Expectation(torch.autograd.Function):
         rate, member, prob, probe_prob, *attention, chance, forced, query_ptr, key_ptr = ctx.saved_tensors
         block_size, is_causal, scale, exploration, factor = ctx.options
         grad = grad.contiguous()  # which attention below needs as well
-        scaled = grad if factor == 1 else grad * factor  # effects are linear in it
-        rows, probe_rows = attention[3:5], attention[6:8]
         need = ctx.needs_input_grad[1:5]
         grads: list[Tensor | None] = [None] * 4
         if rate is None:
+            scaled = grad if factor == 1 else grad * factor  # effects are linear in it
             if block_size is None:
                 effects = edge_effect(scaled, *attention, scale, None, None, None, 0.0)
             else:
                 effects = block_effect(scaled, *attention, query_ptr, key_ptr, block_size, is_causal, scale)
-            grads[2] = weigh_effect(effects[0], prob, rows[0], chance, forced, exploration, False)
-            grads[3] = weigh_effect(effects[1], probe_prob, probe_rows[0], chance, None, exploration, True)
+            grads[2] = weigh_effect(effects[0], prob, attention[3], chance, forced, exploration, False)
+            grads[3] = weigh_effect(effects[1], probe_prob, attention[6], chance, None, exploration, True)
         else:
-            effect, probe_effect = edge_effect(scaled, *attention, scale, rate, member, chance, exploration)
-            effect = effect if forced is None else effect.masked_fill_(forced, 0)
-            one = edge_dot_backward(effect.to(rate.dtype), rate, member, *rows, *need[:2])
-            two = edge_dot_backward(probe_effect.to(rate.dtype), rate, member, *probe_rows, *need[:2])
-            grads[:2] = (x.add_(y) for x, y in zip(one, two, strict=True))
+            model = (rate, member, chance, exploration, forced, factor, *need[:2])
+            grads[:2] = effect_gradients(grad, *attention, scale, *model)
         return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 18)

@@ -80,8 +80,11 @@ class FollowingSource(torch.nn.Module):
         self._widen()  # of a new model in 16 bits, before it takes those of a trained one
         super()._load_from_state_dict(*arguments)
 
-    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
-        """The state after an update with these statistics; unchanged where they are empty."""
+    def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
+        """A new tensor: the state after an update with these statistics.
+
+        It is unchanged where they are empty, and where ``counts``, ``[]`` bool, is False.
+        """
         raise NotImplementedError
 
     @torch.compiler.disable  # a compiled backward pass would recompute the state from updated buffers
@@ -102,13 +105,14 @@ class FollowingSource(torch.nn.Module):
             return self._states[seed]
         self._widen()
         later = self.last_seed != seed
-        state.copy_(torch.where(later, self._moved(state, self.seen), state))
-        self.seen.mul_(~later)
+        moved = self._moved(state, self.seen, later)
+        state.copy_(moved)
+        self.seen.masked_fill_(later, 0)
         self.last_seed.fill_(seed)
         if self._states.pop(seed, None) is None and len(self._states) >= MAX_REMEMBERED_CALLS:
             del self._states[next(iter(self._states))]
-        self._states[seed] = state.clone()
-        return self._states[seed]
+        self._states[seed] = moved
+        return moved
 
     @property
     def _counts(self) -> bool:

@@ -216,6 +216,15 @@ class Choice:
                 f"Expected 'pattern' over blocks of {self.graph.block_size} tokens, as causal as the choice "
                 f"(got {pattern} for {self.graph}). Choose with block_size=1 to force other edges."
             )
+        return self._forced_too(graph, forced)
+
+    def _force_loops(self) -> Choice:
+        """Add the edge from each token, or block, to itself, in a choice whose queries are its keys."""
+        blocks, forced = self.graph.blocks._with_loops()
+        return self._forced_too(self.graph.with_blocks(blocks), forced)
+
+    def _forced_too(self, graph: AttentionGraph, forced: Tensor) -> Choice:
+        """The choice over a graph with more edges, and a mask of those that are forced besides the ones it has."""
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
         return replace(self, graph=graph, forced=forced)

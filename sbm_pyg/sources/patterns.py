@@ -552,8 +552,4 @@ def with_window(choice: Choice, size: int | None, tokens: Tokens) -> Choice:
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
     if size > 0:
         return choice.force(window(graph.num_queries, size, is_causal=graph.is_causal, ptr=graph.query_ptr))
-    rows, ptrs = graph.heads * graph.num_queries, (graph.query_ptr, graph.key_ptr)
-    rowptr = torch.arange(rows + 1, device=graph.device)
-    col = torch.arange(graph.num_keys, dtype=graph.col.dtype, device=graph.device).repeat(graph.heads)
-    sizes = (graph.num_queries, graph.num_keys, graph.heads)
-    return choice.force(AttentionGraph._trusted(rowptr, col, *sizes, *ptrs, graph.is_causal))
+    return choice._force_loops()

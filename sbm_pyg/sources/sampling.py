@@ -21,6 +21,7 @@ from ..blocks import BlockGraph, BlockPool, pool_blocks
 from ..graph import AttentionGraph
 from ..ops import checks, values
 from ..ops.reference.blocks import cut_blocks
+from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.values import can_read
 from ..ragged import (
     Tokens,
@@ -37,7 +38,7 @@ from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
 from .interface import Choice, graph_without_edges
 from .learned import LearnedSource
-from .sbm import MIN_MEAN_PROBABILITY, SBM, check_model, product_bound
+from .sbm import SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
@@ -359,22 +360,14 @@ class SBMSource(LearnedSource, FollowingSource):
                 f"Expected 'head' with an attribute `heads` that counts those of its models, {sbm.heads} "
                 f"(got {self.running_mean.numel()}). With a target density, each has a running mean."
             )
-        allowed, degree = sbm._allowed_keys(), sbm.expected_degree()
-        edges, pairs = (sbm._sum(x[..., None], sbm.query_ptr)[..., 0] for x in (degree, allowed[None]))  # [H or 1, B]
-        mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
-        running = self._state_for(seed)[:, None].to(mean.dtype)
-        pooled = density / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean.detach() / mean)
-        pooled = pooled.repeat_interleave(sbm.query_ptr.diff(), dim=1, output_size=sbm.num_queries)
-        alone = sbm._density_factor(density, degree, allowed)
-        shared = sbm._scale(torch.where(running > 0, pooled.to(alone.dtype), alone))
-        known = edges.detach().isfinite()
-        return shared, torch.stack([torch.where(known, edges.detach(), 0).sum(1), (known * pairs).sum(1)])
+        running = self._state_for(seed)
+        return sbm._scale_to_density(density, running if self.training else running.clone())  # which may move later
 
-    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
-        """The running mean after one step towards the mean of a batch."""
-        step = torch.where(seen[1] > 0, torch.where(state > 0, MOMENTUM, 1.0), 0.0)
-        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
-        return state.lerp(mean.to(state.dtype), step.to(state.dtype))
+    def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
+        """The running mean after one step towards the mean of a batch; at first, the mean itself."""
+        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY).to(state.dtype)
+        step = (state <= 0).to(state.dtype).clamp(min=MOMENTUM)
+        return state.lerp(mean, step * (seen[1] > 0).logical_and_(counts))
 
     def extra_repr(self) -> str:
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget}

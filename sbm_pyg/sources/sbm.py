@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..graph import AttentionGraph, resolve_index
 from ..ops import checks, values
+from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
@@ -28,7 +29,6 @@ from .interface import EdgeProbability, check_over
 __all__ = ["SBM", "SBMHead"]
 
 CLUSTER_INITS = ("kaiming", "orthogonal")
-MIN_MEAN_PROBABILITY = 1e-3  # lower clamp of the mean when probabilities are rescaled to a target density
 PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 GATED = {"paper": (True, True), "overlapping": (False, True)}
 """Whether memberships of queries, and of keys, are a sigmoid for each block; otherwise a softmax over the blocks."""
@@ -351,7 +351,7 @@ class SBM(EdgeProbability):
             TypeError, ValueError: ``density`` is not a number in (0, 1].
         """
         checks.number("density", density, "(0, 1]", "It is a part of the keys that a query may attend to.")
-        return self._scale(self._density_factor(density, self.expected_degree(), self._allowed_keys()))
+        return self._scale_to_density(density, self.rate.new_zeros(self.heads))[0]
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Check that a graph is over the tokens, heads and sequences of this model.
@@ -361,15 +361,28 @@ class SBM(EdgeProbability):
         """
         check_over(graph, name, self, self)
 
-    def _density_factor(self, density: float, degree: Tensor, allowed: Tensor) -> Tensor:
-        """The factor by which :meth:`with_density` scales the rates of each query, ``[H, N]``."""
-        least = MIN_MEAN_PROBABILITY * allowed.clamp(min=1)
-        return ((density * allowed).clamp(min=1) / torch.maximum(degree, least)).to(self.rate.dtype)
+    def _scale_to_density(self, density: float, running: Tensor) -> tuple[SBM, Tensor]:
+        """The model with the rates of each query scaled to a density, by :mod:`sbm_pyg.ops.reference.density`.
+
+        Also expected edges before scaling, and pairs, of each head, ``[2, H]``, without sequences that are not finite.
+
+        Args:
+            density: The density.
+            running: Running mean of the probabilities of each head, ``[H]``; 0: each query is scaled by itself.
+        """
+        checks.no_tangent(self.rate, self.key_membership)
+        ends = (self.query_ptr, self.key_ptr, density, self.is_causal, self.is_strict)
+        rate, factor, _, statistics = ops.schemas.scale_to_density(self.rate, self.key_membership, running, *ends)
+        return self._scaled(rate, factor), statistics
 
     def _scale(self, factor: Tensor) -> SBM:
         """The model with the rates of each query scaled by a factor, ``[H, N]``."""
-        rate = self.rate * factor[..., None]
-        member = rate if self.rate is self.query_membership else self.query_membership * factor[..., None]
+        return self._scaled(self.rate * factor[..., None], factor)
+
+    def _scaled(self, rate: Tensor, factor: Tensor) -> SBM:
+        """The model with other rates, and memberships of queries that are scaled by a factor, ``[H, N]``."""
+        alike = self.rate is self.query_membership
+        member = rate if alike else self.query_membership * factor[..., None].to(rate.dtype)
         most = self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY  # which divides at the most
         return self._with(query_membership=member, rate=rate, _membership_bound=most)
 

@@ -375,10 +375,10 @@ class RoutingSource(GraphSource, FollowingSource):
         chosen = (unit @ centroids.mT).argmax(2)
         return torch.zeros_like(centroids).scatter_add_(1, chosen[..., None].expand_as(unit), unit)
 
-    def _moved(self, state: Tensor, seen: Tensor) -> Tensor:
+    def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
         """The centroids after one step towards the means of their tokens."""
         moved = normalize(self.decay * state + (1 - self.decay) * normalize(seen, dim=-1), dim=-1)
-        return torch.where(seen.abs().sum(2, keepdim=True) > 0, moved, state)
+        return torch.where((seen.abs().sum(2, keepdim=True) > 0) & counts, moved, state)
 
     def extra_repr(self) -> str:
         heads, clusters, channels = self.centroids.shape

@@ -1,19 +1,21 @@
 """The effect of switching single edges on or off, on the CPU: one pass over the edges and the probes of each row.
 
-In and out: the tensors of ``edge_effect`` and ``weigh_effect`` in :mod:`sbm_pyg.ops`. Scores, gains and factors of a
+In and out: the tensors of ``edge_effect``, ``weigh_effect`` and ``effect_gradients``. Scores, gains and factors of a
 row's edges stay in buffers as long as the longest row; probes take their turn in the same buffers. Not here: attention
 itself (:mod:`.edges`).
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..reference import effects as reference_effects
 from ..reference.sampling import MAX_PROB
+from . import edges
 from .channels import add_dots, lanes_of, sixteen, to_array, to_padded_array
 from .simd import (
     NEGLIGIBLE_LOGIT,
@@ -199,3 +201,8 @@ def weigh_effect(
     arguments = (change, p, offsets, eta, never, p.dtype.type(exploration), probing, out)
     run(_weigh_rows, [(*piece, *arguments) for piece in split(offsets, task_count(8 * p.size, 3))])
     return torch.from_numpy(out).to(prob.dtype)
+
+
+effect_gradients = partial(
+    reference_effects.effect_gradients, effects=edge_effect, dot_backward=edges.edge_dot_backward
+)

@@ -64,11 +64,12 @@ def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, d
                     dkey[head, j, k] = total[k]
 
 
-def _sequence_pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[int, int]]:
+def sequence_pieces(query: np.ndarray, key: np.ndarray, ptr: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of pieces, each one sequence of one head."""
     return even_ranges(query.shape[0] * (ptr.size - 1), task_count(2 * (query.size + key.size), 3))
 
 
-def _given(
+def to_arrays(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> tuple[Any, ...]:
     """Arguments of kernels: a query attends to keys whose position plus ``lag`` is at most its own."""
@@ -76,22 +77,33 @@ def _given(
     return to_array(query, query), to_array(key, query), *ptrs, int(is_strict) if is_causal else -key.size(1)
 
 
+def degrees(*arrays: Any) -> np.ndarray:
+    """``reach_dot`` of arrays, ``[H, N]``."""
+    out = np.empty(arrays[0].shape[:2], arrays[0].dtype)
+    run(_reach_dots, [(*piece, *arrays, out) for piece in sequence_pieces(*arrays[:3])])
+    return out
+
+
+def gradients(
+    grad: np.ndarray, arrays: tuple[Any, ...], need_query: bool, need_key: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``reach_dot_backward`` of arrays; a gradient that is not needed is empty."""
+    needed = zip(arrays[:2], (need_query, need_key), strict=True)
+    grads = [np.empty(x.shape if need else (0, 0, 0), x.dtype) for x, need in needed]
+    run(_gradients, [(*piece, grad, *arrays, *grads) for piece in sequence_pieces(*arrays[:3])])
+    return torch.from_numpy(grads[0]), torch.from_numpy(grads[1])
+
+
 def reach_dot(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> Tensor:
-    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
-    out = np.empty(query.shape[:2], given[0].dtype)
-    run(_reach_dots, [(*piece, *given, out) for piece in _sequence_pieces(*given[:3])])
-    return torch.from_numpy(out)
+    return torch.from_numpy(degrees(*to_arrays(query, key, query_ptr, key_ptr, is_causal, is_strict)))
 
 
 def reach_dot_backward(
     grad: Tensor, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool,
     need_query: bool, need_key: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    given = _given(query, key, query_ptr, key_ptr, is_causal, is_strict)
-    needed = zip(given[:2], (need_query, need_key), strict=True)
-    grads = [np.empty(x.shape if need else (0, 0, 0), x.dtype) for x, need in needed]
-    run(_gradients, [(*piece, to_array(grad, query), *given, *grads) for piece in _sequence_pieces(*given[:3])])
-    dquery, dkey = (torch.from_numpy(x).to(like.dtype) for x, like in zip(grads, (query, key), strict=True))
-    return dquery, dkey
+    arrays = to_arrays(query, key, query_ptr, key_ptr, is_causal, is_strict)
+    dquery, dkey = gradients(to_array(grad, query), arrays, need_query, need_key)
+    return dquery.to(query.dtype), dkey.to(key.dtype)

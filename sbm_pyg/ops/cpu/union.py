@@ -1,6 +1,6 @@
-"""The union of the edges of two graphs, on the CPU: the keys of each row are copied once, around those of the other.
+"""Rows of other edges, on the CPU: the keys of each row are copied once.
 
-In and out: the tensors of ``union_rows`` in :mod:`sbm_pyg.ops`. Not here: the reference
+In and out: the tensors of ``union_rows``, ``add_loops`` and ``select_rows``. Not here: the reference
 (:mod:`sbm_pyg.ops.reference.union`).
 """
 
@@ -66,3 +66,64 @@ def union_rows(
     union, from_other = np.empty(union_rowptr[-1], graphs[1].dtype), np.zeros(union_rowptr[-1], np.bool_)
     run(_merge, [(*piece, *graphs, union_rowptr, union, from_other) for piece in pieces])
     return torch.from_numpy(union_rowptr), torch.from_numpy(union), torch.from_numpy(from_other)
+
+
+@numba_kernel
+def _place_loops(first, last, rowptr, col, num_keys, place, new):
+    """Where the loop of each row goes among its edges, and whether it is new."""
+    for row in range(first, last):
+        end, key = rowptr[row + 1], row % num_keys
+        place[row] = _lower_bound(col, rowptr[row], end, key)
+        new[row] = place[row] == end or col[place[row]] != key
+
+
+@numba_kernel
+def _insert_loops(first, last, rowptr, col, num_keys, place, union_rowptr, union, is_loop):
+    for row in range(first, last):
+        target, loop, end = union_rowptr[row], place[row], rowptr[row + 1]
+        for edge in range(rowptr[row], loop):
+            union[target] = col[edge]
+            target += 1
+        union[target], is_loop[target] = row % num_keys, True
+        is_new = union_rowptr[row + 1] - union_rowptr[row] > end - rowptr[row]
+        for edge in range(loop if is_new else loop + 1, end):
+            target += 1
+            union[target] = col[edge]
+
+
+def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, (offset, keys) = rowptr.numel() - 1, (x.contiguous().numpy() for x in (rowptr, col))
+    union_rowptr, place = np.zeros(rows + 1, np.int64), np.empty(rows, np.int64)
+    new, pieces = np.empty(rows, np.int64), even_ranges(rows, task_count(rows + keys.size, 3))
+    run(_place_loops, [(*piece, offset, keys, num_keys, place, new) for piece in pieces])
+    np.cumsum(new, out=union_rowptr[1:])
+    union_rowptr += offset
+    union, is_loop = np.empty(union_rowptr[-1], keys.dtype), np.zeros(union_rowptr[-1], np.bool_)
+    run(_insert_loops, [(*piece, offset, keys, num_keys, place, union_rowptr, union, is_loop) for piece in pieces])
+    return torch.from_numpy(union_rowptr), torch.from_numpy(union), torch.from_numpy(is_loop)
+
+
+@numba_kernel
+def _count_rows(first, last, rowptr, kept, some_rowptr):
+    for row in range(first, last):
+        count = rowptr[row + 1] - rowptr[row] if kept[row % kept.size] else 0
+        some_rowptr[row + 1] = some_rowptr[row] + count
+
+
+@numba_kernel
+def _copy_rows(first, last, rowptr, col, some_rowptr, some, number):
+    for row in range(first, last):
+        shift = rowptr[row] - some_rowptr[row]
+        for edge in range(some_rowptr[row], some_rowptr[row + 1]):
+            number[edge] = shift + edge
+            some[edge] = col[shift + edge]
+
+
+def select_rows(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, offset, keys, mask = rowptr.numel() - 1, *(x.contiguous().numpy() for x in (rowptr, col, kept))
+    some_rowptr = np.zeros(rows + 1, np.int64)
+    run(_count_rows, [(0, rows, offset, mask, some_rowptr)])
+    some, number = np.empty(some_rowptr[-1], keys.dtype), np.empty(some_rowptr[-1], np.int64)
+    pieces = even_ranges(rows, task_count(rows + number.size, 3))
+    run(_copy_rows, [(*piece, offset, keys, some_rowptr, some, number) for piece in pieces])
+    return torch.from_numpy(some_rowptr), torch.from_numpy(some), torch.from_numpy(number)

@@ -1,6 +1,6 @@
 """The effect of switching single edges on or off, for CUDA devices, in Triton.
 
-In and out: the tensors of ``edge_effect`` and ``weigh_effect`` in :mod:`sbm_pyg.ops`, on one device. Not here:
+In and out: the tensors of ``edge_effect``, ``weigh_effect`` and ``effect_gradients``, on one device. Not here:
 attention (:mod:`.edges`), and parts that kernels share (:mod:`.rows`).
 
 One kernel gathers vectors, for edges and again for probes, and leaves three numbers with each: its logit, its gain, and
@@ -11,6 +11,8 @@ Vectors of more than 512 channels, or of none, take the reference.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from ..reference import effects as reference_effects
 from ..reference.sampling import MAX_PROB
+from . import edges
 from .rows import (
     SplitRows,
     accumulate_dtype,
@@ -291,3 +294,8 @@ def weigh_effect(
         MAX_EDGES=work.max_edges, **tile_options(accumulate_dtype(effect, prob, chance), 1),
     )  # fmt: skip
     return out
+
+
+effect_gradients = partial(
+    reference_effects.effect_gradients, effects=edge_effect, dot_backward=edges.edge_dot_backward
+)

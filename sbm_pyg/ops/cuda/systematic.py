@@ -1,6 +1,6 @@
 """Random queries, and keys at equal distances from a random start, for CUDA devices, in Triton.
 
-In and out: the tensors of ``sample_queries`` and ``sample_systematic`` in :mod:`sbm_pyg.ops`, on one device. Not here:
+In and out: the tensors of ``sample_queries``, ``sample_systematic`` and ``sample_probes``, on one device. Not here:
 graphs of a block model (:mod:`.sampling`).
 
 One kernel draws a word for each row and counts its keys; the counts are summed up; another kernel writes the keys.
@@ -10,6 +10,8 @@ where the CPU rounds twice, so the keys are those of every other backend.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..reference import random_words
 from ..reference import sampling as reference_sampling
+from ..reference import systematic as reference_systematic
 from .rows import launch, mix_words, row_span, triton_kernel
 
 _PURPOSE_SYSTEMATIC, _QUERY_STEP = tl.constexpr(random_words.SYSTEMATIC), tl.constexpr(random_words.QUERY_STEP)
@@ -124,3 +127,6 @@ def sample_systematic(
         KEYS_PER_PROGRAM=KEYS_PER_PROGRAM, **exact,
     )  # fmt: skip
     return rowptr, col
+
+
+sample_probes = partial(reference_systematic.sample_probes, sample=sample_systematic)

@@ -1,4 +1,4 @@
-"""The effect of each edge on the loss in plain torch: the reference of ``edge_effect`` and ``weigh_effect``.
+"""The effect of each edge on the loss in plain torch: ``edge_effect``, ``weigh_effect`` and ``effect_gradients``.
 
 In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`. Not here: which pairs are probed (``systematic``).
 """
@@ -6,11 +6,13 @@ In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`. Not here: which
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .edges import apply_gate_and_bias, edge_dot, edge_ends, row_dots
+from .edges import apply_gate_and_bias, edge_dot, edge_dot_backward, edge_ends, row_dots
 from .sampling import MAX_PROB
 from .segments import edge_row, segment_max, segments, upcast
 
@@ -110,3 +112,19 @@ def edge_effect(
         effect = effect * effect_weight(p, eta[row])
         probe_effect = probe_effect * effect_weight(probe_p, eta[probe_row], probing=True)
     return effect.to(query.dtype), probe_effect.to(query.dtype)
+
+
+def effect_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None,
+    probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor, member: Tensor,
+    chance: Tensor, exploration: float, forced: Tensor | None, factor: float, need_rate: bool, need_member: bool, *,
+    effects: Callable[..., Any] = edge_effect, dot_backward: Callable[..., Any] = edge_dot_backward,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of rates and memberships from the effects of edges and probes, which are linear in ``grad_out``."""
+    edges, probes = (rowptr, col), (probe_rowptr, probe_col)
+    given = (query, key, value, *edges, bias, *probes, probe_bias, scale, rate, member, chance, exploration)
+    effect, probe_effect = effects(grad_out if factor == 1 else grad_out * factor, *given)
+    effect = effect if forced is None else effect.masked_fill(forced, 0)
+    of_rate, of_member = dot_backward(effect.to(rate.dtype), rate, member, *edges, need_rate, need_member)
+    more = dot_backward(probe_effect.to(rate.dtype), rate, member, *probes, need_rate, need_member)
+    return of_rate.add_(more[0]), of_member.add_(more[1])

@@ -1,9 +1,11 @@
-"""Queries, and probes at equal distances, in plain torch: reference of ``sample_queries`` and ``sample_systematic``.
+"""Queries, and probes at equal distances, in plain torch: ``sample_queries``, ``sample_systematic``, ``sample_probes``.
 
 In and out: the tensors of these functions in :mod:`sbm_pyg.ops`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,3 +47,14 @@ def sample_systematic(
     number = torch.arange(num_edges, device=row.device) - rowptr[row]
     key = ((number + start[row]) * spacing[row]).long()
     return rowptr, (shift[row] + torch.minimum(key, keys[row] - 1)).int()
+
+
+def sample_probes(
+    query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, queries: Tensor | None, num_queries: int, heads: int,
+    per_query: float, seed: int, is_causal: bool, *, sample: Callable[..., tuple[Tensor, Tensor]] = sample_systematic,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``sample_systematic`` of so many keys for each query of a mask ``[N]``, and their chance ``[N]`` float32."""
+    allowed = allowed_keys(query_ptr, key_ptr, num_queries, is_causal).clamp(min=1)
+    chance = (per_query / allowed.double()).clamp(max=1).float()
+    chance = chance if queries is None else chance.masked_fill_(~queries, 0)
+    return *sample(chance, query_ptr, key_ptr, sequence_ids, heads, seed, is_causal), chance

@@ -1,6 +1,7 @@
-"""The union of the edges of two graphs, in plain torch: reference of :func:`sbm_pyg.ops.union_rows`.
+"""Rows of other edges, in plain torch: the union of two graphs, a graph with self-loops, and rows of some queries.
 
-In and out: the tensors of that function. Not here: whether both graphs are over the same tokens.
+In and out: the tensors of ``union_rows``, ``add_loops`` and ``select_rows``. Not here: whether graphs are over the same
+tokens.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .segments import edge_row
+from .segments import edge_row, runs
 
 
 def union_rows(
@@ -31,3 +32,16 @@ def union_rows(
     union = col.new_empty(size, dtype=dtype).masked_scatter(~from_other_alone, col.to(dtype))
     union = union.index_copy(0, new_slot, other_col[new].to(dtype))
     return rowptr + new_before[other_rowptr], union, from_other
+
+
+def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The union with the edges from each key to the query of its number, in every head, and a mask of these edges."""
+    every, keys = torch.arange(rowptr.numel(), device=col.device), torch.arange(num_keys, device=col.device)
+    return union_rows(rowptr, col, every, keys.repeat((every.numel() - 1) // max(num_keys, 1)).to(col.dtype), num_keys)
+
+
+def select_rows(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The edges of the queries of a mask, ``[N]``, and their numbers among all edges; other rows are empty."""
+    degree = rowptr.diff() * kept.repeat((rowptr.numel() - 1) // max(kept.numel(), 1))
+    edge = runs(rowptr[:-1], degree)
+    return torch.nn.functional.pad(degree.cumsum(0), (1, 0)), col[edge], edge
