@@ -42,6 +42,7 @@ from .gradients import (
     concrete_bias,
     distillation,
     draw_probes,
+    probes_of,
     relaxed_bias,
     row_distillation,
     straight_through,
@@ -207,12 +208,12 @@ class Local(Estimator):
                 f"Expected 'estimator' other than {type(self).__name__} with a source that selects edges by rank (got "
                 "edges that were not drawn independently). Take 'imitate', or a source that samples."
             )
-        graph, bias, forced, ids, kept = choice.graph, call.bias, choice.forced, call.sequence_ids, None
+        graph, bias, forced, kept = choice.graph, call.bias, choice.forced, None
+        seed, ids = draw_seed(call.seed), resolve_sequence_ids(call.sequence_ids, graph.num_sequences, graph.device)
         if self.rows < 1:
-            ptr = graph.blocks.query_ptr
-            number = resolve_sequence_ids(ids, graph.num_sequences, ptr.device)
-            kept = ops.sample_queries(ptr, number, graph.blocks.num_queries, self.rows, draw_seed(call.seed))
-        probes, chance = draw_probes(graph, self.probes, seed=call.seed, sequence_ids=ids, queries=kept)
+            blocks = graph.blocks
+            kept = ops.schemas.sample_queries(blocks.query_ptr, ids, blocks.num_queries, float(self.rows), seed)
+        probes, chance = probes_of(graph, self.probes, seed, ids, kept)
         probes = call.limit(probes)
         if kept is not None:
             blocks, edge = graph.blocks._select_queries(kept)

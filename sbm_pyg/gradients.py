@@ -79,19 +79,19 @@ def draw_probes(
     check_graph(graph)
     require_values(graph.query_ptr, "graph")
     ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
-    blocks, per_query = graph.blocks, float(per_query) / graph.block_size
-    _check_probe_memory(blocks, per_query)
+    blocks = graph.blocks
     if queries is not None:
         ops.checks.shape("queries", queries, (blocks.num_queries,), "[N]", "It says whether a query gets probes.")
     sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
-    return _draw_probes(graph, per_query, draw_seed(seed), sequence_ids, queries)
+    return probes_of(graph, per_query, draw_seed(seed), sequence_ids, queries)
 
 
-def _draw_probes(
+def probes_of(
     graph: AttentionGraph, per_query: float, seed: int, sequence_ids: Tensor, queries: Tensor | None
 ) -> tuple[AttentionGraph, Tensor]:
-    """As :func:`draw_probes`, of blocks where the graph is over blocks, by arguments that are checked."""
-    blocks = graph.blocks
+    """As :func:`draw_probes`, by arguments that are checked."""
+    blocks, per_query = graph.blocks, float(per_query) / graph.block_size
+    _check_probe_memory(blocks, per_query)
     ops.checks.not_captured(blocks.device)
     more = (blocks.num_queries, blocks.heads, per_query, seed, blocks.is_causal)
     rowptr, col, chance = ops.schemas.sample_probes(blocks.query_ptr, blocks.key_ptr, sequence_ids, queries, *more)

@@ -139,10 +139,26 @@ class SBM(EdgeProbability):
         for name, ptr in zip(names, ptrs, strict=True):
             object.__setattr__(self, name, ptr)
         if block is None:
-            identity = torch.eye(blocks, dtype=query.dtype, device=query.device)
-            object.__setattr__(self, "block_matrix", identity.expand(heads, -1, -1))
+            del self.__dict__["block_matrix"]  # the identity, made when it is read
         object.__setattr__(self, "rate", query if block is None else query @ block)
         self._check_strict()
+
+    @classmethod
+    def _trusted(cls, query: Tensor, key: Tensor, block: Tensor | None, query_ptr: Tensor, key_ptr: Tensor) -> SBM:
+        """The model of memberships and blocks in [0, 1] that fit each other, without checks."""
+        sbm = object.__new__(cls)
+        sides = {"query_membership": query, "key_membership": key, "query_ptr": query_ptr, "key_ptr": key_ptr}
+        sides |= {"rate": query} if block is None else {"rate": query @ block, "block_matrix": block}
+        sbm.__dict__.update(sides, is_causal=False, is_strict=False, _membership_bound=1.0)
+        return sbm
+
+    def __getattr__(self, name: str) -> Any:
+        """The identity as block matrix, where none was given, made when it is first read."""
+        if name != "block_matrix" or "rate" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        identity = torch.eye(self.num_blocks, dtype=self.rate.dtype, device=self.rate.device)
+        self.__dict__[name] = identity.expand(self.heads, -1, -1)
+        return self.__dict__[name]
 
     def _check_strict(self) -> None:
         """Check that a strict model is causal, and that its queries and keys have the same offsets."""
@@ -407,6 +423,9 @@ class SBM(EdgeProbability):
         return total.view(heads, sequences, blocks)
 
 
+del SBM.block_matrix  # a default value of the class, which would hide the one that is made when it is read
+
+
 def check_model(sbm: object) -> None:
     """Raise TypeError unless it is an :class:`SBM`."""
     checks.kind("sbm", sbm, SBM, "an SBM", "`SBMHead` makes one, and so does `SBM(query, key, block)`.")
@@ -422,8 +441,9 @@ def check_sbm(sbm: SBM) -> float:
         largest entry of a block matrix and the largest membership of a key, each counted as at least 1. If t is the
         smallest normal number of a precision, smaller numbers are negligible compared to sums of t times this bound.
     """
-    largest = dict.fromkeys(("query_membership", "key_membership", "block_matrix"), 0.0)
-    seen = {name: x.detach() for name in largest if can_read(x := getattr(sbm, name)) and x.numel()}
+    largest = {"query_membership": 0.0, "key_membership": 0.0, "block_matrix": 1.0}  # of the identity
+    given = {name: vars(sbm)[name].detach() for name in largest if name in vars(sbm)}
+    seen = {name: x for name, x in given.items() if can_read(x) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
@@ -619,12 +639,12 @@ class SBMHead(torch.nn.Module):
                 )
             key = query
         query_gated, key_gated = GATED.get(self.parameterization, (False, False))
-        mapped = self._fold_second_layer(query_gated)
-        query_side = self._memberships(query, query_gated, mapped)
-        if key_gated != query_gated:
-            mapped = self._fold_second_layer(key_gated)
+        # one pass of the perceptron for both sides
+        affinity = self._affinities(query if key is query else torch.cat([query, key], 1))
+        sides = (affinity, affinity) if key is query else affinity.split([query.size(1), key.size(1)], 1)
+        query_side = self._memberships(sides[0], query_gated)
         alike = key is query and key_gated == query_gated
-        key_side = query_side if alike else self._memberships(key, key_gated, mapped)
+        key_side = query_side if alike else self._memberships(sides[1], key_gated)
         if self.parameterization == "paper":
             affinity = self.clusters @ self.clusters.mT  # [H, K, K]
             block = affinity.flatten(1).softmax(-1).view_as(affinity)
@@ -636,8 +656,7 @@ class SBMHead(torch.nn.Module):
             query_degree, key_degree = self._degrees(query, key)
             query_side, key_side = query_side * query_degree[..., None], key_side * key_degree[..., None]
         block = block if block is None else block.to(query_side.dtype)
-        sbm = SBM(query_side, key_side, cast(Tensor, block), tokens.query_ptr, tokens.key_ptr)
-        return sbm._with(_membership_bound=1.0)
+        return SBM._trusted(query_side, key_side, block, tokens.query_ptr, tokens.key_ptr)
 
     def degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of the memberships: degrees of the queries ``[H, N]`` and of the keys ``[H, M]``, in (0, 1).
@@ -659,36 +678,35 @@ class SBMHead(torch.nn.Module):
         query_degree, key_degree = (each.sigmoid() for each in both)
         return query_degree, key_degree
 
-    def _fold_second_layer(self, gated: bool) -> tuple[Tensor, Tensor] | None:
-        """Fold second layer, clusters and shift into one linear map, ``[H, G k, C]`` and ``[H, 1, G k]``.
+    def _affinities(self, x: Tensor) -> Tensor:
+        """Affinities of tokens ``[H, N, C]`` to the clusters of all groups, ``[H, N, G k]``.
 
-        It is cheap because there are few clusters. None if a layer has hooks or was replaced, and must be called.
+        Second layer and clusters are folded into one linear map, which is cheap because there are few clusters, unless
+        a layer has hooks or was replaced, and must be called.
         """
         if not _two_plain_layers(self.mlp):
-            return None
+            return self.mlp(x) @ self.clusters.mT / self._divisor
         second = cast(torch.nn.Linear, self.mlp[2])
         weight, bias = self.clusters @ second.weight, self.clusters @ second.bias
         if self._divisor != 1:
             weight, bias = weight / self._divisor, bias / self._divisor
-        return weight, (bias + self.shift if gated else bias)[:, None]
+        relu = torch.relu if values.are_watched() else torch.relu_  # checkpointing may keep what is overwritten
+        hidden = relu(self.mlp[0](x.flatten(0, 1))).view_as(x)
+        return torch.baddbmm(bias[:, None], hidden, weight.mT)
 
     @property
     def _divisor(self) -> float:
         """The divisor of affinities: the temperature, which the paper does not have."""
         return 1.0 if self.parameterization == "paper" else self.temperature
 
-    def _memberships(self, x: Tensor, gated: bool, mapped: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _memberships(self, affinity: Tensor, gated: bool) -> Tensor:
         """Memberships ``[H, N, K]``: per group, a sigmoid per community if ``gated``, else a softmax."""
-        in_place = not values.are_watched()  # checkpointing may keep the products, which are overwritten
-        relu, sigmoid = (torch.relu_, torch.sigmoid_) if in_place else (torch.relu, torch.sigmoid)
-        if mapped is None:
-            affinity = self.mlp(x) @ self.clusters.mT / self._divisor + (self.shift if gated else 0.0)
-        else:
-            weight, bias = mapped
-            hidden = relu(self.mlp[0](x.flatten(0, 1))).view_as(x)
-            affinity = torch.baddbmm(bias, hidden, weight.mT)
+        if gated:
+            affinity = affinity + self.shift
         if self.groups == 1:
-            return sigmoid(affinity) if gated else affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
+            if gated:
+                return affinity.sigmoid() if values.are_watched() else affinity.sigmoid_()
+            return affinity.softmax(-1, dtype=affinity.dtype)  # also under autocast
         groups = affinity.unflatten(-1, (self.groups, -1))
         sides = groups.sigmoid() if gated else groups.softmax(-1, dtype=groups.dtype)
         return reduce(_outer_products, sides.unbind(-2))

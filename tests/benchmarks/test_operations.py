@@ -7,15 +7,15 @@ from examples.benchmarks.operations import Operations, count_step
 
 
 @pytest.mark.parametrize(
-    ("density", "is_causal", "forward", "backward"),
-    [(0.05, False, 130, 104), (0.05, True, 142, 104), (1.0, False, 152, 68), (1.0, True, 160, 68)],
+    ("density", "is_causal", "forward", "backward", "reads"),
+    [(0.05, False, 41, 37, 0), (0.05, True, 41, 37, 0), (1.0, False, 94, 39, 1), (1.0, True, 98, 39, 1)],
 )
-def test_a_step_takes_few_operations(density: float, is_causal: bool, forward: int, backward: int) -> None:
-    """The host reads one number outside of the ops of the library: whether offsets end at the number of tokens."""
+def test_a_step_takes_few_operations(density: float, is_causal: bool, forward: int, backward: int, reads: int) -> None:
+    """Outside of the ops of the library the host reads one number in the dense phase: that of pairs to learn from."""
     counts = count_step(density, is_causal=is_causal)
     assert counts["forward"] <= forward
     assert counts["backward"] <= backward
-    assert counts["reads"] <= 1
+    assert counts["reads"] <= reads
 
 
 def test_what_counts() -> None:
