@@ -6,6 +6,8 @@ law of the factors (:mod:`sbm_pyg.ops.reference.density`), and the expected numb
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from .channels import to_array
 from .threads import numba_kernel, run
 
 
-@numba_kernel
+@partial(numba_kernel, reorder=True)
 def _scale_rates(
     first, last, rate, query_ptr, key_ptr, lag, degree, running, density, least, scaled, factor, edges, pairs
 ):  # fmt: skip
@@ -41,7 +43,7 @@ def _scale_rates(
                 scaled[head, i, k] = rate[head, i, k] * factor[head, i]
 
 
-@numba_kernel
+@partial(numba_kernel, reorder=True)
 def _degree_gradients(
     first, last, grad, grad_factor, rate, query_ptr, key_ptr, lag, degree, factor, running, least, of_degree
 ):  # fmt: skip
