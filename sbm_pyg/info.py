@@ -104,9 +104,9 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     attend: Any = ops.edge_attention
     reference: Any = reference_edges
     random = torch.Generator().manual_seed(0)
-    heads, tokens, blocks, channels = 2, 200, 8, 16
+    heads, tokens, blocks, channels = 2, 100, 8, 16
     rate, member = (torch.rand(heads, tokens, blocks, generator=random) / 4 for _ in range(2))
-    ptr, sequence_ids = torch.tensor([0, 80, tokens]), torch.arange(2)
+    ptr, sequence_ids = torch.tensor([0, 40, tokens]), torch.arange(2)
     law = (rate, member, ptr, ptr, sequence_ids)
     expected = reference_sampling.sample_sbm(*law, 7, "bernoulli", 0.0, False, False)
     rowptr, col = sample(*(tensor.to(device) for tensor in law), 7)

@@ -1,7 +1,8 @@
 """What plain torch asks of a device: how many operations, and how often the host waits for an answer.
 
 Both are counted on the CPU, by sending our ops to the reference that every other device takes. They depend neither on
-the machine nor on the size of the batch. ``python tests/test_launches.py`` prints them.
+the machine nor on the size of the batch. Graphs of a block model are left to the CPU: that counts as the copies of five
+arguments, for each of which the host waits, and of two results. ``python tests/test_launches.py`` prints the counts.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from problems import same
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
 from sbm_pyg.ops import checks, memo, schemas, values
 from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.sources import patterns
 
@@ -38,7 +37,15 @@ class PlainTorch(TorchDispatchMode):
 
     def module(self, name: str) -> Any:
         """Which has the function that computes this op."""
+        if name == "sample_sbm":
+            return self
         return import_module(f"sbm_pyg.ops.reference.{schemas.KERNELS[name][0]}")
+
+    def sample_sbm(self, *arguments: Any) -> Any:
+        """The graph as the CPU draws it, of which the copies alone are counted."""
+        self.launches, self.waits = self.launches + 7, self.waits + 5
+        with _disable_current_modes():
+            return torch.ops.sbm_pyg.sample_sbm(*arguments)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +65,7 @@ class PlainTorch(TorchDispatchMode):
 
 @contextmanager
 def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
-    """Count on the CPU as on a device with room for all rows at once; lists of values are waited for, too."""
+    """Count on the CPU as on a device, where lists of values are waited for, too."""
     counted, tolist = counted or PlainTorch(), Tensor.tolist
 
     def wait(x: Tensor) -> Any:
@@ -66,36 +73,12 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
         return tolist(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {})
         patch.setattr(reference_pairs, "SCORES_PER_TILE", {})
         patch.setattr(values, "can_read_without_sync", lambda *_: False)
         patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
         with counted:
             yield counted
-
-
-def model(way: str, sequences: int, tokens: int, heads: int, is_causal: bool = False, blocks: int = 32) -> tuple:
-    """Arguments of ``sample_sbm`` whose rows go one way, or all three."""
-    random = torch.Generator().manual_seed(0)
-    y, z = (torch.rand(heads, sequences * tokens, blocks, generator=random) for _ in range(2))
-    y, z = (y + 3) / 4 / blocks, (z + 3) / 4  # nearly even, as a layer starts
-    y *= {"gaps": 0.05, "coins": 0.4, "proposals": 0, "all": 0.05}[way]
-    if way in ("proposals", "all"):  # one key in a hundred is in the first block, and surely an edge of some rows
-        some = slice(0, None, {"proposals": 1, "all": 3}[way])
-        y[:, some], z[:, :, 0] = 0, 0
-        y[:, some, 0], z[:, ::100, 0] = 0.5, 1
-    if way == "all":
-        y[:, 1::3] *= 8
-    ptr = torch.arange(sequences + 1) * tokens
-    return y, z, ptr, ptr, torch.arange(sequences), 7, "bernoulli", 0.0, False, is_causal
-
-
-def sampled(*arguments: Any, **options: Any) -> tuple[int, int]:
-    given = model(*arguments, **options)
-    with plain_torch() as counted:
-        torch.ops.sbm_pyg.sample_sbm(*given)
-    return counted.launches, counted.waits
 
 
 def trained(sequences: int, tokens: int, **options: Any) -> tuple[int, int]:
@@ -108,38 +91,16 @@ def trained(sequences: int, tokens: int, **options: Any) -> tuple[int, int]:
     return counted.launches, counted.waits
 
 
-SIZES = (1, 128, 1), (4, 600, 2), (40, 100, 3), (90, 100, 1)
-WAYS = "gaps", "coins", "proposals", "all"
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_sampling_takes_few_operations_and_two_waits(way: str, is_causal: bool) -> None:
-    for size in SIZES:
-        launches, waits = sampled(way, *size, is_causal=is_causal)
-        assert launches <= 400
-        assert waits == 2
-
-
-def test_long_sequences_take_some_more() -> None:
-    """Sums over more than 8,192 keys are joined once more, and a key is looked for among them in one more round."""
-    y, z, _, _, *law = model("all", 1, 20_000, 1, blocks=4)
-    with plain_torch() as counted:
-        torch.ops.sbm_pyg.sample_sbm(y[:, :60], z, torch.tensor([0, 60]), torch.tensor([0, 20_000]), *law)
-    assert counted.launches <= 379
-    assert counted.waits == 2
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("window", "expected"), [(None, 5), (0, 6)])
+@pytest.mark.parametrize(("window", "expected"), [(None, 8), (0, 9)])
 def test_a_training_step_takes_few_operations_and_waits(window: int | None, expected: int, is_causal: bool) -> None:
-    """Waits are for the offsets, for edges, twice, for those of the queries that the estimator takes, and for probes.
+    """Waits are for the offsets, five for the graph, for edges of the queries that the estimator takes, and for probes.
 
     With a window, one more is for its edges that were not drawn.
     """
     for sequences, tokens in ((1, 64), (4, 256)):
         launches, waits = trained(sequences, tokens, is_causal=is_causal, window=window)
-        assert launches <= 750
+        assert launches <= 525
         assert waits == expected
 
 
@@ -164,15 +125,15 @@ def test_offsets_are_waited_for_once() -> None:
             x = layer(x, ptr=ptr, seed=1)
             counts.append(counted.waits)
         x.square().sum().backward()
-    assert counts == [6, 11]
-    assert counted.waits == 11
+    assert counts == [9, 17]
+    assert counted.waits == 17
 
 
 def test_a_training_step_over_blocks_waits_once_more() -> None:
     """For the number of blocks."""
     launches, waits = trained(4, 250, block_size=16, window=None)
-    assert launches <= 850
-    assert waits == 6
+    assert launches <= 655
+    assert waits == 9
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -225,20 +186,6 @@ def test_the_root_of_entmax_is_found_without_waiting() -> None:
     assert counted.waits == 1
 
 
-@pytest.mark.parametrize("room", [2**12, 2**15, 2**40])
-@pytest.mark.parametrize("margin", [0.01, 1.0])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_edges_do_not_depend_on_room(
-    room: int, margin: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows in parts, and random words in several attempts."""
-    given = model("all", 3, 200, 2, is_causal=is_causal)
-    expected = reference_sampling.sample_sbm(*given)
-    monkeypatch.setattr(reference_sampling, "MAX_TENSOR_BYTES", {"cpu": room})
-    monkeypatch.setattr(reference_sampling, "MARGIN", margin)
-    assert same(reference_sampling.sample_sbm(*given), expected)
-
-
 def test_backward_passes_share_the_order_of_keys() -> None:
     rowptr, col = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])
     first = reference_segments.by_key(rowptr, col, 1, 2)
@@ -250,10 +197,6 @@ def test_backward_passes_share_the_order_of_keys() -> None:
 
 
 def main() -> None:
-    for way in WAYS:
-        for is_causal in (False, True):
-            counts = [sampled(way, *size, is_causal=is_causal) for size in SIZES]
-            print(f"sample_sbm, {way}, {is_causal = }: {counts} operations and waits")
     for is_causal in (False, True):
         print(f"a training step, {is_causal = }: {trained(4, 256, is_causal=is_causal)}")
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from problems import LAW_CASES, copies, on_threads, pair_counts, same, small_sbms
+from problems import LAW_CASES, copies, on_threads, pair_counts, pointer, same, small_sbms
 from scipy import stats
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
@@ -221,18 +221,59 @@ def test_degrees_follow_those_of_the_head(way: str) -> None:
     assert stats.chi2.sf(float((z**2).sum()), z.numel()) < FALSE_ALARM
 
 
-@pytest.mark.parametrize(("is_causal", "queries"), [(False, 50), (True, 350)])
-def test_reference_and_numba_choose_the_same_edges(is_causal: bool, queries: int, way: str) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_reference_and_numba_choose_the_same_edges(is_causal: bool, way: str) -> None:
     """Memberships in sixteenths make every probability exact in any order of summation, so the edges must agree to the last one."""
     generator = torch.Generator().manual_seed(5)
-    for blocks, keys in ((6, 70), (33, 300), (129, 300)):
-        y = torch.randint(0, 17, (2, queries, blocks), generator=generator) / 16 / 64
-        z = torch.randint(0, 17, (2, keys, blocks), generator=generator) / 16
+    for heads, blocks, keys in ((2, 6, 70), (1, 33, 300), (2, 129, 90)):
+        queries = keys if is_causal else 25
+        y = torch.randint(0, 17, (heads, queries, blocks), generator=generator) / 16 / 64
+        z = torch.randint(0, 17, (heads, keys, blocks), generator=generator) / 16
         y[:, ::2] /= blocks
-        ptr = torch.tensor([0, 20, queries]), torch.tensor([0, 40, keys])
+        ptr = torch.tensor([0, 10, queries]), torch.tensor([0, 30, keys])
         for method, exploration, seed in (("bernoulli", 0.0, 1), ("bernoulli", 0.0625, 2**63 - 1), ("fastrg", 0.0, 3)):
             arguments = (y, z, *ptr, torch.tensor([3, 2**32 - 1]), seed, method, exploration, True, is_causal)
             assert same(ops.sample_sbm(*arguments), reference_sampling.sample_sbm(*arguments))
+
+
+def random_model(case: int) -> tuple[Any, ...]:
+    """Arguments of ``sample_sbm``: soft or hard memberships, many or few edges, sequences of any lengths, 0 among them."""
+    generator = torch.Generator().manual_seed(case)
+    blocks = int(torch.randint(1, 9, (), generator=generator))
+    query_ptr, key_ptr = (
+        pointer(torch.randint(0, most, (3,), generator=generator).tolist()) for most in (8, (400, 60)[case // 3 % 2])
+    )
+    rate, member = (torch.rand(2, int(ptr[-1]), blocks, generator=generator) for ptr in (query_ptr, key_ptr))
+    rate *= (0.02, 0.2, 1.5)[case % 3] / blocks
+    if case % 4 > 1:  # bounds far above most probabilities
+        member = (member > 0.95).float()
+        rate = (rate == rate.amax(2, keepdim=True)) * rate * blocks
+    elif case % 4 == 1:  # and near to all of them
+        member = (member + 7) / 8
+    dtype = (torch.float32, torch.float32, torch.bfloat16, torch.float64)[case % 8 // 2]
+    method, exploration = ("fastrg" if case % 5 == 4 else "bernoulli"), (0.0, 0.0, 0.01)[case // 2 % 3]
+    ids = torch.tensor([case, 2**32 - 1, 5 + (3 << 32)])
+    law = (case << 55, method, exploration, case % 3 == 2, case % 7 > 4)
+    return rate.to(dtype), member.to(dtype), query_ptr, key_ptr, ids, *law
+
+
+def test_the_loop_over_rows_and_the_kernel_draw_the_same_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 240 small models, whose rows go all three ways."""
+    plan_rows, ways, edges = reference_sampling.plan_rows, [], 0
+
+    def recorded(*arguments: Any) -> reference_sampling.Plan:
+        plan = plan_rows(*arguments)
+        ways.extend([int(plan.way)] if plan.way.dim() == 0 else [])
+        return plan
+
+    monkeypatch.setattr(reference_sampling, "plan_rows", recorded)
+    for case in range(240):
+        arguments = random_model(case)
+        graph = reference_sampling.sample_sbm(*arguments)
+        assert same(ops.sample_sbm(*arguments), graph), case
+        edges += graph[1].numel()
+    assert min(ways.count(way) for way in range(3)) > 300
+    assert edges > 20_000
 
 
 # mypy takes the first argument of an intrinsic for one that the caller gives

@@ -125,7 +125,7 @@ def test_the_test_of_rows_sees_wrong_probabilities_and_shared_groups() -> None:
     assert chi_square(numbers(graphs[:, 0]), joint_law(prob[0])) > FALSE_ALARM
     assert chi_square(numbers(graphs[:, 0]), joint_law(prob[0] * torch.tensor([1, 1.03, 1]))) < FALSE_ALARM
     assert chi_square(numbers(graphs.flatten(1)), joint_law(prob)) < FALSE_ALARM
-    apart = grouped(prob, 300_000, 1, reference_sampling.sample_sbm)  # without groups the pairs are independent
+    apart = grouped(prob, 300_000, 1, ops.sample_sbm)  # without groups the pairs are independent
     assert chi_square(numbers(apart.flatten(1)), joint_law(prob)) > FALSE_ALARM
 
 

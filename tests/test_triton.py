@@ -13,6 +13,7 @@ import torch
 
 import sbm_pyg
 from sbm_pyg.ops import cuda, schemas
+from sbm_pyg.ops.reference import edges as reference_edges
 
 HERE = Path(__file__).parent
 ROOT = Path(sbm_pyg.__file__).parent.parent
@@ -90,7 +91,7 @@ def test_devices_that_triton_does_not_serve_take_the_reference(
     cuda.compiles.cache_clear()
     x, rows = torch.ones(1, 2, 3), (torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
     try:
-        assert schemas._on_cuda("edge_dot", "edges")(x, x, *rows).tolist() == [3, 3, 3]
+        assert schemas._on_cuda("edge_dot", "edges", reference_edges.edge_dot)(x, x, *rows).tolist() == [3, 3, 3]
     finally:
         cuda.compiles.cache_clear()
 

@@ -12,7 +12,7 @@ import test_estimators
 import test_ops
 import torch
 from problems import pointer, random_graph
-from test_launches import model
+from torch.utils._python_dispatch import _disable_current_modes
 from triton_contract import COUNTED, INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
 from triton_contract import kernels as kernels
 
@@ -118,9 +118,27 @@ WAYS = {"proposals": (0.0, math.inf), "gaps": (math.inf, 0.0), "coins": (math.in
 """What a proposal and a gap are taken to cost, by the way that rows then take."""
 
 
+def model(way: str, sequences: int, tokens: int, heads: int, is_causal: bool = False, blocks: int = 32) -> tuple:
+    """Arguments of ``sample_sbm`` whose rows go one way, or all three."""
+    random = torch.Generator().manual_seed(0)
+    y, z = (torch.rand(heads, sequences * tokens, blocks, generator=random) for _ in range(2))
+    y, z = (y + 3) / 4 / blocks, (z + 3) / 4  # nearly even, as a layer starts
+    y *= {"gaps": 0.05, "coins": 0.4, "proposals": 0, "all": 0.05}[way]
+    if way in ("proposals", "all"):  # one key in a hundred is in the first block, and surely an edge of some rows
+        some = slice(0, None, {"proposals": 1, "all": 3}[way])
+        y[:, some], z[:, :, 0] = 0, 0
+        y[:, some, 0], z[:, ::100, 0] = 0.5, 1
+    if way == "all":
+        y[:, 1::3] *= 8
+    ptr = torch.arange(sequences + 1) * tokens
+    return y, z, ptr, ptr, torch.arange(sequences), 7, "bernoulli", 0.0, False, is_causal
+
+
 def agree(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The same edges as those of plain torch, which are returned."""
-    found, wanted = ops.sample_sbm(*given), reference_sampling.sample_sbm(*given)
+    found = ops.sample_sbm(*given)
+    with _disable_current_modes():  # the reference takes thousands of operations, which nobody counts
+        wanted = reference_sampling.sample_sbm(*given)
     for mine, meant in zip(found, wanted, strict=True):
         assert mine.dtype == meant.dtype
         assert torch.equal(mine, meant)
@@ -322,15 +340,18 @@ def test_coins_that_only_float64_decides(monkeypatch: pytest.MonkeyPatch, kernel
     assert "_pairs_kernel" in kernels.started
 
 
-def test_models_without_blocks_keys_or_queries_take_the_reference(kernels: Kernels) -> None:
-    for queries, keys, blocks in ((2, 3, 0), (0, 3, 2), (2, 0, 2)):
-        y, z, ptrs = (
-            torch.ones(1, queries, blocks),
-            torch.ones(1, keys, blocks),
-            (torch.tensor([0, n]) for n in (queries, keys)),
-        )
+def test_models_without_queries_or_keys_start_no_kernel(kernels: Kernels) -> None:
+    for queries, keys in ((0, 3), (2, 0)):
+        y, z, ptrs = torch.ones(1, queries, 2), torch.ones(1, keys, 2), (pointer([queries]), pointer([keys]))
         agree(y, z, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.5, False, False)
     assert not kernels.started
+
+
+def test_models_without_blocks_have_the_edges_of_exploration(way: str) -> None:
+    y, z, ptrs = torch.ones(1, 3, 0), torch.ones(1, 70, 0), (pointer([3]), pointer([70]))
+    for row_group in (1, 16):
+        _, col = agree(y, z, *ptrs, torch.tensor([0]), 0, "bernoulli", 0.25, False, False, row_group)
+        assert len(col) > 30
 
 
 @COUNTED

@@ -49,36 +49,45 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
 """For each op, the file that computes it, by its name on each shelf, and the shelves that have a kernel."""
 
 
-def _on_cuda(name: str, file: str) -> Callable[..., Any]:
-    """The Triton kernel of an op, imported by the first call; plain torch where Triton does not compile."""
+def _on_cuda(name: str, file: str, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """The Triton kernel of an op, imported by the first call; ``elsewhere`` where Triton does not compile."""
 
     def call(*arguments: Any) -> Any:
         device = next(x.device for x in arguments if isinstance(x, Tensor))
-        shelf = "cuda" if cuda.compiles(device) else "reference"
-        return getattr(import_module(f".{shelf}.{file}", __package__), name)(*arguments)
+        if not cuda.compiles(device):
+            return elsewhere(*arguments)
+        return getattr(import_module(f".cuda.{file}", __package__), name)(*arguments)
 
     return call
 
 
-def _declare(name: str, fake: Callable[..., Any], file: str, kernels: tuple[str, ...] = ("cpu", "cuda")) -> CustomOpDef:
+def _declare(
+    name: str,
+    fake: Callable[..., Any],
+    file: str,
+    kernels: tuple[str, ...] = ("cpu", "cuda"),
+    carry_to_cpu: bool = False,
+) -> CustomOpDef:
     """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, and its cost.
 
     All are in files of one name. The schema is the signature of the reference, without what goes in by keyword alone.
-    Apple's devices run the CPU kernel.
+    Apple's devices run the CPU kernel. Other devices without a kernel run the reference, or the CPU kernel with
+    ``carry_to_cpu``, which is for references that are too slow for use.
     """
     KERNELS[name] = file, kernels
-    reference: Any = _as_given(getattr(import_module(f".reference.{file}", __package__), name))
-    given = [each for each in signature(reference).parameters.values() if each.kind is not Parameter.KEYWORD_ONLY]
-    reference.__signature__ = signature(reference).replace(parameters=given)
-    op = torch.library.custom_op(f"sbm_pyg::{name}", reference, mutates_args=())
+    reference = getattr(import_module(f".reference.{file}", __package__), name)
     kernel = getattr(import_module(f".{'cpu' if cpu.INSTALLED else 'reference'}.{file}", __package__), name)
+    elsewhere: Any = _as_given(_carried(kernel) if carry_to_cpu else reference)
+    given = [each for each in signature(reference).parameters.values() if each.kind is not Parameter.KEYWORD_ONLY]
+    elsewhere.__signature__ = signature(reference).replace(parameters=given)
+    op = torch.library.custom_op(f"sbm_pyg::{name}", elsewhere, mutates_args=())
     op.register_kernel("cpu")(_as_given(kernel))
     op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
     if "cuda" in kernels:
-        op.register_kernel("cuda")(_as_given(_on_cuda(name, file)))
+        op.register_kernel("cuda")(_as_given(_on_cuda(name, file, elsewhere)))
     op.register_fake(fake)
     if name in flops.__all__:
-        formula = flops.formula_of(name, signature(reference))
+        formula = flops.formula_of(name, signature(elsewhere))
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(formula)
     return op
 
@@ -208,7 +217,7 @@ weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(
 segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
 entmax_support = _declare("entmax_support", _fake_chosen, "entmax")
-sample_sbm = _declare("sample_sbm", _fake_rows, "sampling")
+sample_sbm = _declare("sample_sbm", _fake_rows, "sampling", carry_to_cpu=True)
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
 sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
 sample_probes = _declare("sample_probes", _fake_probes, "systematic")

@@ -417,7 +417,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
 def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
-    bytes_each = 9 if device.type == "cpu" else 20  # 4-byte indices in chunks and joined; 8-byte ones in plain torch
+    bytes_each = 9  # 4-byte indices in chunks and joined
     every = sbm.heads * sbm.num_queries * sbm.num_keys
     if checks.fits(every, bytes_each, device) or not can_read(sbm.query_membership):
         return

@@ -17,7 +17,7 @@ except ImportError as error:  # it is not installed, or not for this version of 
     INSTALLED = False
     warnings.warn(
         f"numba cannot be imported ({error}), so sbm_pyg computes in plain torch on the CPU. Results are the same, but "
-        "a step takes 5 to 40 times as long. Install numba 0.61 or newer.",
+        "a step takes 25 to 200 times as long. Install numba 0.61 or newer.",
         RuntimeWarning,
         stacklevel=2,
     )

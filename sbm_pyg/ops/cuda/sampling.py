@@ -10,7 +10,7 @@ again and write. Both runs are one compiled program, so they find the same edges
 for proposals a bit for each key: some programs take these rows by turns and clear their own bits.
 
 Decisions are made in float64, or in float32 where bounds on its errors leave no doubt. Multiplications and additions
-are not fused. Models without blocks take plain torch.
+are not fused. A model without blocks gets one of rate 0.
 """
 
 from __future__ import annotations
@@ -599,11 +599,13 @@ def sample_sbm(
     rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
     exploration: float, clamp: bool, is_causal: bool, row_group: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if rate.size(2) == 0:
+        rate, member = (torch.nn.functional.pad(x, (0, 1)) for x in (rate, member))
     (heads, queries, blocks), keys, sequences = rate.shape, member.size(1), query_ptr.numel() - 1
     rows, device = heads * queries, rate.device
-    if not rows * keys * blocks:
-        more = (seed, method, exploration, clamp, is_causal, row_group)
-        return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
+    dtype = torch.int32 if keys < 2**31 else torch.int64
+    if not rows * keys:
+        return query_ptr.new_zeros(rows + 1), query_ptr.new_empty(0, dtype=dtype)
     query_ptr, key_ptr, sequence_ids = (x.contiguous() for x in (query_ptr, key_ptr, sequence_ids))
     rate, member, eta = rate.detach().contiguous(), member.detach().contiguous(), float_bits(exploration)
     if row_group > 1:
@@ -649,7 +651,6 @@ def sample_sbm(
             **four
         )  # fmt: skip
 
-    dtype = torch.int32 if keys < 2**31 else torch.int64
     draw(counts, torch.empty(0, dtype=dtype, device=device), 0)
     rowptr = counts.cumsum(0)
     edges, highest = torch.stack([rowptr[-1], floats[2].amax()]).tolist()
