@@ -1,8 +1,9 @@
 """A device that is not there: tensors in this machine's memory that claim to be elsewhere, and refuse to meet those that do not.
 
-What a GPU refuses is refused here: an op on tensors of two devices, kernels of the CPU, numpy. So a machine without a GPU finds what would fail on
-one, but for speed, precision and whatever torch's own kernels do. The device is torch's ``PrivateUse1`` and stays registered with the process, so
-that this module is for processes of its own: as a program it runs the cases of ``device_cases.py`` and prints as JSON what went wrong in each.
+What a GPU refuses is refused here: an op on tensors of two devices, kernels of the CPU, numpy. Ops of ours are computed as on any device without
+kernels, and may carry nothing to the CPU, but for those in ``CARRIED``. So a machine without a GPU finds what would fail on one, but for speed,
+precision and whatever torch's own kernels do. The device is torch's ``PrivateUse1`` and stays registered with the process, so that this module is
+for processes of its own: as a program it runs the cases of ``device_cases.py`` and prints as JSON what went wrong in each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib
@@ -31,8 +32,12 @@ DEVICE, CPU = torch.device("privateuseone", 0), torch.device("cpu")
 aten = torch.ops.aten
 DEVICES = {"float64": True, "no float64": False}
 """Whether the device has numbers of 64 bits; Apple's have none."""
+CARRIED = ("sample_sbm",)
+"""Ops that the CPU computes for devices without a kernel. All others stay on the device that has float64."""
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 """Ops that take indices on the CPU whatever they index."""
+MOVES = (aten._to_copy.default, aten.to.dtype_layout, aten.to.device)
+"""Ops that carry a tensor to another device, at any depth of torch."""
 
 
 class Remote(Tensor):
@@ -72,6 +77,7 @@ class Pretend(TorchDispatchMode):
     """In it, tensors can be made on the device and carried there."""
 
     doubles = True
+    op = ""  # of ours, which is being computed
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(op, args, kwargs or {})
@@ -94,7 +100,9 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     remote = any(isinstance(x, Remote) for x in tensors)
     if op is aten.copy_.default:
         return copy(args[1], args[0])
-    moves = op is aten._to_copy.default
+    moves = op in MOVES
+    if remote and moves and Pretend.op not in ("", *CARRIED) and kwargs.get("device", DEVICE).type == CPU.type:
+        raise RuntimeError(f"{Pretend.op} carries a tensor from {DEVICE} to the CPU")
     if remote and not moves:
         first_only = op in INDEXED and isinstance(args[0], Remote)
         strangers = [x for x in tensors if x.dim() and not isinstance(x, Remote)]
@@ -102,6 +110,9 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and cpu, in {op}"
             )
+    if remote and op.namespace == "sbm_pyg" and Pretend.doubles:
+        with Pretend():
+            return within(op._opname, getattr(schemas, op._opname)._init_fn, *args, **kwargs)
     device = kwargs.get("device")
     remote = remote if device is None else device.type == DEVICE.type
     out = op(*tree_map(local, args), **tree_map(local, kwargs))
@@ -113,6 +124,15 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"Cannot make a float64 tensor on {DEVICE}, in {op}")
     out = tree_map(lambda x: Remote(x) if isinstance(x, Tensor) else x, out)
     return out if moves or device is not None else return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def within(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``call`` returns as a part of an op of ours."""
+    Pretend.op = name
+    try:
+        return call(*args, **kwargs)
+    finally:
+        Pretend.op = ""
 
 
 def empty(size: Any, stride: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -160,7 +180,7 @@ def refuses(device: torch.device) -> list[str]:
     mistakes = {
         "two devices": lambda: far + near, "indices elsewhere": lambda: near[far.long()], "writing elsewhere": lambda: near.add_(far),
         "an op of ours": lambda: torch.ops.sbm_pyg.edge_dot(far[None], near[None], graph.rowptr, graph.col),
-        "numpy": lambda: np.asarray(far),
+        "numpy": lambda: np.asarray(far), "leaving it": lambda: within("edge_dot", far.cpu),
     }  # fmt: skip
     refused = []
     for name, mistake in mistakes.items():
@@ -181,7 +201,8 @@ def main() -> None:
         dots = schemas._carried(cpu_edges.edge_dot)(*(x.to(device) for x in given))
         assert dots.device == device
         assert torch.equal(dots.cpu(), cpu_edges.edge_dot(*given))
-        assert refuses(device) == ["two devices", "indices elsewhere", "writing elsewhere", "an op of ours", "numpy"]
+        refused = ["two devices", "indices elsewhere", "writing elsewhere", "an op of ours", "numpy", "leaving it"]
+        assert refuses(device) == refused
     outcome: dict[str, dict[str, str]] = {kind: {} for kind in DEVICES}
     for name, case in CASES.items():
         expected = case(CPU)

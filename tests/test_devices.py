@@ -42,6 +42,10 @@ def pretended() -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("kind", ["float64", "no float64"])  # Apple's devices have none
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_leaves_a_pretended_device(name: str, kind: str, pretended: dict[str, dict[str, str]]) -> None:
+    """But the rates and memberships of ``sample_sbm``, which the CPU computes for devices without a kernel.
+
+    For devices without float64 the CPU computes all of our ops.
+    """
     assert not pretended[kind][name]
 
 
