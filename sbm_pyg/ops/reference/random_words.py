@@ -46,7 +46,7 @@ def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | in
     """
     like = next(c for c in (c0, c1, c2, c3) if isinstance(c, Tensor))
     words = (c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in (c0, c1, c2, c3))
-    first, second, third, fourth = scramble(torch.stack(torch.broadcast_tensors(*words)), seed)
+    first, second, third, fourth = _scramble(torch.stack(torch.broadcast_tensors(*words)), seed)
     return first, second, third, fourth
 
 
@@ -56,7 +56,7 @@ def head_generator(head: int, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(high >> 1) << 32 | int(low))
 
 
-def scramble(counters: Tensor, seed: int) -> Tensor:
+def _scramble(counters: Tensor, seed: int) -> Tensor:
     """Philox of counters ``[4, ...]``, contiguous and int64: their random words, written over them."""
     key = [[(seed >> 32 * part) + step * weyl & WORD_MASK for part, weyl in enumerate(_WEYL)] for step in range(10)]
     twice = [[x << 32 | y for x, y in zip(*key[step : step + 2], strict=True)] for step in range(0, 10, 2)]

@@ -116,7 +116,7 @@ def _sample_rows(
     """Draw each row from its own rates, the keys that it may attend to, and its own random words.
 
     Exploration is one block more, of which each key is a member. Returns the numbers of all edges, ``row * M + key``,
-    ascending. Cost O(H N M K).
+    ascending. It costs O(H N M K), and a row by proposals O(M) for each candidate.
     """
     (heads, num_queries, _), num_keys = rate.shape, member.size(1)
     rate = torch.nn.functional.pad(rate.double(), (0, 1), value=law.exploration)  # [H, N, K+1]
@@ -144,9 +144,9 @@ class _Stream(NamedTuple):
     head: int
     seed: Any
 
-    def words(self, purpose: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Four random words for each number in ``like``, ``[n]`` int64 each."""
-        return philox(like, self.position, self.sequence_id, self.head | purpose, self.seed)
+    def words(self, purpose: int, number: Tensor) -> tuple[Tensor, ...]:
+        """Four random words for each ``number``, ``[n]`` int64 each."""
+        return philox(number, self.position, self.sequence_id, self.head | purpose, self.seed)
 
 
 def _draw_row(rate: Tensor, member: Tensor, law: Law, stream: _Stream) -> Tensor:
@@ -189,7 +189,7 @@ def _draw_pairs(p: Tensor, law: Law, stream: _Stream) -> Tensor:
 
 
 def _draw_gaps(num_keys: int, plan: Plan, stream: _Stream) -> tuple[Tensor, Tensor]:
-    """Candidates that each key is with the probability ``bound``, ascending; and a uniform number for each.
+    """Draw candidates, ascending, and a uniform number for each. Each key is one with the same probability, ``bound``.
 
     The number of keys between two candidates is geometric: ``log(u) / log(1 - bound)`` of a uniform u, rounded down.
     """
@@ -202,7 +202,7 @@ def _draw_gaps(num_keys: int, plan: Plan, stream: _Stream) -> tuple[Tensor, Tens
 
 
 def _draw_proposals(mass: Tensor, sums: Tensor, plan: Plan, stream: _Stream) -> tuple[Tensor, Tensor]:
-    """A Poisson number of candidates, in the order of their draws; and a uniform number for each.
+    """Draw a Poisson number of candidates, in the order of their words, and a uniform number for each.
 
     A candidate is a block, drawn by its ``mass``, ``[K+1]``, and a key, drawn by its membership in that block. The key
     is the first one whose running sum, of ``sums``, ``[m, K+1]``, exceeds a uniform share of the last.
@@ -227,7 +227,7 @@ def _fraction(words: tuple[Tensor, ...]) -> Tensor:
 
 
 def _poisson(rate: float, uniform: float) -> int:
-    """A Poisson number by inversion of its distribution function."""
+    """Draw a Poisson number by inversion of its distribution function."""
     count, term = 0, math.exp(-rate)
     left = uniform - term
     while left >= 0 and term > 0:
