@@ -310,7 +310,7 @@ def test_a_sequence_of_nan_does_not_spoil_the_running_mean() -> None:
         source(Tokens(x, query_ptr=ptr, seed=seed))
     clean = copy.deepcopy(source)
     wanted = cast(Any, clean(Tokens(x, query_ptr=ptr, seed=3)).probability).rate
-    with pytest.raises(ValueError, match="Expected 'query_membership' to be finite"):
+    with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
         source(Tokens(sick, query_ptr=ptr, seed=3))
     assert torch.equal(cast(Any, source(Tokens(x, query_ptr=ptr, seed=3)).probability).rate, wanted)
     for each in (source, clean):

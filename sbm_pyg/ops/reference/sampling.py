@@ -195,7 +195,7 @@ def _draw_gaps(num_keys: int, plan: Plan, stream: _Stream) -> tuple[Tensor, Tens
     """
     number = torch.arange(num_keys, device=plan.slope.device)
     words = stream.words(GAP, number)
-    gap = ((_fraction(words) + 2.0**-53).log() * plan.slope.reciprocal()).fmin(plan.slope.new_tensor(num_keys)).long()
+    gap = ((_in_unit(words) + 2.0**-53).log() * plan.slope.reciprocal()).fmin(plan.slope.new_tensor(num_keys)).long()
     key = number + gap.cumsum(0)
     exists = key < num_keys
     return key[exists], words[2][exists].double() * 2.0**-32
@@ -209,8 +209,8 @@ def _draw_proposals(mass: Tensor, sums: Tensor, plan: Plan, stream: _Stream) -> 
     """
     rate, (num_keys, blocks) = float(plan.proposals), sums.shape
     parts = torch.arange(math.ceil(rate / 256), device=sums.device)  # exp(-256) is a normal number
-    uniforms = _fraction(stream.words(PROPOSAL_COUNT, parts)).tolist()
-    count = sum(_poisson(rate / len(uniforms), uniform) for uniform in uniforms)
+    uniforms = _in_unit(stream.words(PROPOSAL_COUNT, parts)).tolist()
+    count = sum(_invert_poisson(rate / len(uniforms), uniform) for uniform in uniforms)
     words = stream.words(PROPOSAL, torch.arange(count, device=sums.device))
     unit = [word.double() * 2.0**-32 for word in words]
     share = mass.cumsum(0) / mass.sum()
@@ -220,13 +220,13 @@ def _draw_proposals(mass: Tensor, sums: Tensor, plan: Plan, stream: _Stream) -> 
     return torch.where(block < blocks - 1, key, words[1] * num_keys >> 32), unit[2]
 
 
-def _fraction(words: tuple[Tensor, ...]) -> Tensor:
+def _in_unit(words: tuple[Tensor, ...]) -> Tensor:
     """Uniform numbers in [0, 1) of 53 bits, float64, from the first two of four words."""
     high, low = words[:2]
     return ((high << 21) + (low >> 11)).double() * 2.0**-53
 
 
-def _poisson(rate: float, uniform: float) -> int:
+def _invert_poisson(rate: float, uniform: float) -> int:
     """Draw a Poisson number by inversion of its distribution function."""
     count, term = 0, math.exp(-rate)
     left = uniform - term
