@@ -83,7 +83,7 @@ class _Keys(NamedTuple):
     upper: np.ndarray  # two 16-bit words of each key, which make upper halves
     other: np.ndarray
     lower: np.ndarray  # one 32-bit word, which makes lower halves
-    tops: np.ndarray  # largest memberships of each block: panel, community, block
+    tops: np.ndarray  # largest memberships of each block, likewise: panel, pair of communities, block
 
 
 @numba_kernel
@@ -99,7 +99,7 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     """Sort the keys of a sequence of one head into panels, and find the largest memberships of blocks."""
     _, key_ptr, panel_ptr, _, sequence_ids, first_heads = sequences
     place, pairs, upper, other, lower, tops = keys
-    blocks, first, width = member.shape[2], key_ptr[b], tops.shape[1]
+    blocks, first, num_pairs = member.shape[2], key_ptr[b], tops.shape[1]
     num_keys, panel = key_ptr[b + 1] - first, head * panel_ptr[-1] + panel_ptr[b]
     start, end = KEYS_PER_PANEL * panel, KEYS_PER_PANEL * (panel + panel_ptr[b + 1] - panel_ptr[b])
     words, bucket = np.empty(64, np.uint32), np.empty(min(segment, num_keys), np.int64)
@@ -141,8 +141,8 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     other[start + num_keys : end] = 0
 
     # memberships of the blocks: all in bfloat16, and the largest
-    row, largest = np.zeros(width, np.float32), np.zeros(width, np.float32)
-    row_bits = row.view(np.uint32)
+    row, largest = np.zeros((2, 2 * num_pairs), np.float32)
+    row_bits, largest_bits = row.view(np.uint32), largest.view(np.uint32)
     for block in range(start // KEYS_PER_BLOCK, end // KEYS_PER_BLOCK):
         largest[:] = 0
         for k in range(KEYS_PER_BLOCK):
@@ -153,12 +153,12 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
                     store(row, v, narrowed(load16(numbers, v, blocks - v)))
             else:
                 row[:] = 0
-            for v in range(0, width, 16):
+            for v in range(0, row.size, 16):
                 store(largest, v, maximum(load(largest, v, 16), load(row, v, 16)))
-            for v in range(0, width // 2):
-                poke(pairs, (block * (width // 2) + v) * 16 + k, _pair(row_bits[2 * v], row_bits[2 * v + 1]))
-        for v in range(width):
-            tops[block >> 4, v, block & 15] = largest[v]
+            for v in range(num_pairs):
+                poke(pairs, (block * num_pairs + v) * 16 + k, _pair(row_bits[2 * v], row_bits[2 * v + 1]))
+        for v in range(num_pairs):
+            tops[block >> 4, v, block & 15] = _pair(largest_bits[2 * v], largest_bits[2 * v + 1])
     total[head, b] = lane_sum(sums)
 
 
@@ -179,20 +179,11 @@ def _whole_word(upper, word, own):
 
 
 @numba_kernel
-def _sum_products(one, other, width):
-    """Sum over v of ``one[v]`` times the sixteen numbers ``other[16 v : 16 v + 16]``; ``width`` is a multiple of 4."""
-    w = x = y = z = splat(np.float32(0), 16)
-    for v in range(0, width, 4):
-        w = w + peek(one, v) * load(other, 16 * v, 16)
-        x = x + peek(one, v + 1) * load(other, 16 * v + 16, 16)
-        y = y + peek(one, v + 2) * load(other, 16 * v + 32, 16)
-        z = z + peek(one, v + 3) * load(other, 16 * v + 48, 16)
-    return (w + x) + (y + z)
-
-
-@numba_kernel
 def _sum_pairs(one, other, count):
-    """The same of numbers in bfloat16, ``count`` pairs of them; it is a multiple of 4."""
+    """Sum over v of the products of ``one[v]``, a pair of numbers, with the sixteen pairs from ``other[16 v]`` on.
+
+    ``count`` is the number of pairs, a multiple of 4.
+    """
     w = x = y = z = splat(np.float32(0), 16)
     for v in range(0, count, 4):
         w = add_products_of_pairs(w, other, 16 * v, peek(one, v))
@@ -270,8 +261,8 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     seed, exploration, clamp, is_causal, row_group, segment = law
     query_ptr, key_ptr, panel_ptr, tile_ptr, sequence_ids, first_heads = sequences
     place, pairs, upper, other, lower, tops = keys
-    queries, blocks, width = query_ptr[-1], rate.shape[1], tops.shape[1]
-    num_pairs, tiles_of_group, longest = width // 2, (row_group + 15) // 16, 0
+    queries, blocks, num_pairs = query_ptr[-1], rate.shape[1], tops.shape[1]
+    width, tiles_of_group, longest = 2 * num_pairs, (row_group + 15) // 16, 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
     error = np.float32(1.01 * 2.0**-7 + (blocks + 16) * 2.0**-22)
@@ -280,7 +271,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     below, above = np.float32(2.0**32) * (1 - error), np.float32(2.0**32) * (1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
     turned, rows = np.zeros((TILES, 8 * width + 64), np.uint32), np.zeros((16, width), np.float32)
-    largest, most = np.zeros((TILES, width), np.float32), np.zeros((TILES, num_pairs), np.uint32)
+    largest, most = np.zeros(width, np.float32), np.zeros((TILES, num_pairs), np.uint32)
     positions, sizes, reachable = np.empty((3, TILES), np.int64)
     own_words = np.empty((TILES, 3), np.int64)
     candidates, words = np.zeros(KEYS_PER_PANEL + 80, np.int32), np.empty(KEYS_PER_PANEL, np.uint16)
@@ -305,7 +296,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             positions[t], sizes[t], reachable[t] = position, count, allowed if count else 0
             most_allowed = max(most_allowed, reachable[t])
             row = head * queries + query_ptr[b] + position
-            if count and not _load_rates(rate, row, count, turned[t], largest[t], most[t], rows):
+            if count and not _load_rates(rate, row, count, turned[t], largest, most[t], rows):
                 state[2] = 1
                 return
             own, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
@@ -325,8 +316,8 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             every_lane = (np.uint64(1) << np.uint64(sizes[t])) - np.uint64(1)
 
             # 1. blocks whose bound a word may lie below
-            bound = _sum_products(at(largest, t * width), at(tops, 16 * width * (first_panel + panel)), width)
-            limits = bound * reach + reach_more
+            panel_tops = at(tops, 16 * num_pairs * (first_panel + panel))
+            limits = _sum_pairs(at(most, t * num_pairs), panel_tops, num_pairs) * reach + reach_more
             shared_masks(at(upper, 0), at(other, 0), start, own_words[t, 0], own_words[t, 1], limits, masks, words)
             if panel == panels - 1 or (panel + 1) * KEYS_PER_PANEL > allowed // segment * segment:
                 for k in range(0, KEYS_PER_PANEL, 16):
@@ -424,8 +415,8 @@ def sample_shared(
     width, slots = -(-blocks // 16) * 16, heads * int(panel_ptr[-1]) * KEYS_PER_PANEL
     place, lower = np.empty(slots, np.int32), np.empty(slots, np.uint32)
     upper, other = np.empty((2, slots), np.uint16)
-    tops = empty_table((slots // KEYS_PER_PANEL, width, 16), np.float32)
-    keys = _Keys(place, empty_table((slots, width // 2), np.uint32), upper, other, lower, tops)
+    pairs, tops = (empty_table((count, width // 2, 16), np.uint32) for count in (slots // 16, slots // KEYS_PER_PANEL))
+    keys = _Keys(place, pairs, upper, other, lower, tops)
     word, totals = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.zeros((heads, sequences))
     spans = [(head, b) for head in range(heads) for b in range(sequences) if lengths[b]]
     weight = rate.detach()[:, ::16].float().mean(1).numpy()  # of a part of the rows, since only the order depends on it
