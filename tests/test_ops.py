@@ -1084,6 +1084,18 @@ def _samples() -> dict[str, tuple]:
     tile = torch.randn(4, 2, 2)
     small, weight = torch.randn(2, 3, 2, 3, requires_grad=True), torch.randn(2, 3, 2, requires_grad=True)
     seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
+    effects = (
+        torch.ones_like(out),
+        *plain[:3],
+        *rows,
+        plain[4],
+        *rows,
+        plain[4],
+        0.5,
+        *plain[:2],
+        torch.full((3,), 0.5),
+        0.1,
+    )
     return {
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
         "block_attention_backward": (
@@ -1120,18 +1132,7 @@ def _samples() -> dict[str, tuple]:
             True,
             True,
         ),
-        "edge_effect": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            plain[4],
-            *rows,
-            plain[4],
-            0.5,
-            *plain[:2],
-            torch.full((3,), 0.5),
-            0.1,
-        ),
+        "edge_effect": effects,
         "weigh_effect": (plain[3], plain[3].abs(), graph.rowptr, torch.full((3,), 0.5), plain[4] > 0, 0.1, False),
         "invalid_row": (*rows, graph.query_ptr, graph.key_ptr, 2),
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
@@ -1151,22 +1152,7 @@ def _samples() -> dict[str, tuple]:
             True,
             True,
         ),
-        "effect_gradients": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            plain[4],
-            *rows,
-            plain[4],
-            0.5,
-            *plain[:2],
-            torch.full((3,), 0.5),
-            0.1,
-            plain[4] > 0,
-            2.0,
-            True,
-            True,
-        ),
+        "effect_gradients": (*effects, plain[4] > 0, 2.0, True, True),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
