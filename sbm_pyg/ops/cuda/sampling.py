@@ -399,6 +399,27 @@ def _proposals_kernel(
 
 
 @triton.jit
+def _exact_probs(rate, real, queries, member, there, keys, blocks, exploration, ROWS: tl.constexpr):
+    """Probabilities of some rows with 64 keys in float64, from pointers to those of the first block."""
+    p = tl.zeros([ROWS, 64], tl.float64)
+    for block in range(blocks):
+        y = tl.load(rate + block * queries, mask=real, other=0).to(tl.float64)
+        z = tl.load(member + block * keys, mask=there, other=0).to(tl.float64)
+        p += y[:, None] * z[None, :]
+    return p + from_bits(exploration, tl.float64)
+
+
+@triton.jit
+def _store_hits(hit, key, used, col, writing, ROWS: tl.constexpr):
+    """Write the keys of 64 that each row takes, from its place ``used`` on; returns how many these are."""
+    count = hit.to(tl.int64)
+    target = col + used[:, None] + tl.cumsum(count, 1) - count
+    edges = tl.broadcast_to(key[None, :].to(col.dtype.element_ty), [ROWS, 64])
+    tl.store(target, edges, mask=count * writing != 0)
+    return tl.sum(count, 1)
+
+
+@triton.jit
 def _bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr):
     """Random words of pairs, ``[ROWS, 64]``, with 64 keys from ``begin`` on; see :func:`.bernoulli_draws`."""
     counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
@@ -463,22 +484,16 @@ def _pairs_kernel(
             hit = inside & (least_p >= needed)
             sure = (hit | (most_p < needed)) & (most_p <= from_bits(limit, tl.float32))
             if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
-                p = tl.zeros([ROWS, 64], tl.float64)
-                for block in range(blocks):
-                    y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float64)
-                    z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0)
-                    p += y[:, None] * z.to(tl.float64)[None, :]
-                p += from_bits(exploration, tl.float64)
+                p = _exact_probs(
+                    rate + head * blocks * queries + query, mine, queries,
+                    member + head * blocks * keys + shift + number, there, keys, blocks, exploration, ROWS,
+                )  # fmt: skip
                 if FASTRG:
                     p = -_expm1(-p)
                 p = tl.where(inside, p, 0)
                 highest = tl.maximum(highest, tl.max(p, 1))
                 hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
-            count = hit.to(tl.int64)
-            target = col + used[:, None] + tl.cumsum(count, 1) - count
-            found = (shift + number)[None, :].to(col.dtype.element_ty)
-            tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=count * writing != 0)
-            used += tl.sum(count, 1)
+            used += _store_hits(hit, shift + number, used, col, writing, ROWS)
     tl.store(ptr + row + 1, used, mask=by_pairs.to(tl.int64) > writing)
     tl.store(floats + 2 * segments + row, highest, mask=by_pairs.to(tl.int64) > writing)
 
@@ -542,20 +557,14 @@ def _shared_kernel(
         hit = inside & (low * (1 - error) >= needed)
         sure = (hit | (low * (1 + error) < needed)) & (low * (1 + error) <= from_bits(limit, tl.float32))
         if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
-            p = tl.zeros([ROWS, 64], tl.float64)
-            for block in range(blocks):
-                y = tl.load(rate + (head * blocks + block) * queries + query, mask=real, other=0).to(tl.float64)
-                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0)
-                p += y[:, None] * z.to(tl.float64)[None, :]
-            p += from_bits(exploration, tl.float64)
+            p = _exact_probs(
+                rate + head * blocks * queries + query, real, queries,
+                member + head * blocks * keys + shift + number, there, keys, blocks, exploration, ROWS,
+            )  # fmt: skip
             p = tl.where(inside, tl.where(p < float("inf"), p, float("inf")), 0)  # NaN, too
             top = tl.maximum(top, tl.max(p, 1))
             hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
-        count = hit.to(tl.int64)
-        target = col + used[:, None] + tl.cumsum(count, 1) - count
-        found = (shift + number)[None, :].to(col.dtype.element_ty)
-        tl.store(target, tl.broadcast_to(found, [ROWS, 64]), mask=count * writing != 0)
-        used += tl.sum(count, 1)
+        used += _store_hits(hit, shift + number, used, col, writing, ROWS)
     tl.store(ptr + row + 1, used, mask=real.to(tl.int64) > writing)
     tl.store(highest + row, top, mask=real.to(tl.int64) > writing)
 
