@@ -61,7 +61,7 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size")
+            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size", "row_group")
             options |= {name: getattr(settings, name) for name in names}
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "initial_density": settings.initial_density}

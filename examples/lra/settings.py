@@ -59,6 +59,7 @@ class Settings:
     probes: float = _option("pairs per query that the estimator 'local' looks at in addition to the edges", least=0.0)
     num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
     block_size: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)
+    row_group: int = _option("consecutive queries of 'sbm' that share their draws", least=1, default=1)
     cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
     parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
     initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
