@@ -60,7 +60,7 @@ else:
 model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_blocks": 4}), 10).eval()
 tokens = torch.randint(0, 15, (30,))
 with tempfile.TemporaryDirectory() as folder:
-    model.save_pretrained(Path(folder) / "model", task="smoke", metric={"accuracy": 0.1}, density=0.25)
+    model.save_pretrained(Path(folder) / "model", model_card_kwargs={"task": "smoke", "results": {"accuracy": 0.1}})
     again = SequenceClassifier.from_pretrained(Path(folder) / "model")
 assert torch.equal(model(tokens, seed=1), again(tokens, seed=1))
 subprocess.run([sys.executable, "-W", "ignore", "-m", "sbm_pyg.info"], check=True)

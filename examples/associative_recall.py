@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 for name, default in (("steps", 1000), ("seed", 0), ("length", 64), ("pairs", 8), ("density", 0.05)):
     parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
 parser.add_argument("--pictures", metavar="DIR", help="draw the losses, and a graph of the second layer")
-parser.add_argument("--save", metavar="DIR", help="save the model, with a card")
+parser.add_argument("--save", metavar="DIR", help="save the model, with a card if the folder has none")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
     parser.parse_args()
 
@@ -55,9 +55,6 @@ class RecallModel(Pretrained):
         self.embed, self.first, self.second = nn.Embedding(TOKENS, CHANNELS), Block(), Block()
         self.head = nn.Sequential(nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, TOKENS))
 
-    def constructor_options(self) -> dict[str, int]:
-        return {}
-
     def forward(self, tokens: Tensor, ptr: Tensor, seed: int) -> tuple[Tensor, AttentionGraph, AttentionGraph]:
         x, first = self.first(self.embed(tokens), ptr, 2 * seed)
         x, second = self.second(x, ptr, 2 * seed + 1)
@@ -89,7 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.save:
         words = [f"--{name} {each}" for name, each in vars(options).items() if each != parser.get_default(name)]
         task = f"associative recall: `python examples/associative_recall.py {' '.join(words)}`"
-        model.save_pretrained(options.save, task=task, metric={"test accuracy": right}, density=density)
+        results = {"test accuracy": right, "density": density.mean()}
+        model.save_pretrained(options.save, model_card_kwargs={"task": task, "results": results})
     if options.pictures:
         analysis.plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")
         analysis.plots.plot_mask(graphs[1], title="Second layer").savefig(f"{options.pictures}/mask.png")

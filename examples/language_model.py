@@ -139,10 +139,6 @@ class LanguageModel(Pretrained):
         self.num_tokens, self.run = num_tokens, Run(**run)
         self.model = make_recaller(self.run, num_tokens, self.run.window)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
-        return {"num_tokens": self.num_tokens, **dataclasses.asdict(self.run)}
-
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
         """Logits of the token after each of ``[B, L]``, ``[B, L, num_tokens]``."""
         return self.model(tokens, seed=seed)[0]
@@ -168,12 +164,13 @@ def save(run: Run, texts: Texts, given: argparse.Namespace) -> None:
     model.model.load_state_dict(state["model"])
     row, loops = state["rows"][-1], 2 / (run.length + 1)  # the share of self-loops, beyond which densities are measured
     words = "source code of Python's standard library" if given.corpus else "texts"
-    shares = [row[f"density_{layer}"] for layer in range(run.layers)]
-    density = [[share + (1 - share) * loops] * run.heads for share in shares]
-    metric = {"test, bits per byte": row["bits_per_byte"]}
+    results = {"test, bits per byte": row["bits_per_byte"]}
+    for layer in range(run.layers):
+        share = row[f"density_{layer}"]
+        results[f"density of layer {layer}"] = share + (1 - share) * loops
     task = f"{words}: `python examples/language_model.py {options_to_repeat(run, given)}`"
     tokenizer = None if texts.tokenizer is None else texts.tokenizer.to_str(pretty=True)
-    save_pretrained(given.save, model.half(), tokenizer, task=task, metric=metric, density=density)
+    save_pretrained(given.save, model.half(), tokenizer, task=task, results=results)
 
 
 def options_to_repeat(run: Run, given: argparse.Namespace) -> str:

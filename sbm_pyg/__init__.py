@@ -10,7 +10,6 @@ from . import exchange as exchange  # registers graphs with pickle and torch.exp
 from .auxiliary import auxiliary_loss
 from .blocks import BlockGraph, BlockPool
 from .distributed import HeadParallel
-from .encoder import EncoderTrace, SequenceEncoder
 from .graph import AttentionGraph
 from .layers.attention import AttentionConv, SBMAttentionConv
 from .layers.dcmm import DCMM, DCMMBias
@@ -21,8 +20,6 @@ from .layers.multihead import SBMMultiheadAttention
 from .layers.named import register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
-from .models import MaskedLM, PairClassifier, SequenceClassifier, TokenClassifier, mask_tokens
-from .pretrained import Pretrained
 from .ragged import Tokens, pad, unpad
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
@@ -34,6 +31,9 @@ from .sparsifier import Sparsifier
 
 if TYPE_CHECKING:
     from . import analysis, sparsefinder
+    from .encoder import EncoderTrace, SequenceEncoder
+    from .models import MaskedLM, PairClassifier, SequenceClassifier, TokenClassifier, mask_tokens
+    from .pretrained import Pretrained
 
 __all__ = [
     "DCMM", "SBM", "ALiBi", "AttentionConv", "AttentionGraph", "BlockGraph", "BlockPool", "Choice", "DCMMBias",
@@ -47,6 +47,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("analysis", "sparsefinder"):  # imported when they are first used
+    # Imported when they are first used; the models import huggingface_hub.
+    if name in ("analysis", "sparsefinder", "models"):
         return import_module(f".{name}", __name__)
+    if name in __all__:
+        return getattr(import_module(".models", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -149,13 +149,6 @@ def _make_attention(
     return named.make_attention(name, channels, head_channels, heads, is_causal=is_causal, **options)
 
 
-def _copied(options: Any) -> Any:
-    """Copy nested dicts and lists, and nothing in them."""
-    if isinstance(options, Mapping):
-        return {key: _copied(value) for key, value in options.items()}
-    return [_copied(value) for value in options] if isinstance(options, list) else options
-
-
 class SequenceEncoder(Pretrained):
     """Token and position embeddings, and pre-norm transformer layers, over ragged batches.
 
@@ -221,10 +214,8 @@ class SequenceEncoder(Pretrained):
         position_encoding: str = "learned",
     ) -> None:
         super().__init__()
-        self._options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if attention_options is not None:
             checks.kind("attention_options", attention_options, Mapping, "a dict", "Name each option.")
-            self._options["attention_options"] = _copied(attention_options)  # which the caller may change later
         channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
         heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
         if head_channels is None:
@@ -298,9 +289,6 @@ class SequenceEncoder(Pretrained):
 
     eval_seed: int | None = 0
     """Seed of calls without one in evaluation mode; see :attr:`AttentionConv.eval_seed`."""
-
-    def constructor_options(self) -> dict[str, Any]:
-        return dict(self._options)
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from .ops.reference import sampling as reference_sampling
 
 __all__ = ["collect", "main", "self_test", "tqdm"]
 
-CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors")
+CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors", "huggingface_hub")
 OPTIONAL = {
     "triton": "kernels on CUDA devices",
     "torch-sparse": "SparseTensor",

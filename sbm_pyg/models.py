@@ -40,9 +40,6 @@ class _Head(Pretrained):
         self.num_classes = checks.integer("num_classes", num_classes, 1, "It is the number of logits.")
         checks.parameters("num_classes", self.num_classes * getattr(encoder, width))
 
-    def constructor_options(self) -> dict[str, Any]:
-        return {"encoder": self.encoder, "num_classes": self.num_classes}
-
     def _encode(self, *tokens: Any, return_trace: bool, **options: Any) -> tuple[Tensor, tuple[EncoderTrace, ...]]:
         """Encoded tokens, and the trace if requested."""
         found = self.encoder(*tokens, return_trace=return_trace, **options)
@@ -60,9 +57,6 @@ class _PoolingHead(_Head):
         width, hidden = inputs * encoder.channels, encoder.ffn_channels
         self.classifier = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, self.num_classes))
         self.pool_length = pool_length
-
-    def constructor_options(self) -> dict[str, Any]:
-        return super().constructor_options() | {"pool_length": self.pool_length}
 
 
 class SequenceClassifier(_PoolingHead):
@@ -217,9 +211,6 @@ class MaskedLM(_Head):
         super().__init__(encoder, encoder.num_tokens, "channels")
         self.dense, self.norm = nn.Linear(encoder.channels, encoder.channels), nn.LayerNorm(encoder.channels)
         self.bias = nn.Parameter(torch.zeros(encoder.num_tokens))
-
-    def constructor_options(self) -> dict[str, Any]:
-        return {"encoder": self.encoder}
 
     def forward(
         self,

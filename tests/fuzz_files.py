@@ -58,7 +58,7 @@ from examples.long_documents import data as documents
 from examples.lra.data import pathfinder, prepare, readers
 from examples.lra.data.tasks import TASKS
 from examples.sparsefinder import model as sparsefinder
-from sbm_pyg import AttentionGraph, BlockGraph, Pretrained, SequenceClassifier, SequenceEncoder
+from sbm_pyg import AttentionGraph, BlockGraph, SequenceClassifier, SequenceEncoder
 from sbm_pyg.analysis import plots
 
 LIMIT, MEMORY = 20.0, 1024  # seconds, and MiB above those of the start, that a call may take
@@ -97,13 +97,14 @@ def expect(right: Any, words: str) -> None:
     assert right, f"wrong result: {words}"
 
 
-def _model() -> SequenceClassifier:
+def make_model(folder: Path) -> None:
     torch.manual_seed(0)
-    return SequenceClassifier(SequenceEncoder(20, 8, num_layers=1, attention_options={"num_blocks": 4}), 3)
+    model = SequenceClassifier(SequenceEncoder(20, 8, num_layers=1, attention_options={"num_blocks": 4}), 3)
+    model.save_pretrained(folder / "model")
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    model = Pretrained.from_pretrained(folder / "model")
+    model = SequenceClassifier.from_pretrained(folder / "model")
     return dict(model.state_dict())
 
 
@@ -303,7 +304,7 @@ def read_heterophilous(folder: Path) -> Any:
 
 
 READERS: Mapping[str, Reader] = {
-    "model": Reader(lambda folder: _model().save_pretrained(folder / "model"), read_model, guarded=True),
+    "model": Reader(make_model, read_model),
     "graph": Reader(make_graphs, read_graphs, foreign=True),
     "curves": Reader(write_curves, lambda folder: plots.plot_training_density(folder / "train.csv")),
     "rows": Reader(make_rows, read_rows),

@@ -492,7 +492,8 @@ def tokens(d: Draw) -> dict[str, Any]:
 
 def ignored(model: SequenceEncoder) -> tuple[str, ...]:
     """What an encoder does not look at: sequence_ids, where its attention draws nothing."""
-    draws = model.constructor_options()["attention"] in ("sbm", "bigbird")
+    arguments: Any = model._hub_mixin_config
+    draws = arguments["attention"] in ("sbm", "bigbird")
     return ("return_trace",) if draws else ("return_trace", "sequence_ids")
 
 
@@ -598,39 +599,9 @@ function("SequenceEncoder.check_tokens", 4, lambda tokens: SequenceEncoder(9, 4,
          lambda d: {"tokens": d.whole(9, 5)})  # fmt: skip
 
 
-@case("Pretrained.save_pretrained", 6)
-def _save(d: Draw) -> Case:
-    model = SequenceClassifier(encoder(d), 3)
-    arguments = {
-        "folder": f"{d.folder()}/model",
-        "task": d.maybe("words"),
-        "metric": d.maybe({"accuracy": 0.5}),
-        "density": d.maybe(0.2),
-    }
-
-    def check(result: None, density: Any, **_: Any) -> None:
-        shares = torch.zeros(1) if density is None else torch.as_tensor(density)
-        expect(0 <= shares.min() <= shares.max() <= 1, "a density outside of [0, 1]")
-
-    return Case(model.save_pretrained, arguments, check, free=("folder", "task"))
-
-
 def written(path: str, content: bytes) -> str:
     Path(path).write_bytes(content)
     return path
-
-
-@case("Pretrained.from_pretrained", 6)
-def _load(d: Draw) -> Case:
-    """Load a model from a folder, and refuse a folder without one; ``test_pretrained.py`` has damaged folders."""
-    folder = f"{d.folder()}/model"
-    SequenceClassifier(encoder(d), 3).save_pretrained(folder)
-    hostile: list[tuple[str, str, Callable[[], Any]]] = [
-        ("a file", "value", lambda: f"{folder}/config.json"), ("a long name", "value", lambda: "x" * 300), ("zero byte", "value", lambda: "a\0b"),
-    ]  # fmt: skip
-    kind: Any = d.choice((sbm_pyg.Pretrained, SequenceClassifier))
-    arguments, names = {"folder": folder, "device": "cpu"}, {"folder": ("config.json",)}
-    return Case(kind.from_pretrained, arguments, more={"folder": hostile}, names=names, free=("folder",))
 
 
 # ------------------------------------------------------------------ sources
@@ -1117,8 +1088,6 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], str]] = {  # class -> an instanc
     "ALiBi": (lambda d: ALiBi(3), "extra_repr"),
     "Rotary": (lambda d: Rotary(), "extra_repr"),
     "SBMHead": (lambda d: SBMHead(4, 2), "reset_parameters extra_repr"),
-    "SequenceEncoder": (encoder, "constructor_options"),
-    "MaskedLM": (lambda d: MaskedLM(encoder(d)), "constructor_options"),
     "analysis.Lemma1": (lambda d: analysis.lemma1(4, [0.3, 0.6], samples=2), "log10_cycles share interval limit lemma"),
     "analysis.Universality": (lambda d: analysis.universality(patterns.window(4, 1)), "hamiltonian_path hamiltonian_status holds"),
 }  # fmt: skip
@@ -1183,7 +1152,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "sync_statistics": "it needs processes, see test_auxiliary.py",
     **dict.fromkeys(("HeadParallel", *(f"HeadParallel.{name}" for name in ("extra_repr", "forward", "own_heads", "processes", "reset_parameters"))), "it needs processes, see test_distributed.py"),
     "Pretrained": "a base class, called through its models",
-    "Pretrained.constructor_options": "what subclasses define",
+    **{f"Pretrained.{name}": "of huggingface_hub, see test_pretrained.py" for name in ("save_pretrained", "from_pretrained")},
     **dict.fromkeys(
         ("EdgeProbability", "EdgeProbability.check", "EdgeProbability.expected_degree", "EdgeProbability.expected_density", "EdgeProbability.factors", "EdgeProbability.gate",
          "EdgeProbability.on", "GraphSource", "GraphSource.forward", "GraphSource.reset_parameters", "EdgeProbability.log_on", "DensitySource", "LearnedSource"), "an abstract class, called through SBM and SBMSource"),

@@ -185,7 +185,6 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
         assert cast(Even, conv.source).every == 3
     assert named.source_names()[-1] == "even"
     assert named.options_of("even") is None
-    assert convs(SequenceEncoder(**encoder.constructor_options()))[0].dropout == 0.1
     register_source("even", lambda channels, heads: Even(channels, heads, 5))
     assert cast(Even, named.make_attention("even", 8, 4, 2).source).every == 5
 

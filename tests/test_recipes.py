@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import json
 import re
 import runpy
 import shlex
@@ -15,17 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch_geometric.nn import GraphSAGE
 
 from examples import (
     associative_recall,
     graph_analysis,
     graph_transformer,
+    language_model,
     learned_graph,
     sampled_mask,
     sequence_classifier,
     transformer_encoder,
 )
+from sbm_pyg import SequenceClassifier
 
 EXAMPLES = Path(transformer_encoder.__file__).parent
 RECIPES = (
@@ -262,11 +264,16 @@ def test_associative_recall(lines: Callable[..., list[str]], tmp_path: Path) -> 
     words = ["--steps", "500", "--length", "32", "--pairs", "4", "--density", "0.2", "--save", "model", "--pictures"]
     shown = lines(associative_recall.main, *words, str(tmp_path))
     assert len(shown) == 5
-    trained = json.loads((tmp_path / "model" / "config.json").read_text())["trained"]
-    assert number(shown[-1], "accuracy") == pytest.approx(100 * trained["metric"]["test accuracy"], abs=0.01)
-    assert " ".join(words[:8]) in trained["task"]
+    card = tmp_path / "model" / "README.md"
+    assert number(shown[-1], "accuracy") == pytest.approx(100 * results_of(card)["test accuracy"], abs=0.01)
+    assert " ".join(words[:8]) in card.read_text()
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("losses", "mask")) > 10_000
     assert number(shown[-1], "accuracy") > 60  # a guess among the values that are there: 25
+
+
+def results_of(card: Path) -> dict[str, float]:
+    """The results that the card of a saved model states."""
+    return {name: float(value) for name, value in re.findall(r"^\* (.*): (.*)$", card.read_text(), re.MULTILINE)}
 
 
 def answered(model: associative_recall.RecallModel, seed: int) -> tuple[float, float]:
@@ -283,19 +290,22 @@ def test_saved_models_are_small_and_have_a_card(folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert {"README.md", "config.json", "model.safetensors"} == files.keys() - {"tokenizer.json"}
     assert sum(files.values()) <= 3 * 2**20
-    trained = json.loads((folder / "config.json").read_text())["trained"]
-    assert None not in trained.values()
-    assert re.search(r"`python (examples/\w+\.py|-m examples\.\w+)", trained["task"])
+    assert re.search(r"Trained on .*`python (examples/\w+\.py|-m examples\.\w+)", (folder / "README.md").read_text())
+    kinds: dict[str, Any] = {"recall": associative_recall.RecallModel, "sst2": SequenceClassifier}
+    state = kinds.get(folder.name, language_model.LanguageModel).from_pretrained(folder).state_dict()
+    saved = load_file(folder / "model.safetensors")
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype for name, tensor in saved.items())
 
 
 def test_the_saved_recall_model_answers_new_questions() -> None:
     folder = EXAMPLES / "weights" / "recall"
     model = associative_recall.RecallModel.from_pretrained(folder)
-    trained = json.loads((folder / "config.json").read_text())["trained"]
+    trained = results_of(folder / "README.md")
     for seed in (3, 4):
         accuracy, density = answered(model, seed)
-        assert accuracy == pytest.approx(trained["metric"]["test accuracy"], abs=0.015)
-        assert density == pytest.approx(float(torch.tensor(trained["density"]).mean()), abs=0.005)
+        assert accuracy == pytest.approx(trained["test accuracy"], abs=0.015)
+        assert density == pytest.approx(trained["density"], abs=0.005)
     with torch.no_grad():
         model.first.attention.lin_key.weight.neg_()  # this test notices a model that does not find keys
     assert answered(model, 3)[0] < 0.5

@@ -51,7 +51,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_model_folder(option: str, folder: Path) -> None:
-    """Raises a ``ValueError`` for a folder that :func:`save_pretrained` would refuse."""
+    """Raises a ``ValueError`` for a folder that holds other files than those of a saved model."""
     check_folder(option, folder)
     there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     if {*there} - {"README.md", "config.json", "model.safetensors", "tokenizer.json"}:
@@ -111,19 +111,12 @@ def _wrong(path: Path, what: str, got: object, way_out: str) -> RunError:
 
 
 def save_pretrained(folder: Path, model: Any, tokenizer: str | None, **card: Any) -> None:
-    """Saves a model with its card and the text of its tokenizer, if it has one, in place of a model that was saved so; else all stays."""
-    path = folder / "tokenizer.json"
-    old = path.read_bytes() if path.is_file() else None
-    if old is not None:
-        path.unlink()  # the method replaces a folder of its own files alone
-    try:
-        model.save_pretrained(folder, **card)
-    except BaseException:
-        if old is not None:
-            write(path, old)
-        raise
+    """Saves a model with a new card and the text of its tokenizer, if it has one."""
+    for name in ("README.md", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+    model.save_pretrained(folder, model_card_kwargs=card)
     if tokenizer is not None:
-        write_text(path, tokenizer)
+        write_text(folder / "tokenizer.json", tokenizer)
 
 
 def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:

@@ -243,9 +243,10 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
                 start = "from random weights" if run.scratch else "after pretraining"
                 command = f"python -m examples.glue finetune --tasks {name} --methods {run.method}"
                 text = f"{task.folder}, {start}: `{command}`; the tokenizer makes one sequence of a text or a pair"
-                metric = {f"{part}, {key}": row[key] for part, row in scores.items() for key in ("accuracy", "f1")}
-                card = {"task": text, "metric": metric, "density": next(iter(scores.values()))["density"]}
-                yield data.save_model(given.save / title, model.half(), tokenizer, **card)
+                results = {
+                    f"{part}, {key}": row[key] for part, row in scores.items() for key in ("accuracy", "f1", "density")
+                }
+                yield data.save_model(given.save / title, model.half(), tokenizer, task=text, results=results)
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
 

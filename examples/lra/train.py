@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -231,11 +232,12 @@ def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, 
 
 
 def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: Path) -> None:
-    """Saves the tested model with its card; :meth:`sbm_pyg.Pretrained.from_pretrained` reads it."""
-    metric = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
+    """Saves the tested model with its card; ``from_pretrained`` reads it."""
+    numbers = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
+    numbers |= {f"density of layer {layer}": fmean(heads) for layer, heads in enumerate(results["density"]["tested"])}
     summary = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
     model = load_best(folder, plan).model
-    model.save_pretrained(export, task=summary, metric=metric, density=results["density"]["tested"])
+    model.save_pretrained(export, model_card_kwargs={"task": summary, "results": numbers})
 
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
@@ -330,4 +332,4 @@ def run(given: argparse.Namespace) -> None:
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
     if export is not None:
         export_model(folder, plan, results, export)
-        print(f"The model is in {export}; `sbm_pyg.Pretrained.from_pretrained` reads it.")
+        print(f"The model is in {export}; `from_pretrained` reads it.")

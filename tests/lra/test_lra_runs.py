@@ -206,12 +206,14 @@ def test_a_finished_run_reports_again_and_exports(
     resume(whole, "--export", str(export))
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert report.results_table(found) in capsys.readouterr().out
-    config = json.loads((export / "config.json").read_text())
-    told = config["trained"].pop("task")
-    assert told.startswith("listops (tokeniser: ")  # what a reader of the number must know
-    assert all(f"{name}: {words}" in told for name, words in found["pipeline"].items())
-    metric = {"test accuracy": found["test"]["accuracy"], "validation accuracy": found["best"]["accuracy"]}
-    assert config["trained"] == {"metric": metric, "density": found["density"]["tested"]}
+    card = (export / "README.md").read_text()
+    assert "Trained on listops (tokeniser: " in card  # what a reader of the number must know
+    assert all(f"{name}: {words}" in card for name, words in found["pipeline"].items())
+    numbers = {"test accuracy": found["test"]["accuracy"], "validation accuracy": found["best"]["accuracy"]}
+    numbers |= {
+        f"density of layer {layer}": sum(heads) / len(heads) for layer, heads in enumerate(found["density"]["tested"])
+    }
+    assert all(f"* {name}: {value:.6g}\n" in card for name, value in numbers.items())
     model, best = SequenceClassifier.from_pretrained(export), state(whole, "best.ckpt")["state_dict"]
     assert best.keys() == {f"model.{key}" for key in model.state_dict()}
     assert all(torch.equal(value, best[f"model.{key}"]) for key, value in model.state_dict().items())
