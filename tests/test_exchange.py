@@ -59,19 +59,20 @@ class Forged:
 
 
 FORGED = {
-    "a key that is no token": (exchange.restore_graph, (PTR, torch.arange(9) + 1, 2, 9, 1, PTR[[0, 1]] // 2, PTR[[0, 2]], False)),
-    "rows out of order": (exchange.restore_graph, (PTR.flip(0), torch.arange(9), 2, 9, 1, None, None, False)),
-    "other sizes": (exchange.restore_graph, (PTR, torch.arange(9), 3, 9, 1, None, None, False)),
-    "no tensors": (exchange.restore_graph, ([0, 1], [0], 1, 1, 1, None, None, False)),
-    "no graph of blocks": (exchange.restore_block_graph, (torch.ones(2), 4, None, None, 2, 2)),
-    "other tokens": (exchange.restore_block_graph, (BLOCKS, 4, torch.tensor([0, 99]), None, 99, 99)),
+    "a key that is no token": ("AttentionGraph", (PTR, torch.arange(9) + 1, PTR[[0, 1]] // 2, 2, PTR[[0, 2]], 9), (1, False)),
+    "rows out of order": ("AttentionGraph", (PTR.flip(0), torch.arange(9), None, 2, None, 9), (1, False)),
+    "other sizes": ("AttentionGraph", (PTR, torch.arange(9), None, 3, None, 9), (1, False)),
+    "no size": ("AttentionGraph", (PTR, torch.arange(9), None, None, None, 9), (1, False)),
+    "no tensors": ("AttentionGraph", ([0, 1], [0], None, 1), (1, False)),
+    "no graph of blocks": ("BlockGraph", (torch.ones(2), None, 2), (4,)),
+    "other tokens": ("BlockGraph", (BLOCKS, torch.tensor([0, 99]), 99), (4,)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_file_makes_no_graph_that_cannot_be(name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^Expected '"):
-        torch.load(saved(Forged(*FORGED[name])), weights_only=True)
+        torch.load(saved(Forged(exchange.restore, FORGED[name])), weights_only=True)
 
 
 def test_a_file_reaches_no_class_and_no_tensor_of_a_graph() -> None:
