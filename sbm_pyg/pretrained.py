@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ __all__ = ["Pretrained"]
 
 WEIGHTS = "model.safetensors"
 CLASS = "_class_name"  # key of a model among the options of another one
+CLASSES: dict[str, type[Any]] = {}  # by name
 WRAPPERS = {"_orig_mod", "parametrizations"}  # parts of names that no constructor makes again
 DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 CARD = """---
@@ -73,6 +74,7 @@ class Pretrained(
         # A coder of `object` makes the mixin record every argument; it leaves out those that JSON cannot hold.
         options["coders"] = options.get("coders", {}) | {object: (_encode, lambda value: value)}
         super().__init_subclass__(**options)
+        CLASSES[cls.__name__] = cls
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> str | None:
         """Save the model to a folder: its options, its weights in their dtypes, and a model card.
@@ -167,19 +169,12 @@ def _decode(value: Any) -> Any:
     value = {key: _decode(entry) for key, entry in value.items()}
     if CLASS not in value:
         return value
-    classes = {kind.__name__: kind for kind in _subclasses(Pretrained)}
     name = value.pop(CLASS)
-    if name not in classes:
+    if name not in CLASSES:
         raise ValueError(
-            f"Expected '{CLASS}' to be one of {sorted(classes)} (got {name!r}). Import the module that defines it."
+            f"Expected '{CLASS}' to be one of {sorted(CLASSES)} (got {name!r}). Import the module that defines it."
         )
-    return classes[name](**value)
-
-
-def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
-    for kind in base.__subclasses__():
-        yield kind
-        yield from _subclasses(kind)
+    return CLASSES[name](**value)
 
 
 def _config(model: Pretrained) -> dict[str, Any]:

@@ -34,6 +34,7 @@ OPTIONAL = [
     "lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torch_scatter", "torchmetrics", "tensorboard",
 ]  # fmt: skip
 OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "accelerate", "triton"]
+OPTIONAL += ["huggingface_hub"]  # which models need, and takes a tenth of a second to import
 
 
 def test_public_names_are_listed_and_documented() -> None:
