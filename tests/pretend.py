@@ -112,7 +112,7 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             )
     if remote and op.namespace == "sbm_pyg" and Pretend.doubles:
         with Pretend():
-            return within(op._opname, getattr(schemas, op._opname)._init_fn, *args, **kwargs)
+            return within(op._opname, schemas.REFERENCES[op._opname], *args, **kwargs)
     device = kwargs.get("device")
     remote = remote if device is None else device.type == DEVICE.type
     out = op(*tree_map(local, args), **tree_map(local, kwargs))

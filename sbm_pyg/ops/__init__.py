@@ -120,7 +120,6 @@ def reach_dot(
     checks.flag("is_strict", is_strict, "It says whether the key at the position of the query is left out.")
     if is_strict and not is_causal:
         raise ValueError("Expected 'is_strict' with 'is_causal' (got it alone). Pass is_causal=True.")
-    checks.no_tangent(query, key)
     return schemas.reach_dot(query, key, query_ptr, key_ptr, is_causal, is_strict)
 
 
@@ -145,7 +144,6 @@ def index_score(query: Tensor, weight: Tensor, key: Tensor, rows: Rows) -> Tenso
     checks.tensors(weight=weight)
     _check_small(query, weight, key)
     checks.edge_rows(rowptr, col, query[:, :, 0], key=key)
-    checks.no_tangent(query, weight, key)
     return schemas.index_score(query, weight, key, rowptr, col)
 
 
@@ -177,7 +175,6 @@ def edge_cross_entropy(query: Tensor, key: Tensor, log_p: Tensor, rows: Rows, sc
     checks.tensors(log_p=log_p)
     checks.edge_rows(rowptr, col, query, key=key, log_p=log_p, bias=bias)
     _check_scores(scale)
-    checks.no_tangent(query, key, log_p)
     return schemas.edge_cross_entropy(query, key, log_p, rowptr, col, bias, scale)[0]
 
 
@@ -499,7 +496,6 @@ def local_expectation(
     checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
     _check_model(rate, member, chance, query, key)
     probabilities = (rate, member, edge_prob, probe_prob)
-    checks.no_tangent(out, *probabilities)
     constants = (
         x if x is None or not x.is_floating_point() else x.detach()
         for x in (query, key, value, *rows, *probes, chance, forced)
@@ -678,7 +674,6 @@ def block_expectation(
     num_blocks = (rows[0].size(0) - 1) // query.size(0)
     checks.shape("chance", chance, (num_blocks,), "[n]", "It holds one probability per query block.")
     checks.same_device("query", query, out=out, chance=chance, prob=prob[0], probe_prob=prob[1])
-    checks.no_tangent(out, *prob)
     constants = (x if x is None else x.detach() for x in (query, key, value, *rows, *probes))
     more = (chance, forced, *layout, is_causal, scale, exploration, weight)
     return schemas.Expectation.apply(out, None, None, *prob, *constants, *more)
@@ -739,7 +734,6 @@ def segment_entmax(
     for name, x in (("index", index), ("ptr", ptr)):
         if x is not None and x.dtype not in checks.INTEGERS:
             raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
-    checks.no_tangent(src)
     if ptr is not None:
         if ptr.size(0) < 1:
             raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of the segments.")

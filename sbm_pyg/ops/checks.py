@@ -1,9 +1,8 @@
 """Checks of arguments: shapes, types, numbers, names, and sizes that memory can hold.
 
-In: the arguments of an op, or of its caller. Out: nothing, or an error. Forward-mode derivatives are refused too. Of
-the values of tensors only the first and the last offset are read, so each check costs microseconds;
-:class:`sbm_pyg.AttentionGraph` checks the range of keys. Nothing is checked in compiled code, where numbers of edges
-are unknown.
+In: the arguments of an op, or of its caller. Out: nothing, or an error. Of the values of tensors only the first and the
+last offset are read, so each check costs microseconds; :class:`sbm_pyg.AttentionGraph` checks the range of keys.
+Nothing is checked in compiled code, where numbers of edges are unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.autograd import forward_ad
 
 from . import values
 from .reference.blocks import cut_blocks
@@ -129,7 +127,6 @@ def _check_attention_tokens(
     shape("value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has heads and tokens of '{second}'.")
     others: dict[str, Tensor | None] = {second: key, "value": value}
     same_device(first, query, **others)
-    no_tangent(query, key, value)
 
 
 def _check_rows(
@@ -160,7 +157,6 @@ def _check_rows(
     floating(**per_edge)
     same_device(like[0], like[1], **{**rows, **per_edge})
     spans(row_name, rowptr, col.size(0), f"edges in '{col_name}'")
-    no_tangent(*per_edge.values())
 
 
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
@@ -495,19 +491,3 @@ def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str,
             if limit != "max" and int(limit) < 2**62:
                 yield files[1], files[2], cache_name, int(limit)
             folder = folder.parent
-
-
-def no_tangent(*tensors: Tensor | None) -> None:
-    """Refuse forward-mode differentiation, which custom ops of torch do not have: it would find derivatives of zero.
-
-    Raises:
-        NotImplementedError: A tensor carries a tangent.
-    """
-    if torch.compiler.is_compiling():
-        return
-    given = [x for x in tensors if x is not None]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-        raise NotImplementedError(
-            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
-            "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
-        )

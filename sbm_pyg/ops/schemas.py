@@ -5,30 +5,44 @@ In and out: the tensors of :mod:`sbm_pyg.ops`, which checks them and holds the d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._C import DispatchKeySet, _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+from torch._library.utils import fill_defaults
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu, cuda, flops
 
+DISPATCHER = torch.library.Library("sbm_pyg", "DEF")
+"""The ops as the dispatcher of PyTorch knows them."""
+KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
+"""For each op, the file that computes it, by its name on each shelf, and the shelves that have a kernel."""
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""For each op, what devices without a kernel run."""
+GRADIENTS: dict[OpOverload, tuple[Callable[..., None], Callable[..., Any]]] = {}
+"""For each differentiable op, what saves inputs and outputs for the backward pass, and the backward pass."""
 
-def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
+
+def _device(arguments: tuple[Any, ...]) -> torch.device:
+    return next(x.device for x in arguments if isinstance(x, Tensor))
+
+
+def _without_autocast(call: Callable[..., Any], device_type: str | None = None) -> Callable[..., Any]:
     """Disable autocast inside of an op, whose inputs autocast has converted already."""
 
-    @wraps(call)
-    def computed(*arguments: Any, **options: Any) -> Any:
-        kind = next(x.device.type for x in (*arguments, *options.values()) if isinstance(x, Tensor))
-        if not torch.is_autocast_enabled(kind):
-            return call(*arguments, **options)
-        with torch.autocast(kind, enabled=False):
-            return call(*arguments, **options)
+    def computed(*arguments: Any) -> Any:
+        used = device_type or _device(arguments).type
+        if not torch.is_autocast_enabled(used):
+            return call(*arguments)
+        with torch.autocast(used, enabled=False):
+            return call(*arguments)
 
     return computed
 
@@ -36,25 +50,19 @@ def _as_given(call: Callable[..., Any]) -> Callable[..., Any]:
 def _carried(call: Callable[..., Any]) -> Callable[..., Any]:
     """Compute on the CPU for tensors of another device, and copy the result back."""
 
-    @wraps(call)
     def computed(*arguments: Any) -> Any:
-        device = next(x.device for x in arguments if isinstance(x, Tensor))
-        found = call(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
-        return found.to(device) if isinstance(found, Tensor) else tuple(x.to(device) for x in found)
+        device = _device(arguments)
+        out = call(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))
+        return out.to(device) if isinstance(out, Tensor) else tuple(x.to(device) for x in out)
 
     return computed
-
-
-KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
-"""For each op, the file that computes it, by its name on each shelf, and the shelves that have a kernel."""
 
 
 def _on_cuda(name: str, file: str, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
     """The Triton kernel of an op, imported by the first call; ``elsewhere`` where Triton does not compile."""
 
     def call(*arguments: Any) -> Any:
-        device = next(x.device for x in arguments if isinstance(x, Tensor))
-        if not cuda.compiles(device):
+        if not cuda.compiles(_device(arguments)):
             return elsewhere(*arguments)
         return getattr(import_module(f".cuda.{file}", __package__), name)(*arguments)
 
@@ -67,7 +75,7 @@ def _declare(
     file: str,
     kernels: tuple[str, ...] = ("cpu", "cuda"),
     carry_to_cpu: bool = False,
-) -> CustomOpDef:
+) -> OpOverload:
     """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, and its cost.
 
     All are in files of one name. The schema is the signature of the reference, without what goes in by keyword alone.
@@ -77,19 +85,71 @@ def _declare(
     KERNELS[name] = file, kernels
     reference = getattr(import_module(f".reference.{file}", __package__), name)
     kernel = getattr(import_module(f".{'cpu' if cpu.INSTALLED else 'reference'}.{file}", __package__), name)
-    elsewhere: Any = _as_given(_carried(kernel) if carry_to_cpu else reference)
-    given = [each for each in signature(reference).parameters.values() if each.kind is not Parameter.KEYWORD_ONLY]
-    elsewhere.__signature__ = signature(reference).replace(parameters=given)
-    op = torch.library.custom_op(f"sbm_pyg::{name}", elsewhere, mutates_args=())
-    op.register_kernel("cpu")(_as_given(kernel))
-    op.register_kernel("mps")(_as_given(_carried(kernel)))  # which has no float64
+    positional = [x for x in signature(reference).parameters.values() if x.kind is not Parameter.KEYWORD_ONLY]
+    elsewhere: Any = _without_autocast(_carried(kernel) if carry_to_cpu else reference)
+    elsewhere.__signature__ = signature(reference).replace(parameters=positional)
+    elsewhere.__annotations__ = reference.__annotations__
+    REFERENCES[name] = elsewhere
+    tags = torch.Tag.pt2_compliant_tag
+    DISPATCHER.define(name + torch.library.infer_schema(elsewhere, mutates_args=()), tags=tags)
+    op = getattr(torch.ops.sbm_pyg, name).default
+    DISPATCHER.impl(name, elsewhere, "CompositeExplicitAutograd")
+    DISPATCHER.impl(name, _without_autocast(kernel, "cpu"), "CPU")
+    DISPATCHER.impl(name, _without_autocast(_carried(kernel), "mps"), "MPS")  # which has no float64
     if "cuda" in kernels:
-        op.register_kernel("cuda")(_as_given(_on_cuda(name, file, elsewhere)))
-    op.register_fake(fake)
+        DISPATCHER.impl(name, _without_autocast(_on_cuda(name, file, elsewhere), "cuda"), "CUDA")
+    DISPATCHER.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"sbm_pyg::{name}", fake, lib=DISPATCHER)
     if name in flops.__all__:
         formula = flops.formula_of(name, signature(elsewhere))
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(formula)
     return op
+
+
+def _refuse_tangents(arguments: Sequence[Any]) -> None:
+    """Refuse forward-mode differentiation, for which no op has a formula: its derivatives would be zero."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+        raise NotImplementedError(
+            "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
+            "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
+        )
+
+
+def _autograd_kernel(op: OpOverload) -> Callable[..., Any]:
+    """What the dispatcher calls first: the op below autograd, recorded if a gradient may be asked for.
+
+    It does what :func:`torch.library.custom_op` generates, in half the time of a call.
+    """
+
+    def below(keys: DispatchKeySet, arguments: Sequence[Any]) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keys & _after_autograd_keyset, *arguments)
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            *arguments, keys = given
+            out = below(keys, arguments)
+            if op in GRADIENTS:
+                arguments, _ = fill_defaults(op._schema, arguments, {})
+                GRADIENTS[op][0](ctx, arguments, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if op not in GRADIENTS:
+                raise RuntimeError(f"{op} has no gradient.")
+            return *GRADIENTS[op][1](ctx, *grads), None
+
+    def call(keys: DispatchKeySet, *arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
+        if torch.is_grad_enabled() and _any_requires_grad(*arguments):
+            return Recorded.apply(*arguments, keys)
+        return below(keys, arguments)
+
+    Recorded.__name__ = f"{op._opname}_autograd"
+    return call
 
 
 # ------------------------------------------------------------------ shapes
@@ -260,7 +320,7 @@ def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_query if need_query else None, grad_key if need_key else None, None, None
 
 
-edge_dot.register_autograd(_dot_backward, setup_context=_save_dot)
+GRADIENTS[edge_dot] = _save_dot, _dot_backward
 
 
 def _score_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -269,7 +329,7 @@ def _score_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *wanted, None, None
 
 
-index_score.register_autograd(_score_backward, setup_context=_save_dot)
+GRADIENTS[index_score] = _save_dot, _score_backward
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -284,7 +344,7 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Ten
     return None, None, known, None, None, None, None
 
 
-edge_cross_entropy.register_autograd(_cross_entropy_backward, setup_context=_save_cross_entropy)
+GRADIENTS[edge_cross_entropy] = _save_cross_entropy, _cross_entropy_backward
 
 
 def _save_reach(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -298,7 +358,7 @@ def _reach_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grads[0] if need_query else None, grads[1] if need_key else None, None, None, None, None
 
 
-reach_dot.register_autograd(_reach_backward, setup_context=_save_reach)
+GRADIENTS[reach_dot] = _save_reach, _reach_backward
 
 
 def _save_scaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -318,7 +378,7 @@ def _scaled_backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None, 
     return of_rate if need_rate else None, of_member if need_member else None, *[None] * 6
 
 
-scale_to_density.register_autograd(_scaled_backward, setup_context=_save_scaled)
+GRADIENTS[scale_to_density] = _save_scaled, _scaled_backward
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -337,7 +397,7 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Ten
     return *grads[:3], None, None, *of_edges, *[None] * 4
 
 
-edge_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+GRADIENTS[edge_attention] = _save_attention, _attention_backward
 
 
 def _save_blocks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -355,7 +415,7 @@ def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor 
     return *grads[:3], *[None] * 6, grads[3] if need_bias else None, None, None, None
 
 
-block_attention.register_autograd(_block_backward, setup_context=_save_blocks)
+GRADIENTS[block_attention] = _save_blocks, _block_backward
 
 
 def _save_entmax(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -368,7 +428,7 @@ def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dsrc, None, dalpha if need_alpha else None
 
 
-segment_entmax.register_autograd(_entmax_backward, setup_context=_save_entmax)
+GRADIENTS[segment_entmax] = _save_entmax, _entmax_backward
 
 
 class EdgeGate(torch.autograd.Function):

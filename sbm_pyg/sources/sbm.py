@@ -386,7 +386,6 @@ class SBM(EdgeProbability):
             density: The density.
             running: Running mean of the probabilities of each head, ``[H]``; 0: each query is scaled by itself.
         """
-        checks.no_tangent(self.rate, self.key_membership)
         ends = (self.query_ptr, self.key_ptr, density, self.is_causal, self.is_strict)
         rate, factor, _, statistics = ops.schemas.scale_to_density(self.rate, self.key_membership, running, *ends)
         return self._scaled(rate, factor), statistics
