@@ -6,7 +6,7 @@ blocks. Not here: attention over blocks (``ops``) and the sources that choose bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import ops
 from .graph import AttentionGraph
-from .ops import checks
+from .ops import checks, schemas
 from .ops.reference.blocks import Cut, cut_blocks
 from .ops.reference.segments import runs, segment_log_softmax, segments
 from .ops.values import require_values
@@ -212,12 +211,12 @@ class BlockGraph(AttentionGraph):
     ) -> Tensor:  # fmt: skip
         if gate is not None:  # a gate is a number per edge of tokens, which no kernel over blocks takes
             return super()._attend(query, key, value, gate, bias, scale, gate_form, dropout, seed)
-        rows = self.blocks.rows._replace(bias=self._block_bias(bias))
-        return ops.block_attention(query, key, value, rows, *self._layout, scale, dropout, seed)[0]
+        more = (self._bias_of_blocks(bias), scale, dropout, seed)
+        return schemas.block_attention(query, key, value, *self.blocks.rows[:2], *self._layout, *more)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        rows = self.blocks.rows._replace(bias=self._block_bias(bias))
-        return ops.block_weight(query, key, rows, *self._layout, scale)
+        rows = self.blocks.rows._replace(bias=self._bias_of_blocks(bias))
+        return schemas.block_weight(query, key, *rows, *self._layout, scale)
 
     def _cross_entropy(self, query: Tensor, key: Tensor, log_p: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         rowptr, impossible = self.blocks.rowptr, log_p == -torch.inf
@@ -226,25 +225,11 @@ class BlockGraph(AttentionGraph):
         log_q = segment_log_softmax(log_p, rowptr).masked_fill(impossible, 0)
         return -segments(weight * log_q, rowptr).view(self.heads, -1)
 
-    def _local_expectation(
-        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], probes: AttentionGraph, biases: tuple[Tensor | None, ...],
-        factors: tuple[Tensor, Tensor] | None, prob: Callable[[], tuple[Tensor, Tensor]], **options: Any,
-    ) -> Tensor:  # fmt: skip
-        assert isinstance(probes, BlockGraph)
-        edges, probed = (
-            graph.blocks.rows._replace(bias=graph._block_bias(bias))
-            for graph, bias in zip((self, probes), biases, strict=True)
-        )
-        ptrs, block_size, is_causal = self._layout
-        options |= {"ptrs": ptrs, "block_size": block_size, "is_causal": is_causal}
-        return ops.block_expectation(*inputs, edges, probed, prob=prob(), **options)
-
     @property
-    def _layout(self) -> tuple[tuple[Tensor, Tensor], int, bool]:
-        """The arguments by which the ops over blocks take a graph, after its rows."""
-        return (self.query_ptr, self.key_ptr), self.block_size, self.is_causal
+    def _layout(self) -> tuple[Tensor, Tensor, int, bool]:
+        return self.query_ptr, self.key_ptr, self.block_size, self.is_causal
 
-    def _block_bias(self, bias: Tensor | None) -> Tensor | None:
+    def _bias_of_blocks(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self.edge_bias_to_blocks(bias)
 
     def edge_bias_to_blocks(self, bias: Tensor) -> Tensor:

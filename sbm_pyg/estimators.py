@@ -37,7 +37,7 @@ from torch import Tensor
 from . import ops
 from .gradients import (
     OVER,
-    attach_local_expectation,
+    attach_expectation,
     check_pairs,
     concrete_bias,
     distillation,
@@ -223,11 +223,9 @@ class Local(Estimator):
             probe_bias = call.score_bias(call.query, call.key, probes)
             if kept is not None and bias is not None:  # of tokens, also where edges join blocks
                 bias = bias[edge] if graph.block_size == 1 else call.score_bias(call.query, call.key, graph)
-        return attach_local_expectation(
-            out, call.query, call.key, call.value, choice.probability, graph, probes, chance, bias=bias,
-            probe_bias=probe_bias, forced=forced, scale=call.scale, exploration=choice.exploration,
-            weight=1 / self.rows,
-        )  # fmt: skip
+        attention, sampled = (out, call.query, call.key, call.value), (chance, forced, call.scale, choice.exploration)
+        more = ((bias, probe_bias), (*sampled, 1 / self.rows))
+        return attach_expectation(attention, choice.probability, graph, probes, *more)
 
 
 class Imitate(Estimator):

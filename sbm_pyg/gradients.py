@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import ops
 from .auxiliary import mean_weights
 from .graph import AttentionGraph, check_graph
+from .ops import checks, schemas, values
 from .ops.reference.segments import allowed_keys, segments, upcast
 from .ops.values import can_read, require_values
 from .ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
@@ -46,7 +46,7 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
     """
     check_probability(probability)
     gate = probability.gate(graph)
-    ops.checks.forced(forced, graph.col)
+    checks.forced(forced, graph.col)
     return gate if forced is None else torch.where(forced, gate.detach(), gate)
 
 
@@ -56,7 +56,7 @@ def draw_probes(
 ) -> tuple[AttentionGraph, Tensor]:  # fmt: skip
     """Probes: pairs drawn independently of the edges, for :func:`attach_local_expectation`. Cost O(H N per_query).
 
-    Each query takes keys at equal distances from a random start (:func:`sbm_pyg.ops.sample_systematic`), so each of its
+    Each query takes keys at equal distances from a random start (systematic sampling), so each of its
     keys has the same probability.
 
     Args:
@@ -78,10 +78,10 @@ def draw_probes(
     """
     check_graph(graph)
     require_values(graph.query_ptr, "graph")
-    ops.checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
+    checks.number("per_query", per_query, "[0, inf]", "It is the mean number of probes per query.")
     blocks = graph.blocks
     if queries is not None:
-        ops.checks.shape("queries", queries, (blocks.num_queries,), "[N]", "It says whether a query gets probes.")
+        checks.shape("queries", queries, (blocks.num_queries,), "[N]", "It says whether a query gets probes.")
     sequence_ids = resolve_sequence_ids(sequence_ids, blocks.num_sequences, blocks.query_ptr.device)
     return probes_of(graph, per_query, draw_seed(seed), sequence_ids, queries)
 
@@ -92,9 +92,9 @@ def probes_of(
     """As :func:`draw_probes`, by arguments that are checked."""
     blocks, per_query = graph.blocks, float(per_query) / graph.block_size
     _check_probe_memory(blocks, per_query)
-    ops.checks.not_captured(blocks.device)
+    checks.not_captured(blocks.device)
     more = (blocks.num_queries, blocks.heads, per_query, seed, blocks.is_causal)
-    rowptr, col, chance = ops.schemas.sample_probes(blocks.query_ptr, blocks.key_ptr, sequence_ids, queries, *more)
+    rowptr, col, chance = schemas.sample_probes(blocks.query_ptr, blocks.key_ptr, sequence_ids, queries, *more)
     return graph.with_blocks(blocks._with(rowptr, col, blocks.heads)), chance
 
 
@@ -123,7 +123,7 @@ def attach_local_expectation(
     .. math:: \partial E[L] / \partial p_{ij} = E[L(A, A_{ij} = 1) - L(A, A_{ij} = 0)] .
 
     The difference is computed for one pair at a time, with all other pairs fixed, to first order in the output of
-    attention. Then it has a closed form that costs O(C) (:func:`sbm_pyg.ops.edge_effect`).
+    attention. Then it has a closed form that costs O(C) (docs/concepts.md).
 
     A pair contributes in two cases. It is an edge, with probability :math:`p`; then its difference is weighted by
     :math:`\alpha / p`. Or it is a probe but not an edge, with probability :math:`(1 - p) \eta`; then its weight is
@@ -162,15 +162,25 @@ def attach_local_expectation(
     2015, for the exact expectation over one variable; Veach and Guibas, SIGGRAPH 1995, for the balance heuristic.
     """
     check_probability(probability)
-    for each, name in ((graph, "graph"), (probes, "probes")):
-        check_graph(each, name)
-        probability.check(each.blocks, name)
+    for pairs, name in ((graph, "graph"), (probes, "probes")):
+        check_graph(pairs, name)
+        probability.check(pairs.blocks, name)
     if (probes.heads, probes.num_queries, probes.num_keys) != (graph.heads, graph.num_queries, graph.num_keys):
         raise ValueError(
             f"Expected 'probes' over the tokens of 'graph' (got {probes} for {graph}). Draw them with `draw_probes`."
         )
-    ops.checks.tensors(chance=chance)
-    readable = ops.values.can_read_without_sync(chance) and can_read(chance)
+    checks.tensors(out=out, value=value, chance=chance)
+    _check_attention(graph, query, key, value, bias=bias)
+    checks.per_edge(probes.col, "[E']", probe_bias=probe_bias)
+    checks.shape("out", out, (*query.shape[:2], value.size(2)), "[H, N, C']", "It is the output of the attention.")
+    checks.shape("chance", chance, (graph.blocks.num_queries,), "[N]", "It holds one probability per query.")
+    checks.floating(out=out, chance=chance)
+    checks.same_device("query", query, out=out, chance=chance)
+    checks.forced(forced, graph.blocks.col)
+    checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
+    checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
+    checks.number("weight", weight, "(-inf, inf)", "It is a factor of the gradient, 1 for all queries.")
+    readable = values.can_read_without_sync(chance) and can_read(chance)
     if readable and not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError(
             "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
@@ -180,12 +190,63 @@ def attach_local_expectation(
             f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "
             "Draw them with `draw_probes`."
         )
-    factors = probability.factors if prob is None else None
-    return graph._local_expectation(
-        (out, query, key, value), probes, (bias, probe_bias), factors,
-        lambda: (_edge_probability(prob, probability, graph.blocks), probability.on(probes.blocks)),
-        chance=chance, forced=forced, scale=scale, exploration=exploration, weight=weight,
-    )  # fmt: skip
+    biases, sampled = (bias, probe_bias), (chance, forced, scale, exploration, weight)
+    return attach_expectation((out, query, key, value), probability, graph, probes, biases, sampled, prob)
+
+
+def attach_expectation(
+    attention: tuple[Tensor, ...], probability: EdgeProbability, graph: AttentionGraph, probes: AttentionGraph,
+    biases: tuple[Tensor | None, Tensor | None], sampled: tuple[Tensor, Tensor | None, float, float, float],
+    prob: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As :func:`attach_local_expectation`, by arguments that are checked.
+
+    Args:
+        attention: Output, queries, keys and values.
+        biases: Score biases of edges and of probes.
+        sampled: Chance, forced edges, scale, exploration and weight.
+    """
+    probability.check(graph.blocks)
+    out, *tokens = attention
+    blocks, pairs, layout = graph.blocks, probes.blocks, graph._layout
+    factors = probability.factors if prob is None and layout[2] is None else None
+    probabilities: tuple[Tensor | None, ...]
+    if factors is not None:
+        _check_factors(probability, factors, blocks)
+        probabilities = (*factors, None, None)
+    else:
+        of_edges = _edge_probability(prob, probability, blocks)
+        probabilities = (None, None, of_edges, _edge_probability(None, probability, pairs))
+    bias, probe_bias = (side._bias_of_blocks(x) for side, x in zip((graph, probes), biases, strict=True))
+    rows = (blocks.rowptr, blocks.col, bias, pairs.rowptr, pairs.col, probe_bias)
+    chance, forced, *numbers = sampled
+    constants = (x if x is None else x.detach() for x in (*tokens, *rows, chance))
+    return schemas.Expectation.apply(out, *probabilities, *constants, forced, *layout, *numbers)
+
+
+def _check_factors(probability: EdgeProbability, factors: tuple[Tensor, Tensor], graph: AttentionGraph) -> None:
+    """Raise ValueError unless the factors of probabilities are over the tokens of a graph."""
+    rate, member = factors
+    sizes = (graph.heads, graph.num_queries), (graph.heads, graph.num_keys)
+    fits = (rate.shape[:2], member.shape[:2]) == sizes and rate.shape[2:] == member.shape[2:] and rate.dim() == 3
+    if torch.compiler.is_compiling() or (fits and rate.device == member.device == graph.device):
+        return
+    raise ValueError(
+        f"Expected 'factors' of {type(probability).__name__} to be [H, N, K] and [H, M, K] over {graph} (got "
+        f"{list(rate.shape)} and {list(member.shape)}). Their dot products are the probabilities."
+    )
+
+
+def _check_attention(
+    graph: AttentionGraph, query: Tensor, key: Tensor, value: Tensor | None = None, **per_edge: Tensor | None
+) -> None:
+    """Refuse queries, keys and values that are not over the tokens of a graph, and numbers not of its edges."""
+    checks.attention_tokens(query, key, value)
+    wanted = (("query", query, graph.num_queries, "[H, N, C]"), ("key", key, graph.num_keys, "[H, M, C]"))
+    for name, x, tokens, symbols in wanted:
+        checks.shape(name, x, (graph.heads, tokens, None), symbols, "It has the heads and tokens of 'graph'.")
+    checks.same_device("query", query, graph=graph.query_ptr)
+    checks.per_edge(graph.col, "[E]", **per_edge)
 
 
 def distillation(
@@ -233,15 +294,19 @@ def distillation(
     head has its own probabilities. The exact sum over all keys of a sparse graph is possible because the block model
     has low rank.
     """
-    ops.checks.one_of("over", over, OVER)
+    checks.one_of("over", over, OVER)
     check_probability(probability)
     check_graph(graph)
     blocks = graph.blocks
     probability.check(blocks)
+    _check_attention(graph, query, key, bias=bias)
+    checks.number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
     dtype = torch.promote_types(query.dtype, torch.float32)
     mean = mean_weights(graph.query_ptr, blocks.num_queries, dtype, blocks.query_ptr)
     if over == "selected":
-        loss = graph._cross_entropy(query, key, probability.log_on(blocks), bias, scale)
+        log_p = probability.log_on(blocks)
+        checks.per_edge(blocks.col, "[E]", log_p=log_p)
+        loss = graph._cross_entropy(query, key, log_p, bias, scale)
         return (loss * mean).sum() / graph.heads
     p, degree = probability.on(blocks), probability.expected_degree()
     with torch.no_grad():
@@ -289,10 +354,16 @@ def row_distillation(
     if not isinstance(source, LearnedSource):
         raise TypeError(f"Expected 'source' to be a LearnedSource (got {type(source).__name__}). It has probabilities.")
     check_record(tokens)
-    ops.checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
-    ops.checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
+    checks.number("rows", rows, "(0, inf]", "It is a number of rows over the square root of the length.")
+    checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
     if scored is not None:
         check_record(scored)
+        sizes, theirs = ((x.heads, x.num_queries, x.num_keys) for x in (tokens, scored))
+        if sizes != theirs or scored.query.device != tokens.query.device:
+            raise ValueError(
+                f"Expected 'scored' of {tokens.heads} heads over the tokens of 'tokens' (got {scored} for {tokens}). "
+                "Make it by `tokens.with_vectors`."
+            )
         scored = sample_sequences(scored.detached(), part, source.block_size)
     sequences = tokens.query_ptr.numel()
     tokens = sample_sequences(tokens.detached(), part, source.block_size)
@@ -306,6 +377,8 @@ def row_distillation(
     if source.window is not None and not tokens.bipartite:
         near = blocks.lag.abs() <= -(-source.window // source.block_size)
         log_p = log_p.masked_fill(near, -torch.inf)
+    checks.per_edge(graph.col, "[E]", score_bias=bias)
+    checks.per_edge(blocks.col, "[E]", log_p=log_p)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
 
 
@@ -345,7 +418,7 @@ def concrete_bias(
 
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
-    ops.checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
+    checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
     given = _probability_with_exploration(probability, graph, exploration, numbers=8)
     p = upcast(given).clamp(min_probability(given), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
@@ -375,10 +448,10 @@ def score_function(
     check_probability(probability)
     probability.check(graph)
     require_values(graph.query_ptr, "graph")
-    ops.checks.tensors(loss=loss)
-    ops.checks.floating(loss=loss)
-    ops.checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
-    ops.checks.same_device("graph", graph.col, loss=loss)
+    checks.tensors(loss=loss)
+    checks.floating(loss=loss)
+    checks.shape("loss", loss, (graph.num_sequences,), "[B]", "It holds one loss per sequence, not their mean.")
+    checks.same_device("graph", graph.col, loss=loss)
     check_pairs(graph, 5, 12)
     pairs, _ = draw_probes(graph, math.inf, seed=0)
     batch = loss.numel()
@@ -397,11 +470,9 @@ def score_function(
 
 def _edge_probability(prob: Tensor | None, probability: EdgeProbability, graph: AttentionGraph) -> Tensor:
     """Probability of each edge, ``[E]``: ``prob`` if given, else computed."""
-    if prob is None:
-        return probability.on(graph)
-    ops.checks.tensors(prob=prob)
-    ops.checks.floating(prob=prob)
-    ops.checks.shape("prob", prob, (graph.num_edges,), "[E]", "It is `probability.on(graph.blocks)`; leave it out.")
+    prob = probability.on(graph) if prob is None else prob
+    checks.tensors(prob=prob)
+    checks.per_edge(graph.col, "[E]", prob=prob)
     return prob
 
 
@@ -410,26 +481,26 @@ def _probability_with_exploration(
 ) -> Tensor:
     """Probability of each edge plus exploration, ``[E]``, if so many ``numbers`` per edge fit into memory."""
     check_probability(probability)
-    ops.checks.number("exploration", exploration, "[0, 1]", "It is added to each probability.")
+    checks.number("exploration", exploration, "[0, 1]", "It is added to each probability.")
     probability.check(graph)
     width = torch.get_default_dtype().itemsize
-    ops.checks.memory("graph", graph.num_edges, numbers * width, graph.device, _TAKE_FEWER)
+    checks.memory("graph", graph.num_edges, numbers * width, graph.device, _TAKE_FEWER)
     return probability.on(graph) + exploration
 
 
 def check_pairs(graph: AttentionGraph, numbers: int, more_bytes: int) -> None:
     """Raise ValueError unless memory holds so many numbers and bytes for each pair, the backward pass included."""
     count, width = graph.heads * int(graph.pairs_per_sequence.sum()), torch.get_default_dtype().itemsize
-    ops.checks.memory("graph", count, numbers * width + more_bytes, graph.device, _TAKE_FEWER, "pairs")
+    checks.memory("graph", count, numbers * width + more_bytes, graph.device, _TAKE_FEWER, "pairs")
 
 
 def _check_probe_memory(graph: AttentionGraph, per_query: float) -> None:
     """Raise ValueError unless the probes, with one number each, fit into memory."""
     width = (4 if graph.device.type == "cpu" else 20) + torch.get_default_dtype().itemsize
     pairs = graph.heads * graph.num_queries * graph.num_keys
-    if ops.checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
+    if checks.fits(pairs, width, graph.device) or not can_read(graph.query_ptr):
         return
     allowed = allowed_keys(graph.query_ptr, graph.key_ptr, graph.num_queries, graph.is_causal)
-    allowed = allowed.to(ops.checks.widest(allowed.device))
+    allowed = allowed.to(checks.widest(allowed.device))
     count = graph.heads * int(allowed.clamp(max=per_query + 1).sum())  # a row takes up to one more
-    ops.checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_TAKE_FEWER}", "probes")
+    checks.memory("per_query", count, width, graph.device, f"Take fewer probes. {_TAKE_FEWER}", "probes")

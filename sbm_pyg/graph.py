@@ -7,7 +7,7 @@ torch-sparse, SciPy and networkx. Not here: properties of a graph and operations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -19,8 +19,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from . import ops
-from .ops import checks, values
+from .ops import checks, schemas, values
 from .ops.values import can_read, require_values
 from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
 from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
@@ -102,38 +101,34 @@ class AttentionGraph(CompressedRows):
         gate_form: str, dropout: float, seed: int,
     ) -> Tensor:  # fmt: skip
         """Softmax attention over the edges, ``[H, N, C']``; ``gate`` and ``bias`` are per edge of tokens, ``[E]``."""
-        rows = self.rows._replace(bias=bias)
-        return ops.edge_attention(query, key, value, rows, gate, scale, gate_form, dropout, seed)[0]
+        more = (gate, bias, scale, gate_form, dropout, seed)
+        return schemas.edge_attention(query, key, value, self.rowptr, self.col, *more)[0]
 
     def _attention_weight(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Attention weight of each edge of ``blocks``, ``[E']``, summed over the queries of a block."""
-        total = ops.edge_attention(query, key, key[..., :1], self.rows._replace(bias=bias), scale=scale)[1]
+        more = (None, bias, scale, "score", 0.0, 0)
+        total = schemas.edge_attention(query, key, key[..., :1], self.rowptr, self.col, *more)[1]
         total = total.clamp(min=torch.finfo(total.dtype).min).flatten()[self.edge_row]  # 0 if all scores are -inf
         return (self._logits(query, key, bias, scale) - total).exp()
 
     def _cross_entropy(self, query: Tensor, key: Tensor, log_p: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Cross-entropy of each row of ``blocks``, ``[H, n]``, between attention weights and probabilities of edges."""
-        rows = self.rows._replace(bias=bias)
-        return ops.edge_cross_entropy(query.detach(), key.detach(), log_p, rows, scale)
+        more = (self.rowptr, self.col, bias, scale)
+        return schemas.edge_cross_entropy(query.detach(), key.detach(), log_p, *more)[0]
 
     def _logits(self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         """Score of each edge of tokens, its bias included, ``[E]``."""
-        logit = ops.edge_dot(query, key, self.rows) * scale
+        logit = schemas.edge_dot(query, key, self.rowptr, self.col) * scale
         return logit if bias is None else logit + bias
 
-    def _local_expectation(
-        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], probes: AttentionGraph, biases: tuple[Tensor | None, ...],
-        factors: tuple[Tensor, Tensor] | None, prob: Callable[[], tuple[Tensor, Tensor]], **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """The output; its backward pass also reaches the factors of the probabilities, or those of edges and probes.
+    @property
+    def _layout(self) -> tuple[Tensor | None, Tensor | None, int | None, bool]:
+        """Offsets of both sides, block size and causality, where edges join blocks of tokens; else None and False."""
+        return None, None, None, False
 
-        Inputs are output, queries, keys and values; ``biases`` are those of edges and probes. Without factors, ``prob``
-        computes the probabilities of edges and probes of ``blocks``. Options are those of
-        :func:`sbm_pyg.ops.local_expectation`.
-        """
-        edges, probed = (graph.rows._replace(bias=bias) for graph, bias in zip((self, probes), biases, strict=True))
-        both = None if factors is not None else prob()
-        return ops.local_expectation(*inputs, edges, probed, factors=factors, prob=both, **options)
+    def _bias_of_blocks(self, bias: Tensor | None) -> Tensor | None:
+        """Score biases of the edges of tokens, ``[E]``, as the ops over ``blocks`` take them."""
+        return bias
 
     # ---------------------------------------------------------------- from other forms
 

@@ -215,7 +215,7 @@ class CompressedRows:
         compiling = torch.compiler.is_compiling()
         if not (compiling or can_read(self.col)):
             return self
-        row = ops.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
+        row = ops.schemas.invalid_row(self.rowptr, self.col, self.query_ptr, self.key_ptr, self.heads)
         rises = (self.rowptr[0] == 0) & (self.rowptr[-1] == self.num_edges)
         early = torch.ones_like(rises)
         if self.is_causal and (compiling or bool(rises & (row < 0))):
@@ -414,7 +414,7 @@ class CompressedRows:
                 "Build both with the same 'ptr'."
             )
         self._check_union(other.num_edges)
-        rowptr, col, from_other = ops.union_rows(self.rowptr, self.col, other.rowptr, other.col, self.num_keys)
+        rowptr, col, from_other = ops.schemas.union_rows(self.rowptr, self.col, other.rowptr, other.col, self.num_keys)
         return self._with(rowptr, col, self.heads, self.is_causal and other.is_causal), from_other
 
     def _check_union(self, edges: int) -> None:

@@ -181,58 +181,25 @@ def attention_inputs(d: Draw, sequences: int = 1) -> tuple[AttentionGraph, dict[
     return graph, {"query": query, "key": key, "value": d.real(graph.heads, graph.num_keys, values)}
 
 
-ROWS = {"rows": ("rowptr", "col", "bias"), "probes": ("probe_rowptr", "probe_col", "probe_bias")}  # names in messages
+ROWS = {"rows": ("rowptr", "col", "bias")}  # names in messages
 PTRS = ("query_ptr", "key_ptr")
 
 
-def pair_inputs(d: Draw, query: str, key: str) -> dict[str, Any]:
+def pair_inputs(d: Draw) -> dict[str, Any]:
     graph, x = attention_inputs(d)
-    return {query: x["query"], key: x["key"], "rows": graph.rows}
+    return {"query": x["query"], "key": x["key"], "rows": graph.rows}
 
 
-function("ops.edge_dot", 6, ops.edge_dot, lambda d: pair_inputs(d, "query", "key"), unchecked=("rows",), names=ROWS)
-function("ops.edge_gate", 6, ops.edge_gate, lambda d: pair_inputs(d, "rate", "member"), unchecked=("rows",), names=ROWS)
+function("ops.edge_dot", 6, ops.edge_dot, pair_inputs, unchecked=("rows",), names=ROWS)
 
 
-def _edge_attention(d: Draw, entmax: bool) -> Case:
+@case("ops.edge_attention", 12)
+def _edge_attention(d: Draw) -> Case:
     graph, x = attention_inputs(d)
     arguments: dict[str, Any] = {**x, "rows": graph.rows._replace(bias=d.maybe(d.real(graph.num_edges)))}
     arguments |= {"gate": d.maybe(d.unit(graph.num_edges) + 0.5), "gate_form": d.choice(("score", "weight"))}
     arguments |= {"scale": d.uniform(0.1, 1.5), "dropout": d.choice((0.0, 0.0, 0.3)), "seed": d.randrange(99)}
-    arguments |= {"alpha": d.choice((1.2, 1.5, 2.0, 1.3 + 0.5 * d.unit(graph.heads)))} if entmax else {}
-    call: Any = ops.edge_entmax if entmax else lambda **given: ops.edge_attention(**given)[0]
-    return Case(call, arguments, unchecked=("rows",), names=ROWS)
-
-
-TABLE["ops.edge_attention"] = 12, partial(_edge_attention, entmax=False)
-TABLE["ops.edge_entmax"] = 8, partial(_edge_attention, entmax=True)
-
-
-@case("ops.edge_effect")
-def _edge_effect(d: Draw) -> Case:
-    graph, x = attention_inputs(d)
-    probes = d.graph(graph.heads, [graph.num_queries], [graph.num_keys])
-    arguments: dict[str, Any] = {"grad_out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), **x}
-    for name, each in (("rows", graph), ("probes", probes)):
-        arguments[name] = each.rows._replace(bias=d.maybe(d.real(each.num_edges)))
-    arguments |= {"scale": d.uniform(0.1, 1.5), "rate": None, "member": None, "chance": None}
-    if d.random() < 0.5:
-        sbm = d.model(graph)
-        arguments |= {"rate": sbm.rate.to(d.dtype), "member": sbm.key_membership.to(d.dtype)}
-        arguments |= {"chance": d.unit(graph.num_queries), "exploration": d.choice((0.0, 0.1))}
-    return Case(ops.edge_effect, arguments, unchecked=("rows", "probes"), names=ROWS)
-
-
-@case("ops.local_expectation")
-def _local_expectation(d: Draw) -> Case:
-    graph, x = attention_inputs(d)
-    probes, sbm = d.graph(graph.heads, [graph.num_queries], [graph.num_keys]), d.model(graph)
-    factors = tuple(side.to(d.dtype).requires_grad_() for side in (sbm.rate, sbm.key_membership))
-    arguments = {"out": d.real(graph.heads, graph.num_queries, x["value"].size(2)), "factors": factors, **x}
-    arguments |= {"rows": graph.rows, "probes": probes.rows, "chance": d.unit(graph.num_queries), "scale": 0.5}
-    arguments |= {"forced": d.maybe(d.whole(2, graph.num_edges) > 0), "exploration": 0.0}
-    names = {"factors": ("rate", "member"), **ROWS}
-    return Case(ops.local_expectation, arguments, unchecked=("rows", "probes"), names=names)
+    return Case(lambda **given: ops.edge_attention(**given)[0], arguments, unchecked=("rows",), names=ROWS)
 
 
 def sequences(sbm: SBM, d: Draw) -> dict[str, Any]:
@@ -250,60 +217,6 @@ def _sample_sbm(d: Draw) -> Case:
     return Case(ops.sample_sbm, arguments | {"is_causal": d.random() < 0.3}, unchecked=PTRS)
 
 
-@case("ops.sample_queries")
-def _sample_queries(d: Draw) -> Case:
-    sbm = d.sbm()
-    arguments = sequences(sbm, d) | {"num_queries": sbm.num_queries, "part": d.random()}
-    del arguments["key_ptr"]
-    return Case(ops.sample_queries, arguments, unchecked=PTRS[:1])
-
-
-@case("ops.sample_systematic")
-def _sample_systematic(d: Draw) -> Case:
-    sbm = d.sbm()
-    arguments = {"chance": d.unit(sbm.num_queries), **sequences(sbm, d), "heads": sbm.heads}
-    return Case(ops.sample_systematic, arguments | {"is_causal": d.random() < 0.3}, unchecked=PTRS)
-
-
-@case("ops.index_top_k")
-def _index_top_k(d: Draw) -> Case:
-    sbm = d.sbm()
-    arguments: dict[str, Any] = {"query": d.real(sbm.heads, sbm.num_queries, 2, 3), **fields(sbm, *PTRS)}
-    arguments |= {"weight": d.real(sbm.heads, sbm.num_queries, 2), "key": d.real(sbm.heads, sbm.num_keys, 3)}
-    arguments |= {"weight": None} if d.random() < 0.3 else {}
-    arguments |= {"count": 1 + d.whole(5, sbm.num_queries), "is_causal": d.random() < 0.5}
-    return Case(ops.index_top_k, arguments, unchecked=PTRS)
-
-
-@case("ops.index_score", 6)
-def _index_score(d: Draw) -> Case:
-    g = attention_inputs(d)[0]
-    arguments: dict[str, Any] = {"query": d.real(g.heads, g.num_queries, 2, 3), "rows": g.rows}
-    arguments |= {"weight": d.real(g.heads, g.num_queries, 2), "key": d.real(g.heads, g.num_keys, 3)}
-    return Case(ops.index_score, arguments, unchecked=("rows",), names=ROWS)
-
-
-@case("ops.edge_cross_entropy", 6)
-def _edge_cross_entropy(d: Draw) -> Case:
-    g, x = attention_inputs(d)
-    arguments: dict[str, Any] = {"query": x["query"], "key": x["key"], "log_p": d.real(g.num_edges)}
-    arguments |= {"rows": g.rows._replace(bias=d.maybe(d.real(g.num_edges))), "scale": d.uniform(0.1, 1.5)}
-    return Case(ops.edge_cross_entropy, arguments, unchecked=("rows",), names=ROWS)
-
-
-@case("ops.reach_dot")
-def _reach_dot(d: Draw) -> Case:
-    sbm, is_causal = d.sbm(), d.random() < 0.5
-    arguments: dict[str, Any] = {"query": sbm.rate, "key": sbm.key_membership, **fields(sbm, *PTRS)}
-    arguments |= {"is_causal": is_causal, "is_strict": is_causal and d.random() < 0.5}
-    return Case(ops.reach_dot, arguments, unchecked=PTRS)
-
-
-function(
-    "ops.invalid_row", 6, ops.invalid_row, lambda d: fields(d.graph(), "rowptr", "col", *PTRS, "heads"), unchecked=PTRS
-)
-
-
 def segments(d: Draw) -> dict[str, Any]:
     """Values of segments by number, shuffled, or by offsets."""
     lengths = d.lengths()
@@ -316,22 +229,6 @@ function(
     "ops.segment_entmax", 6, ops.segment_entmax, lambda d: segments(d) | {"alpha": d.choice((1.2, 1.5, 2.0, 4.0))},
     unchecked=("index", "ptr"),
 )  # fmt: skip
-
-
-@case("ops.segment_top_k")
-def _segment_top_k(d: Draw) -> Case:
-    lengths = d.lengths()
-    arguments = {"src": d.real(sum(lengths)), "ptr": pointer(lengths), "count": d.whole(4, len(lengths))}
-    return Case(ops.segment_top_k, arguments, unchecked=("ptr",))
-
-
-@case("ops.union_rows")
-def _union_rows(d: Draw) -> Case:
-    graph = d.graph()
-    other = graph.select(torch.rand(graph.num_edges, generator=d.torch) < 0.5)
-    names = ("rowptr", "col", "other_rowptr", "other_col", "num_keys")
-    arguments = dict(zip(names, (graph.rowptr, graph.col, other.rowptr, other.col, graph.num_keys), strict=True))
-    return Case(ops.union_rows, arguments, unchecked=names[:4])
 
 
 # ------------------------------------------------------------------ graphs

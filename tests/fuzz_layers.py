@@ -1143,7 +1143,6 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **{f"BlockGraph.{name}": "what an AttentionGraph has, compared with that of its tokens in test_blocks.py" for name in (
         "causal", "contains", "expand", "head", "over_tokens", "sequence", "spread", "edge_bias_to_blocks", "to", "to_block_mask", "union", "validate", "with_blocks")},
     **dict.fromkeys(("ops.Rows", "AttentionGraph.rows"), "a record of tensors, which ops check"),
-    **dict.fromkeys(("ops.block_effect", "ops.block_expectation", "ops.block_weight"), "for estimators, compared with tokens in test_blocks.py"),
     "ground_truth.Match": "a record that the library makes and users read",
     "ground_truth.record": "it listens to a model, see test_ground_truth.py",
     **dict.fromkeys(("sparsefinder.fit_projection", "sparsefinder.fit_centroids"), "they train, see test_sparsefinder.py"),

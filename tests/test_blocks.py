@@ -376,7 +376,7 @@ def test_block_effects_are_those_of_having_a_block_and_not(graph: BlockGraph, pa
 def test_weights_of_blocks_are_sums_of_those_of_tokens(graph: BlockGraph) -> None:
     query, key, _ = tokens(graph)
     (rowptr, col, _), ptrs, block_size, is_causal = rows(graph)
-    found = ops.block_weight(query, key, ops.Rows(rowptr, col), ptrs, block_size, is_causal, scale=0.7)
+    found = ops.schemas.block_weight(query, key, rowptr, col, None, *ptrs, block_size, is_causal, 0.7)
     logit = ops.edge_dot(query, key, graph.rows) * 0.7
     weight = normalize("softmax", logit, ptr=graph.rowptr)
     edge = graph.spread(torch.arange(graph.blocks.num_edges))

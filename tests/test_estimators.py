@@ -12,7 +12,20 @@ import torch
 from problems import GRAPHS, draw, on_threads, random_graph, reference_attention, same
 from torch import Tensor
 
-from sbm_pyg import SBM, ALiBi, AttentionGraph, SBMAttentionConv, SBMHead, Tokens, ops, sample_edges
+from sbm_pyg import (
+    SBM,
+    ALiBi,
+    AttentionConv,
+    AttentionGraph,
+    Choice,
+    EdgeProbability,
+    GraphSource,
+    SBMAttentionConv,
+    SBMHead,
+    Tokens,
+    ops,
+    sample_edges,
+)  # fmt: skip
 from sbm_pyg.estimators import Local, Mask
 from sbm_pyg.gradients import (
     attach_local_expectation,
@@ -45,11 +58,8 @@ def effect_arguments(
 
 
 def effect(op: Any, *given: Any) -> Any:
-    """Effects by the op, or by its reference, which takes rows one by one; without a model unless it is given."""
-    given += (None, None, None, 0.0)[len(given) - 11 :]
-    if op is ops:
-        given = (*given[:4], ops.Rows(*given[4:7]), ops.Rows(*given[7:10]), *given[10:])
-    return op.edge_effect(*given)
+    """Effects by the op, or by its reference, without a model unless it is given."""
+    return op.edge_effect(*given, *(None, None, None, 0.0)[len(given) - 11 :])
 
 
 # ------------------------------------------------------------------ the effect of an edge
@@ -60,11 +70,13 @@ def effect(op: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("channels", [(1, 3), (32, 32), (16, 48)])
 def test_effect_equals_the_reference(name: str, biased: bool, channels: tuple[int, int]) -> None:
     arguments = effect_arguments(GRAPHS[name], *channels, biased)
-    torch.testing.assert_close(effect(ops, *arguments), effect(reference_effects, *arguments), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        effect(schemas, *arguments), effect(reference_effects, *arguments), rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("name", ["one edge", "no edges", "bipartite", "one row has all edges"])
-@pytest.mark.parametrize("op", [ops, reference_effects])
+@pytest.mark.parametrize("op", [schemas, reference_effects])
 def test_effect_is_the_difference_of_two_losses(name: str, op: Any) -> None:
     """For a loss that is linear in the output: attention with the edge less attention without it, by recomputing both."""
     graph = GRAPHS[name]
@@ -99,7 +111,7 @@ def test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32() -> No
     plain: Any = (grad_out, query, key, value)
     rest: Any = (graph.rowptr, graph.col, None, nothing.rowptr, nothing.col, None, 1.0)
     exact = effect(reference_effects, *plain, *rest)[0]
-    for op in (ops, reference_effects):
+    for op in (schemas, reference_effects):
         got = effect(op, *(x.float() for x in plain), *rest)[0]
         torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=0)
 
@@ -124,11 +136,11 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
         probe_bias,
         1.0,
     )
-    for got, want in zip(effect(ops, *arguments), effect(reference_effects, *arguments), strict=True):
+    for got, want in zip(effect(schemas, *arguments), effect(reference_effects, *arguments), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    assert effect(ops, *arguments)[0][1] == 0
-    assert effect(ops, *arguments)[1][1] == 0
+    assert effect(schemas, *arguments)[0][1] == 0
+    assert effect(schemas, *arguments)[1][1] == 0
 
 
 def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
@@ -137,17 +149,17 @@ def test_effect_does_not_depend_on_threads_or_offsets_dtype() -> None:
     results = []
     for threads in (1, 2):
         with on_threads(threads):
-            results.append(effect(ops, *arguments))
+            results.append(effect(schemas, *arguments))
     narrow = list(arguments)
     narrow[5], narrow[8] = graph.col.int(), arguments[8].int()
-    results.append(effect(ops, *narrow))
+    results.append(effect(schemas, *narrow))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize(
-    ("blocks", "exploration", "op"), [(3, 0.0, ops), (48, 0.05, ops), (3, 0.05, reference_effects)]
+    ("blocks", "exploration", "op"), [(3, 0.0, schemas), (48, 0.05, schemas), (3, 0.05, reference_effects)]
 )
 def test_effects_count_by_the_chance_to_see_them(name: str, blocks: int, exploration: float, op: Any) -> None:
     """One half of the estimate from the side with the edge and one from that without, within the bounds of the docstring."""
@@ -190,7 +202,7 @@ def test_weighing_effects_equals_the_reference(
         assert forced is not None or graph.num_edges < 2 or bool(got.any())
 
 
-@pytest.mark.parametrize("op", [ops, reference_effects])
+@pytest.mark.parametrize("op", [schemas, reference_effects])
 def test_a_probe_that_cannot_be_counts_nothing(op: Any) -> None:
     """Every other query has a chance of 0, and probes all the same: its edges then stand for both sides."""
     graph = GRAPHS["bipartite"]
@@ -395,10 +407,9 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
     chance = torch.repeat_interleave((per_query / key_ptr.diff()).clamp(max=1).to(dtype), query_ptr.diff())
     arguments: Any = (chance, query_ptr, key_ptr, torch.tensor([7, 2**32 - 1, 0]), 3, 2**63 - 5, False)
     for each in ((*arguments[:-1], True), arguments):
-        assert same(ops.sample_systematic(*each), reference_systematic.sample_systematic(*each))
-    graph = AttentionGraph(
-        *ops.sample_systematic(*arguments), 240, 96, 3, query_ptr, key_ptr
-    ).validate()  # sorted, without repeats
+        assert same(schemas.sample_systematic(*each), reference_systematic.sample_systematic(*each))
+    rowptr, col = schemas.sample_systematic(*arguments)
+    graph = AttentionGraph(rowptr, col, 240, 96, 3, query_ptr, key_ptr)  # sorted, without repeats
     expected = chance.double() * torch.repeat_interleave(key_ptr.diff(), query_ptr.diff())
     assert bool(((graph.degree - expected).abs() < 1).all())
     assert abs(float((graph.degree - expected).mean())) < 5 * 0.5 / math.sqrt(3 * 240)
@@ -407,7 +418,7 @@ def test_systematic_samples_are_those_of_the_reference(per_query: float, dtype: 
 def test_systematic_samples_of_some_heads_are_those_of_all() -> None:
     ptr, ids = torch.tensor([0, 3, 40]), torch.tensor([7, 2**32 - 1])
     chance = torch.full((40,), 0.3)
-    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
+    for sample in (schemas.sample_systematic, reference_systematic.sample_systematic):
         rowptr, col = sample(chance, ptr, ptr, ids, 3, 5, True)
         rows = rowptr[40:]
         found = sample(chance, ptr, ptr, ids + (1 << 32), 2, 5, True)
@@ -422,6 +433,76 @@ def test_refused_probes() -> None:
         draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0)
     with pytest.raises(ValueError, match=r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"):
         draw_probes(sample_edges(sbm, seed=0), 1.0, seed=0, sequence_ids=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out": torch.ones(2, 5, 3)}, r"Expected 'out' to be \[H, N, C'\] = \[2, 5, 4\]"),
+        ({"out": None}, "Expected 'out' to be a tensor"),
+        ({"query": torch.ones(1, 5, 4)}, r"Expected 'key' to be \[H, M, C\] = \[1, any, 4\]"),
+        ({"query": torch.ones(2, 6, 4)}, r"Expected 'query' to be \[H, N, C\] = \[2, 5, any\]"),
+        ({"key": torch.ones(2, 6, 4), "value": torch.ones(2, 6, 4)}, r"Expected 'key' to be .* tokens of 'graph'"),
+        ({"value": torch.ones(2, 5, 4).long()}, "Expected 'value' to be a floating tensor"),
+        ({"value": torch.ones(2, 5, 4).double()}, "to be of one dtype"),
+        ({"bias": torch.ones(7)}, r"Expected 'bias' to be \[E\] = \[50\] \(got \[7\]\)"),
+        ({"probe_bias": torch.ones(7)}, r"Expected 'probe_bias' to be \[E'\] = \[10\]"),
+        ({"forced": torch.ones(50)}, "Expected 'forced' to be bool"),
+        ({"prob": torch.ones(7)}, r"Expected 'prob' to be \[E\] = \[50\]"),
+        ({"chance": torch.ones(4)}, r"Expected 'chance' to be \[N\] = \[5\]"),
+        ({"chance": torch.ones(5).long()}, "Expected 'chance' to be a floating tensor"),
+        ({"scale": math.nan}, r"Expected 'scale' in \(-inf, inf\)"),
+        ({"exploration": 2.0}, r"Expected 'exploration' in \[0, 1\]"),
+        ({"weight": math.inf}, r"Expected 'weight' in \(-inf, inf\)"),
+    ],
+)
+def test_the_local_expectation_refuses_what_its_kernels_would_misread(change: dict[str, Any], message: str) -> None:
+    x, graph, probes = torch.ones(2, 5, 4), patterns.full(5, heads=2), patterns.window(5, 0, heads=2)  # 50 and 10 edges
+    sbm = SBM(torch.full((2, 5, 1), 0.1), torch.ones(2, 5, 1))
+    given: dict[str, Any] = {"out": x, "query": x, "key": x, "value": x, "probability": sbm, "graph": graph}
+    given |= {"probes": probes, "chance": torch.ones(5)}
+    attach_local_expectation(**given)
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach_local_expectation(**given | change)
+
+
+class Wrong(EdgeProbability):
+    """Probabilities of an edge too many, and factors of a token too many."""
+
+    def __init__(self, by_factors: bool) -> None:
+        self.by_factors = by_factors
+
+    def on(self, graph: AttentionGraph) -> Tensor:
+        return torch.full((graph.num_edges + 1,), 0.5, requires_grad=True)
+
+    def expected_density(self) -> Tensor:
+        return torch.full((1, 2), 0.5)
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        return (torch.ones(2, 6, 3), torch.ones(2, 5, 3)) if self.by_factors else None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "by_factors", "message"),
+    [
+        ("mask", False, r"Expected 'gate' to be \[E\] = \[50\] \(got \[51\]\)"),
+        ("relaxed", False, r"Expected 'bias' to be \[E\] = \[50\] \(got \[51\]\)"),
+        ("imitate", False, r"Expected 'log_p' to be \[E\] = \[50\] \(got \[51\]\)"),
+        ("local", False, r"Expected 'prob' to be \[E\] = \[10\] \(got \[11\]\)"),
+        ("local", True, r"Expected 'factors' of Wrong to be \[H, N, K\] and \[H, M, K\] .* \(got \[2, 6, 3\]"),
+    ],
+)
+def test_numbers_of_a_source_of_ones_own_are_checked_before_kernels(
+    estimator: str, by_factors: bool, message: str
+) -> None:
+    class Source(GraphSource):
+        def forward(self, tokens: Tokens) -> Choice:
+            return Choice(patterns.full(5, heads=2), Wrong(by_factors))
+
+    conv = AttentionConv(3, 4, 2, Source(), estimator=estimator)
+    with pytest.raises(ValueError, match=message):
+        conv(torch.ones(5, 3), seed=0)
 
 
 def test_refused_arguments_of_estimators() -> None:
@@ -740,7 +821,7 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
 def test_queries_are_chosen_with_their_probability(part: float) -> None:
     """Singly, in pairs of neighbours, in pairs of sequences, and over seeds; within five standard deviations."""
     ptr, ids, seeds = torch.arange(51) * 4_000, torch.arange(50), (1, 2**62 + 12345)
-    drawn = [ops.sample_queries(ptr, ids, 200_000, part, seed) for seed in seeds]
+    drawn = [schemas.sample_queries(ptr, ids, 200_000, part, seed) for seed in seeds]
     for found, seed in zip(drawn, seeds, strict=True):
         assert torch.equal(found, reference_systematic.sample_queries(ptr, ids, 200_000, part, seed))
     first, second = (found.view(50, 4_000).double() for found in drawn)
@@ -753,7 +834,7 @@ def test_queries_are_chosen_with_their_probability(part: float) -> None:
         assert abs(float(found.mean()) - chance) < 5 * (chance * (1 - chance) / found.numel()) ** 0.5, name
     by_row = first.mean(0)
     assert float((by_row - part).square().mean()) == pytest.approx(part * (1 - part) / 50, rel=0.1)
-    alone = ops.sample_queries(torch.tensor([0, 3, 3_000]), torch.tensor([99, 7 + (5 << 32)]), 3_000, part, 1)
+    alone = schemas.sample_queries(torch.tensor([0, 3, 3_000]), torch.tensor([99, 7 + (5 << 32)]), 3_000, part, 1)
     assert torch.equal(alone[3:], first[7, :2_997].bool())
 
 

@@ -68,24 +68,24 @@ def test_dot_and_gate() -> None:
     assert counted(lambda: out[0].sum().backward()) == {"edge_dot_backward": 4 * E * K}
     one_side = ops.edge_dot(query, key.detach(), GRAPH.rows)
     assert counted(lambda: one_side.sum().backward()) == {"edge_dot_backward": 2 * E * K}
-    assert counted(lambda: out.append(ops.edge_gate(query, key, GRAPH.rows))) == {}
+    assert counted(lambda: out.append(ops.schemas.EdgeGate.apply(query, key, *GRAPH.rows[:2]))) == {}
     assert counted(lambda: out[1].sum().backward()) == {"edge_dot_backward": 4 * E * K}
 
 
 def test_index_top_k() -> None:
     ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((N,), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
     given = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4), ptr, ptr, count, True)
-    assert counted(lambda: ops.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
-    assert counted(lambda: ops.index_top_k(given[0], None, *given[2:])) == {"index_top_k": 2 * 4 * pairs}
+    assert counted(lambda: ops.schemas.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
+    assert counted(lambda: ops.schemas.index_top_k(given[0], None, *given[2:])) == {"index_top_k": 2 * 4 * pairs}
 
 
 def test_imitation() -> None:
     leaves, log_p = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4)), random(E)
     out: list[Tensor] = []
-    assert counted(lambda: out.append(ops.index_score(*leaves, GRAPH.rows))) == {"index_score": 2 * E * 12}
+    assert counted(lambda: out.append(ops.schemas.index_score(*leaves, *GRAPH.rows[:2]))) == {"index_score": 2 * E * 12}
     assert counted(lambda: out[0].sum().backward()) == {"index_score_backward": 6 * E * 12}
-    given = (random(HEADS, N, K), random(HEADS, N, K), log_p, GRAPH.rows)
-    assert counted(lambda: out.append(ops.edge_cross_entropy(*given))) == {"edge_cross_entropy": 2 * E * K}
+    given = (random(HEADS, N, K), random(HEADS, N, K), log_p, *GRAPH.rows, 1.0)
+    assert counted(lambda: out.append(ops.schemas.edge_cross_entropy(*given)[0])) == {"edge_cross_entropy": 2 * E * K}
     assert counted(lambda: out[1].sum().backward()) == {}
 
 
@@ -116,12 +116,13 @@ def test_effects_of_edges_and_probes() -> None:
     rate, member = random(HEADS, N, K), random(HEADS, N, K)
     probes = patterns.window(None, 1, ptr=PTR).expand(HEADS)
     out, _ = ops.edge_attention(query.detach(), key.detach(), value.detach(), GRAPH.rows)
-    sides = (GRAPH.rows, probes.rows)
-    out = ops.local_expectation(out.requires_grad_(), query, key, value, *sides, torch.ones(N), factors=(rate, member))
+    fixed = [x.detach() for x in (query, key, value)]
+    rows, more = (*GRAPH.rows, *probes.rows), (torch.ones(N), None, None, None, None, False, 1.0, 0.0, 1.0)
+    out = ops.schemas.Expectation.apply(out.requires_grad_(), rate, member, None, None, *fixed, *rows, *more)
     both = E + probes.num_edges
     assert counted(lambda: out.sum().backward()) == {"effect_gradients": 2 * both * (C + V + K) + 4 * both * K}
-    plain = (random(HEADS, N, V), query, key, value, GRAPH.rows, probes.rows)
-    assert counted(lambda: ops.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
+    plain = (random(HEADS, N, V), query, key, value, *rows, 1.0, None, None, None, 0.0)
+    assert counted(lambda: ops.schemas.edge_effect(*plain)) == {"edge_effect": 2 * both * (C + V)}
 
 
 @pytest.mark.parametrize("method", ["bernoulli", "fastrg"])
@@ -208,6 +209,7 @@ def test_blocks_of_a_full_graph_count_as_all_pairs() -> None:
     count = counted(lambda: out.append(ops.block_attention(query, key, value, rows, *layout)[0]))
     assert count == {"block_attention": 2 * pairs * (C + V)}
     assert counted(lambda: out[0].sum().backward()) == {"block_attention_backward": 2 * pairs * (3 * C + 2 * V)}
-    count = counted(lambda: ops.block_effect(random(HEADS, 24, V), query, key, value, rows, rows, *layout))
+    whole = (ptr, ptr, block_size, False, 1.0)
+    count = counted(lambda: ops.schemas.block_effect(random(HEADS, 24, V), query, key, value, *rows, *rows, *whole))
     assert count == {"block_effect": 2 * 2 * (pairs * (C + V) + pairs // block_size * V)}
-    assert counted(lambda: ops.block_weight(query, key, rows, *layout)) == {"block_weight": 2 * pairs * C}
+    assert counted(lambda: ops.schemas.block_weight(query, key, *rows, *whole)) == {"block_weight": 2 * pairs * C}

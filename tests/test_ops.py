@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
+from sbm_pyg.layers.normalizers import attend_by_entmax
 from sbm_pyg.ops import checks, schemas
 from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
@@ -321,7 +322,7 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
             torch.autograd.grad(out, needed, grad, retain_graph=True), torch.autograd.grad(dense, needed, grad, retain_graph=True),
             rtol=1e-12, atol=1e-12,
         )  # fmt: skip
-    gate = ops.edge_gate(query, key, graph.rows)
+    gate = schemas.EdgeGate.apply(query, key, graph.rowptr, graph.col)
     assert torch.equal(gate, torch.ones_like(gate))
     torch.testing.assert_close(
         torch.autograd.grad(gate, [query, key], grad),
@@ -539,7 +540,7 @@ def test_entmax_attention_is_its_definition(
     alpha = torch.linspace(1.2, 1.9, graph.heads, dtype=torch.float64, requires_grad=True)
     query, key, value, gate, bias = leaves
     rows = graph.rows._replace(bias=bias)
-    out = ops.edge_entmax(query, key, value, rows, gate, 0.9, gate_form, dropout, 7, alpha)
+    out = attend_by_entmax(query, key, value, rows, gate, 0.9, gate_form, dropout, 7, alpha)
     logit = 0.9 * ops.edge_dot(query, key, graph.rows)
     if gated:
         logit = logit * gate if gate_form == "score" else logit + gate.log()
@@ -565,7 +566,7 @@ def test_entmax_attention_gradcheck(gate_form: str) -> None:
 
     def function(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor, alpha: Tensor) -> Tensor:
         rows = graph.rows._replace(bias=bias)
-        return ops.edge_entmax(query, key, value, rows, gate, 0.5, gate_form, 0.2, 3, alpha)
+        return attend_by_entmax(query, key, value, rows, gate, 0.5, gate_form, 0.2, 3, alpha)
 
     assert torch.autograd.gradcheck(function, leaves)
 
@@ -636,11 +637,8 @@ def test_what_does_not_fit_is_refused(name: str, change: Callable[[Any], Any], m
     if name in ("query", "key", "rowptr", "col"):
         changed = given | {name: change(given[name])}
         rows = ops.Rows(changed["rowptr"], changed["col"])
-        for op in (ops.edge_dot, ops.edge_gate):
-            if op is ops.edge_gate:
-                message = message.replace("'query'", "'rate'").replace("'key'", "'member'")
-            with pytest.raises((TypeError, ValueError), match=message):
-                op(changed["query"], changed["key"], rows)
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.edge_dot(changed["query"], changed["key"], rows)
 
 
 X, ONES, PTR, IDS = torch.rand(2, 5, 4) / 4, torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
@@ -649,28 +647,12 @@ BLOCKS = torch.tensor([0, 3, 6, 9, 12, 15, 18])  # three blocks of at most two t
 BLOCK = torch.arange(3).repeat(6)
 
 
-def block_expectation(probes: Tensor = BLOCK, chance: Tensor = ONES[:3], prob: Any = None) -> Tensor:
-    graph, pair = ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, probes)
-    prob = prob or (torch.ones(18), torch.ones(len(probes)))
-    return ops.block_expectation(X, X, X, X, graph, pair, chance, (PTR, PTR), 2, prob=prob)
-
-
 @pytest.mark.parametrize(
     ("op", "name", "full"),
     [
         (lambda col: ops.edge_dot(X, X, ops.Rows(ROWS, col)), "rowptr", COL),
-        (lambda col: ops.edge_gate(X, X, ops.Rows(ROWS, col)), "rowptr", COL),
         (lambda col: ops.edge_attention(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
-        (lambda col: ops.edge_entmax(X, X, X, ops.Rows(ROWS, col)), "rowptr", COL),
-        (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL)), "rowptr", COL),
-        (lambda col: ops.edge_effect(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col)), "probe_rowptr", COL),
-        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, col), ops.Rows(ROWS, COL), ONES, factors=(X, X)), "rowptr", COL),
-        (lambda col: ops.local_expectation(X, X, X, X, ops.Rows(ROWS, COL), ops.Rows(ROWS, col), ONES, factors=(X, X)), "probe_rowptr",
-         COL),
         (lambda col: ops.block_attention(X, X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
-        (lambda col: ops.block_weight(X, X, ops.Rows(BLOCKS, col), (PTR, PTR), 2), "rowptr", BLOCK),
-        (lambda col: ops.block_effect(X, X, X, X, ops.Rows(BLOCKS, BLOCK), ops.Rows(BLOCKS, col), (PTR, PTR), 2), "probe_rowptr", BLOCK),
-        (block_expectation, "probe_rowptr", BLOCK),
     ],
 )  # fmt: skip
 def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], name: str, full: Tensor) -> None:
@@ -685,10 +667,7 @@ def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], nam
 @pytest.mark.parametrize(
     ("op", "sides"),
     [
-        (lambda mine, theirs: ops.reach_dot(X, X, mine, theirs), ("query_ptr", "key_ptr")),
         (lambda mine, theirs: ops.sample_sbm(X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
-        (lambda mine, _: ops.sample_systematic(ONES, mine, PTR, IDS, 2, 0), ("query_ptr",)),
-        (lambda mine, _: ops.invalid_row(ROWS, COL, mine, PTR, 2), ("query_ptr",)),
         (
             lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2),
             (r"ptrs\[0\]", r"ptrs\[1\]"),
@@ -704,78 +683,17 @@ def test_offsets_run_over_the_tokens_that_there_are(op: Callable[..., Any], side
                 op(*given)
 
 
-def test_other_sizes_that_kernels_trust() -> None:
-    for rowptr in (ROWS[:0], ROWS[:-1]):
-        with pytest.raises(ValueError, match=r"Expected 'rowptr' to be \[H\*N\+1\] with H = 2"):
-            ops.invalid_row(rowptr, COL, PTR, PTR, 2)
-    with pytest.raises(ValueError, match=r"Expected 'chance' to be \[n\] = \[3\] \(got \[5\]\)"):
-        block_expectation(chance=ONES)
-
-
-@pytest.mark.parametrize(("rowptr", "col"), [(ROWS.int(), COL), (ROWS, COL.double()), (ROWS, COL.short())])
-def test_offsets_and_keys_of_a_graph_are_integers(rowptr: Tensor, col: Tensor) -> None:
-    message = rf"Expected 'rowptr' to be int64 and 'col' int32 or int64 \(got {rowptr.dtype} and {col.dtype}\)"
-    with pytest.raises(TypeError, match=message):
-        ops.invalid_row(rowptr, col, PTR, PTR, 2)
-
-
-def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
-    given = arguments()
-    x, rowptr, col = given["query"], given["rowptr"], given["col"]
+def test_sampling_and_entmax_refuse_what_does_not_fit() -> None:
+    x, col = torch.ones(2, 5, 4), COL
     chance, ptr, sequence_ids = torch.ones(5), torch.tensor([0, 5]), torch.tensor([0])
-    one_each = torch.ones(5, dtype=torch.int64)
-
-    def effect(
-        grad: Any = x,
-        probes: Tensor = col,
-        model: tuple[Any, ...] = (x, x, chance),
-        scale: Any = 1.0,
-        more: float = 0.0,
-    ) -> Any:
-        return ops.edge_effect(grad, x, x, x, ops.Rows(rowptr, col), ops.Rows(rowptr, probes), scale, *model, more)
-
-    def expectation(
-        out: Any = x, forced: Any = None, probes: Tensor = rowptr, model: tuple[Any, ...] = (x, x), **more: Any
-    ) -> Any:
-        return ops.local_expectation(
-            out, x, x, x, ops.Rows(rowptr, col), ops.Rows(probes, col), chance, forced, factors=model, **more
-        )
 
     def sample(
         query: Any = x, *options: Any, sequence_ids: Tensor = sequence_ids, starts: Tensor = ptr, seed: Any = 0
     ) -> Any:
         return ops.sample_sbm(query, x, starts, starts, sequence_ids, seed, *options)
 
-    def best(weight: Any = x[..., :1], key: Any = x, count: Any = one_each, query_ptr: Tensor = ptr) -> Any:
-        return ops.index_top_k(x[:, :, None], weight, key, query_ptr, ptr, count)
-
-    unbiased, of_edges = ops.Rows(rowptr, col, None), torch.zeros(col.numel())
-
-    def score(query: Any = x[:, :, None], weight: Any = x[..., :1], key: Any = x, rows: Any = unbiased) -> Any:
-        return ops.index_score(query, weight, key, rows)
-
-    def crossed(key: Any = x, log_p: Any = of_edges, scale: Any = 1.0) -> Any:
-        return ops.edge_cross_entropy(x, key, log_p, unbiased, scale)
-
-    def spread(chance: Any = chance, heads: Any = 2, seed: Any = 0) -> Any:
-        return ops.sample_systematic(chance, ptr, ptr, sequence_ids, heads, seed)
-
-    (
-        effect(), expectation(), ops.sample_sbm(x / 4, x / 4, ptr, ptr, sequence_ids, 0),
-        ops.sample_systematic(chance, ptr, ptr, sequence_ids, 2, 0),
-    )  # fmt: skip
+    sample(x / 4)
     for action, message in (
-        (lambda: effect(grad=x[:, :4]), "Expected 'grad_out' to be "),
-        (lambda: effect(probes=col[None]), "Expected 'probe_col' to be "),
-        (
-            lambda: effect(model=(x, None, None)),
-            r"Expected 'rate', 'member' and 'chance' together \(got some of them\)",
-        ),
-        (lambda: effect(model=(x, x[..., :2], chance)), r"Expected 'member' to be \[H, M, K\] = \[2, 5, 4\]"),
-        (lambda: effect(model=(x, x, chance[:3])), r"Expected 'chance' to be \[N\] = \[5\]"),
-        (lambda: expectation(out=x[0]), "Expected 'out' to be "),
-        (lambda: expectation(forced=col[:3] > 0), "Expected 'forced' to be "),
-        (lambda: expectation(probes=rowptr[1:]), "Expected 'probe_rowptr' to be "),
         (
             lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"),
             r"Expected 'method' to be one of .* \(got 'bernuli'\)",
@@ -784,47 +702,6 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
         (
             lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0),
             r"Expected 'member' on cpu, as 'rate' is \(got meta\)",
-        ),
-        (lambda: ops.reach_dot(x, x[:, :, :1], ptr, ptr), r"Expected 'key' to be \[H, M, K\]"),
-        (lambda: ops.reach_dot(x, x, ptr.int(), ptr), "Expected 'query_ptr' to be int64"),
-        (lambda: ops.reach_dot(x, x, ptr, ptr, is_strict=True), "Expected 'is_strict' with 'is_causal'"),
-        (lambda: ops.segment_top_k(x[0, 0], ptr, ptr), r"Expected 'ptr' to be \[S\+1\]"),
-        (lambda: ops.segment_top_k(x[0, 0], ptr, ptr[1:].int()), r"Expected 'count' to be int64"),
-        (lambda: ops.segment_top_k(x[0, 0], ptr, -ptr[1:]), r"Expected 'count' to be 0 or more \(got -"),
-        (lambda: ops.segment_top_k(x, ptr, ptr[1:]), r"Expected 'src' to be \[E\]"),
-        (lambda: ops.union_rows(ptr, ptr, ptr[1:], ptr, 3), r"Expected 'other_rowptr' to be \[S\+1\]"),
-        (lambda: ops.union_rows(ptr, x, ptr, ptr, 3), r"Expected 'col' to be one of .* \(got torch.float32\)"),
-        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, 3), "Expected 'rowptr' to run from 0 to 2, the number of edges"),
-        (lambda: ops.union_rows(ptr, ptr, ptr, ptr[None], 3), r"Expected 'other_col' to be \[E\]"),
-        (lambda: ops.union_rows(ptr, ptr, ptr, ptr, -1), "Expected 'num_keys' to be at least 0"),
-        (lambda: ops.index_top_k(x, x, x, ptr, ptr, ptr), r"Expected 'query' to be \[H, N, S, D\]"),
-        (lambda: best(weight=1.0), "Expected 'weight' to be a tensor"),
-        (lambda: best(weight=x[..., :2]), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
-        (lambda: best(key=x[..., :2]), r"Expected 'key' to be \[H, M, D\]"),
-        (lambda: best(count=ptr), r"Expected 'count' to be \[N\] = \[5\]"),
-        (lambda: best(count=chance), "Expected 'count' to be int64"),
-        (lambda: best(count=torch.zeros(5, dtype=torch.int64)), r"Expected 'count' to be at least 1 \(got 0\)"),
-        (lambda: score(query=x), r"Expected 'query' to be \[H, N, S, D\]"),
-        (
-            lambda: score(query=x[:, :, None][:, :, :0], weight=x[..., :0]),
-            "Expected 'query' of at least one small head",
-        ),
-        (lambda: score(weight=None), "Expected 'weight' to be a tensor"),
-        (lambda: score(weight=x), r"Expected 'weight' to be \[H, N, S\] = \[2, 5, 1\]"),
-        (lambda: score(key=x[:1]), r"Expected 'key' to be \[H, M, D\]"),
-        (lambda: score(rows=ops.Rows(rowptr, col, x[0, 0])), "Expected 'rows' without a bias"),
-        (lambda: score(rows=ops.Rows(rowptr[1:], col, None)), "Expected 'rowptr' to be "),
-        (lambda: crossed(log_p=x), r"Expected 'log_p' to be \[E\]"),
-        (lambda: crossed(log_p=None), "Expected 'log_p' to be a tensor"),
-        (lambda: crossed(scale=math.nan), "Expected 'scale' in"),
-        (lambda: crossed(key=x[..., :2]), "Expected 'key' to be "),
-        (lambda: best(query_ptr=ptr[:1]), r"Expected 'query_ptr' to be \[B\+1\]"),
-        (lambda: ops.sample_queries(ptr, sequence_ids, 5, 1.5, 0), r"Expected 'part' in \[0, 1\]"),
-        (lambda: ops.sample_queries(ptr, sequence_ids, 4, 0.5, 0), "Expected 'query_ptr' to "),
-        (lambda: ops.sample_queries(ptr, sequence_ids[:0], 5, 0.5, 0), r"Expected 'sequence_ids' to be \[B\]"),
-        (
-            lambda: ops.sample_systematic(chance, ptr, ptr, sequence_ids.to("meta"), 2, 0),
-            r"Expected 'sequence_ids' on cpu, as 'chance' is \(got meta\)",
         ),
         (lambda: ops.segment_entmax(chance, ptr=ptr.to("meta")), r"Expected 'ptr' on cpu, as 'src' is \(got meta\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[None]), r"Expected 'ptr' to be \[S\+1\]"),
@@ -840,38 +717,10 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
             lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0),
             r"Expected 'sequence_ids' to be int64 \(got torch.int32\)",
         ),
-        (lambda: effect(model=(x, x, chance.to("meta"))), r"Expected 'chance' on cpu, as 'query' is \(got meta\)"),
         (
             lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0),
             r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)",
         ),
-        (lambda: ops.sample_systematic(x, ptr, ptr, sequence_ids, 2, 0), "Expected 'chance' to be "),
-        (
-            lambda: ops.sample_systematic(chance, ptr, torch.tensor([0, 2, 5]), sequence_ids, 2, 0),
-            "Expected 'key_ptr' to be ",
-        ),
-        (lambda: effect(grad=None), r"Expected 'grad_out' to be a tensor \(got NoneType\)"),
-        (lambda: effect(grad=x.bool()), r"Expected 'grad_out' to be a floating tensor \(got torch.bool\)"),
-        (lambda: effect(scale=math.inf), r"Expected 'scale' in \(-inf, inf\) \(got inf\)"),
-        (lambda: effect(more=1.5), r"Expected 'exploration' in \[0, 1\] \(got 1.5\)"),
-        (lambda: effect(model=(x, x, chance.long())), r"Expected 'chance' to be a floating tensor \(got torch.int64\)"),
-        (lambda: effect(model=(x.bool(), x, chance)), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
-        (lambda: expectation(out=None), r"Expected 'out' to be a tensor \(got NoneType\)"),
-        (lambda: expectation(forced=col.long()), r"Expected 'forced' to be bool \(got torch.int64\)"),
-        (lambda: expectation(model=(x, None)), r"Expected 'member' to be a tensor \(got NoneType\)"),
-        (lambda: expectation(exploration=-0.1), r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
-        (lambda: expectation(scale=math.nan), r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
-        (
-            lambda: ops.local_expectation(
-                x, x, x, x, cast(Any, [rowptr]), ops.Rows(rowptr, col), chance, factors=(x, x)
-            ),
-            "Expected 'rows' to be a tuple",
-        ),
-        (lambda: expectation(model=None), r"Expected one of 'factors' and 'prob' \(got neither\)"),
-        (lambda: expectation(prob=(chance, chance)), r"Expected one of 'factors' and 'prob' \(got both\)"),
-        (lambda: expectation(model=None, prob=chance), r"Expected 'prob' to be a tuple of two tensors \(got Tensor\)"),
-        (lambda: expectation(model=None, prob=(x, x)), r"Expected 'prob' to be \[E\]"),
-        (lambda: block_expectation(prob=(None, ONES)), r"Expected 'prob' to be a tensor \(got NoneType\)"),
         (lambda: sample(x.bool()), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
         (lambda: sample(None), r"Expected 'rate' to be a tensor \(got NoneType\)"),
         (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
@@ -885,15 +734,6 @@ def test_effects_and_samplers_refuse_what_does_not_fit() -> None:
             lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]),
             r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)",
         ),
-        (lambda: spread(chance > 0), r"Expected 'chance' to be a floating tensor \(got torch.bool\)"),
-        (lambda: spread(None), r"Expected 'chance' to be a tensor \(got NoneType\)"),
-        (lambda: spread(heads=0), r"Expected 'heads' to be at least 1 \(got 0\)"),
-        (lambda: spread(heads=True), r"Expected 'heads' to be an int \(got bool\)"),
-        (
-            lambda: spread(heads=2**60),
-            r"Expected 'heads' to ask for no more than memory holds \(got 5,764,607,523,034,234,880 rows",
-        ),
-        (lambda: spread(seed="a"), r"Expected 'seed' to be an integer \(got 'a'\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr.float()), r"Expected 'ptr' to be int64 \(got torch.float32\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[:0]), r"Expected 'ptr' to be \[S\+1\] \(got \[0\]\)"),
         (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4])), "Expected 'ptr' to rise from 0 to E = 5"),
@@ -925,7 +765,7 @@ def test_a_chance_outside_0_and_1_is_cut() -> None:
         torch.tensor([2.0, math.nan, -1.0, math.inf, -math.inf, 0.5]),
         torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5]),
     )
-    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
+    for sample in (schemas.sample_systematic, reference_systematic.sample_systematic):
         assert same(sample(wild, ptr, ptr, sequence_ids, 2, 3, False), sample(cut, ptr, ptr, sequence_ids, 2, 3, False))
 
 
@@ -1245,9 +1085,9 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
                 else:
                     col[start] -= 1200
             arguments = (graph.rowptr, col, graph.query_ptr, graph.key_ptr, 2)
-            assert ops.invalid_row(*arguments) == reference_validate.invalid_row(*arguments) == rows.min()
+            assert schemas.invalid_row(*arguments) == reference_validate.invalid_row(*arguments) == rows.min()
         good = (graph.rowptr, graph.col.to(dtype), graph.query_ptr, graph.key_ptr, 2)
-        assert ops.invalid_row(*good) == reference_validate.invalid_row(*good) == -1
+        assert schemas.invalid_row(*good) == reference_validate.invalid_row(*good) == -1
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -1337,8 +1177,9 @@ def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> 
     plain = [x.detach() for x in leaves]
     probes = AttentionGraph.from_dense(torch.tensor([[0.0, 1, 1, 0]]))
     few = AttentionGraph.from_dense(torch.tensor([[1.0, 0, 0, 1]]))
-    assert ops.edge_effect(torch.ones(1, 1, 1), *plain, few.rows, probes.rows)[1].tolist() == [0, 0]
-    effect, _ = ops.edge_effect(torch.ones(1, 1, 1), *plain, graph.rows, probes.rows)
+    inputs, model = (torch.ones(1, 1, 1), *plain), (1.0, None, None, None, 0.0)
+    assert schemas.edge_effect(*inputs, *few.rows, *probes.rows, *model)[1].tolist() == [0, 0]
+    effect, _ = schemas.edge_effect(*inputs, *graph.rows, *probes.rows, *model)
     assert effect.ne(0).tolist() == [True, False, False, True]
 
 
@@ -1370,7 +1211,7 @@ def test_reach_dots_are_sums_over_allowed_pairs(
     grad = torch.rand(2, 40, generator=random, dtype=torch.promote_types(dtype, torch.float32))
     grads = torch.autograd.grad(wanted, (query, key), grad.double())
     plain = query.detach(), key.detach(), query_ptr, key_ptr, is_causal, is_strict
-    out = ops.reach_dot(query, key, *plain[2:])
+    out = schemas.reach_dot(query, key, *plain[2:])
     assert out.dtype == grad.dtype
     for found in (out, reference_reach.reach_dot(*plain)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-10 if dtype == torch.float64 else 1e-5, atol=1e-10)
@@ -1487,7 +1328,7 @@ def test_probes_are_systematic_samples_of_a_number_of_keys(per_query: float, is_
     wanted = (per_query / allowed.double()).clamp(max=1).float()
     wanted = wanted if queries is None else wanted * queries
     ids = torch.tensor([7, 2**32 - 1, 5])
-    rows = ops.sample_systematic(wanted, *ptrs, ids, 2, 3, is_causal)
+    rows = schemas.sample_systematic(wanted, *ptrs, ids, 2, 3, is_causal)
     for sample in (schemas.sample_probes, reference_systematic.sample_probes):
         assert same(sample(*ptrs, ids, queries, 40, 2, per_query, 3, is_causal), (*rows, wanted))
 
@@ -1533,7 +1374,7 @@ def test_the_best_keys_are_those_of_the_largest_scores(
     given = (query, weight if weighted else None, key, *ptrs, count, is_causal)
     weights = weight.double() if weighted else None
     wanted = best_keys(query.double(), weights, key.double(), ptrs, count, is_causal)
-    for rowptr, col in (ops.index_top_k(*given), reference_pairs.index_top_k(*given)):
+    for rowptr, col in (schemas.index_top_k(*given), reference_pairs.index_top_k(*given)):
         assert [part.tolist() for part in col.split(rowptr.diff().tolist())] == wanted
 
 
@@ -1551,7 +1392,7 @@ def test_the_largest_values_of_segments(seed: int, segments: int, most: int, dis
     for first, last, few in zip(ptr[:-1].tolist(), ptr[1:].tolist(), count.tolist(), strict=True):
         numbers = src.masked_fill(src.isnan(), torch.inf)
         wanted.append(sorted(sorted(range(first, last), key=lambda place: (-float(numbers[place]), place))[:few]))
-    for kept_ptr, kept in (ops.segment_top_k(src, ptr, count), reference_pairs.segment_top_k(src, ptr, count)):
+    for kept_ptr, kept in (schemas.segment_top_k(src, ptr, count), reference_pairs.segment_top_k(src, ptr, count)):
         assert [part.tolist() for part in kept.split(kept_ptr.diff().tolist())] == wanted
 
 
@@ -1568,7 +1409,7 @@ def test_the_union_of_two_graphs_is_that_of_the_sets_of_keys(seed: int, rows: in
             mask.nonzero()[:, 1].to(dtype),
         ]
     union = masks.any(0)
-    for rowptr, col, from_other in (ops.union_rows(*graphs, keys), reference_union.union_rows(*graphs, keys)):
+    for rowptr, col, from_other in (schemas.union_rows(*graphs, keys), reference_union.union_rows(*graphs, keys)):
         assert rowptr.tolist() == [0, *union.sum(1).cumsum(0).tolist()]
         assert col.dtype == dtypes[1]
         assert col.tolist() == union.nonzero()[:, 1].tolist()
@@ -1581,7 +1422,7 @@ def test_unions_are_the_same_on_any_number_of_threads() -> None:
     found = []
     for threads in (1, 4):
         with on_threads(threads):
-            found.append(ops.union_rows(*rows, 3000))
+            found.append(schemas.union_rows(*rows, 3000))
     assert same(*found)
 
 
@@ -1590,7 +1431,7 @@ def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:
     found = []
     for threads in (1, 4):
         with on_threads(threads):
-            found.append(ops.segment_top_k(src, ptr, torch.full((600,), 20)))
+            found.append(schemas.segment_top_k(src, ptr, torch.full((600,), 20)))
     assert same(*found)
 
 
@@ -1602,7 +1443,7 @@ def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
         found = []
         for threads in (1, 4):
             with on_threads(threads):
-                found.append(ops.index_top_k(*arguments))
+                found.append(schemas.index_top_k(*arguments))
         assert same(*found)
 
 
@@ -1627,7 +1468,7 @@ def test_the_scores_of_edges_are_those_of_all_pairs(name: str, small: int, chann
     row, col = graph.edge_row, graph.col.long()
     wanted, grad = every[row, col], leaf(9, graph.num_edges, dtype=dtype).detach()
     exact = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    out = ops.index_score(*leaves, graph.rows)
+    out = schemas.index_score(*leaves, *graph.rows[:2])
     assert out.dtype == dtype
     plain = [x.detach() for x in leaves], (graph.rowptr, graph.col)
     for found in (out, reference_imitation.index_score(*plain[0], *plain[1])):
@@ -1673,7 +1514,7 @@ def test_the_cross_entropy_of_edges_is_that_of_its_definition(
     wide, log_p = log_p.double().requires_grad_(), log_p.requires_grad_()
     plain = query.detach().double(), key.detach().double()
     wanted = _cross_entropy_of_all_pairs(*plain, wide, graph, None if bias is None else bias.double(), 0.3)
-    out = ops.edge_cross_entropy(query, key, log_p, graph.rows._replace(bias=bias), 0.3)
+    out = schemas.edge_cross_entropy(query, key, log_p, graph.rowptr, graph.col, bias, 0.3)[0]
     assert out.dtype == torch.promote_types(dtype, torch.float32)
     exact = 1e-10 if dtype == torch.float64 else 1e-4
     with torch.no_grad():
@@ -1693,7 +1534,7 @@ def test_the_cross_entropy_stays_finite_for_extreme_numbers() -> None:
     graph = AttentionGraph.from_dense(torch.ones(1, 3))
     query, key = torch.full((1, 1, 2), 1e3), torch.tensor([[[1e3, 0.0], [0.0, 0.0], [0.0, -1e3]]])
     log_p = torch.tensor([-1e4, 1e4, 0.0], requires_grad=True)
-    loss = ops.edge_cross_entropy(query, key, log_p, graph.rows)
+    loss = schemas.edge_cross_entropy(query, key, log_p, *graph.rows, 1.0)[0]
     assert loss.tolist() == [[2e4]]
     loss.sum().backward()
     assert log_p.grad is not None
@@ -1710,9 +1551,9 @@ def test_imitation_on_several_threads(kind: str) -> None:
     for threads in (1, 3):
         with on_threads(threads):
             if kind == "score":
-                out, leaves = ops.index_score(*given, graph.rows), given
+                out, leaves = schemas.index_score(*given, *graph.rows[:2]), given
             else:
-                out, leaves = ops.edge_cross_entropy(given[2], given[2], log_p, graph.rows), [log_p]
+                out, leaves = schemas.edge_cross_entropy(given[2], given[2], log_p, *graph.rows, 1.0)[0], [log_p]
             results.append([out, *gradients(out, leaves)])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert torch.equal(results[0][0], results[1][0])
@@ -1850,13 +1691,14 @@ for grad, want in grads:
     torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
 shape = (graph.heads, graph.num_queries, 3), (graph.heads, graph.num_keys, 3), (graph.num_queries,)
 rate, member, chance = (torch.rand(x, generator=generator) / 3 for x in shape)
+rows = [*graph.rows] * 2
 found = [
     op.edge_effect(torch.ones_like(x[0]), *(leaf.detach() for leaf in x), *rows, 0.3, rate, member, chance + 0.1, 0.0)
-    for op, x, rows in ((ops, leaves, [graph.rows] * 2), (effects, wide, [*graph.rows] * 2))
+    for op, x in ((ops.schemas, leaves), (effects, wide))
 ]
 torch.testing.assert_close(found[0][0].double(), found[1][0], rtol=1e-3, atol=1e-5)
 probes = (chance, *(torch.tensor([0, length]) for length in (graph.num_queries, graph.num_keys)), torch.tensor([4]), 2, 9, False)
-assert all(torch.equal(*pair) for pair in zip(ops.sample_systematic(*probes), systematic.sample_systematic(*probes), strict=True))
+assert all(torch.equal(*pair) for pair in zip(ops.schemas.sample_systematic(*probes), systematic.sample_systematic(*probes), strict=True))
 print("equal")
 """
 

@@ -676,7 +676,7 @@ def test_bad_memberships(name: str, value: float, message: str) -> None:
 def test_keys_that_int32_cannot_number() -> None:
     query_ptr, key_ptr, stream = torch.tensor([0, 1]), torch.tensor([0, 2**33]), torch.tensor([0])
     few, key = torch.full((1,), 2.0**-32), torch.ones(1, 1, 1).expand(1, 2**33, 1)
-    for sample in (ops.sample_systematic, reference_systematic.sample_systematic):
+    for sample in (ops.schemas.sample_systematic, reference_systematic.sample_systematic):
         with pytest.raises(
             ValueError,
             match=r"Expected at most 2\^31 keys in a batch, .* \(got 8,589,934,592\). Sample fewer sequences at once.",

@@ -138,7 +138,7 @@ def test_a_vocabulary_of_one_word() -> None:
 
 def test_no_query_and_no_segment() -> None:
     none = torch.zeros(2, dtype=torch.int64)
-    assert ops.sample_queries(none, none[:1], 0, 0.5, 1).shape == (0,)
+    assert ops.schemas.sample_queries(none, none[:1], 0, 0.5, 1).shape == (0,)
     assert ops.segment_entmax(torch.empty(0), index=none[:0], num_nodes=0).shape == (0,)
 
 

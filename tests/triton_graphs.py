@@ -99,7 +99,7 @@ test_probes = contract(
 @pytest.mark.parametrize("seed", [3, -1, 2**40 + 5, 2**63 - 1])
 def test_queries_are_those_of_the_reference(seed: int) -> None:
     given = (torch.tensor([0, 9, 9, 300]), torch.tensor([7, 2**32 - 1, 5 + (3 << 32)]), 300, 0.3, seed)
-    assert torch.equal(ops.sample_queries(*given), reference_systematic.sample_queries(*given))
+    assert torch.equal(ops.schemas.sample_queries(*given), reference_systematic.sample_queries(*given))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -107,7 +107,7 @@ def test_queries_are_those_of_the_reference(seed: int) -> None:
 def test_probes_are_those_of_the_reference_to_the_bit(seed: int, is_causal: bool) -> None:
     chance = torch.tensor([2.0, math.nan, -1.0, 0.0, 1.0, 1e-9, *torch.linspace(0.01, 0.99, 34).tolist()])
     given = (chance, torch.tensor([0, 9, 9, 40]), torch.tensor([0, 300, 301, 500]), torch.tensor([7, 2**32 - 1, 0]))
-    found = ops.sample_systematic(*given, 2, seed, is_causal)
+    found = ops.schemas.sample_systematic(*given, 2, seed, is_causal)
     for mine, wanted in zip(found, reference_systematic.sample_systematic(*given, 2, seed, is_causal), strict=True):
         assert torch.equal(mine, wanted)
 
@@ -305,8 +305,8 @@ def test_some_heads_alone_draw_the_edges_of_these_heads(way: str) -> None:
 
 def test_probes_of_some_heads_are_those_of_all() -> None:
     ptr, chance, ids = torch.tensor([0, 4, 9]), torch.full((9,), 0.4), torch.tensor([5, 2])
-    rowptr, col = ops.sample_systematic(chance, ptr, ptr, ids, 3, 7, False)
-    mine, keys = ops.sample_systematic(chance, ptr, ptr, ids + (1 << 32), 2, 7, False)
+    rowptr, col = ops.schemas.sample_systematic(chance, ptr, ptr, ids, 3, 7, False)
+    mine, keys = ops.schemas.sample_systematic(chance, ptr, ptr, ids + (1 << 32), 2, 7, False)
     assert torch.equal(mine, rowptr[9:] - rowptr[9])
     assert torch.equal(keys, col[rowptr[9] :])
 
@@ -388,8 +388,9 @@ def test_vectors_that_fit_no_tile_take_the_reference(width: int, kernels: Kernel
     for mine, wanted in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(mine, wanted)
     given = torch.ones_like(out), query.detach(), key.detach(), value
-    found = ops.edge_effect(*given, graph.rows, graph.rows, 0.1)
-    wanted = reference_effects.edge_effect(*given, *rows, None, *rows, None, 0.1, None, None, None, 0.0)
+    more: Any = (*graph.rows, *graph.rows, 0.1, None, None, None, 0.0)
+    found = ops.schemas.edge_effect(*given, *more)
+    wanted = reference_effects.edge_effect(*given, *more)
     for mine, meant in zip(found, wanted, strict=True):
         within = 0.0 if INTERPRETED else 1e-12  # a GPU sums in another order
         torch.testing.assert_close(mine, meant, rtol=within, atol=within)

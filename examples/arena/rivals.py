@@ -76,7 +76,7 @@ class Blocks:
         """Numbers of the pairs with the largest scores of each query, as many as a density has room for."""
         rowptr = self.pairs.rowptr
         few = max(1, round(room(self.tokens, density)))
-        return ops.segment_top_k(score.detach(), rowptr, torch.full_like(rowptr[1:], few))[1]
+        return torch.ops.sbm_pyg.segment_top_k(score.detach(), rowptr, torch.full_like(rowptr[1:], few))[1]
 
     def choose(self, kept: Tensor) -> tuple[AttentionGraph, Tensor]:
         """The graph of the keys of pairs, by their numbers or a mask, and of those of the block of the query up to the query.

@@ -19,7 +19,7 @@ from ..graph import AttentionGraph
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..layers.propagation import OUTPUT_ONLY, Returns
-from ..ops import checks, edge_attention, segment_top_k
+from ..ops import checks, schemas
 from ..ragged import Tokens, draw_seed
 from ..sources.interface import Choice
 from ..sources.learned import DenseChoice, sample_rows
@@ -242,7 +242,7 @@ def _measure(
         return out.double().square().sum(2).mul(taken).sum(1)
 
     def attend(graph: AttentionGraph, weight: Tensor) -> Tensor:
-        return edge_attention(query, key, value, graph.rows._replace(bias=_log(weight)), scale=0.0)[0]
+        return graph._attend(query, key, value, None, _log(weight), 0.0, "score", 0.0, 0)
 
     dense = attend(every, weight)
     if not choice.is_stored:  # dense attention loses nothing
@@ -250,7 +250,7 @@ def _measure(
     graph = choice.graph
     edge = graph.expand(layer.heads).contains(every.edge_index, every.edge_head)
     few = every.select(edge)
-    best = segment_top_k(weight, every.rowptr, few.rowptr.diff())[1]
+    best = schemas.segment_top_k(weight, every.rowptr, few.rowptr.diff())[1]
     sparse = attend(few, _edge_weights(layer, query, key, few))
     density = graph.expand(layer.heads).density.double().mean(0)
     parts = (_sum_by(every.edge_head[at], layer.heads, weight[at]) for at in (edge, best))

@@ -338,6 +338,7 @@ class AttentionConv(EdgeAttention):
         else:
             of = (edge_index, query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
+            checks.same_device("query", query, edge_index=choice.graph.query_ptr)
             query, key = self._rotate(query, key, choice.graph.query_ptr, choice.graph.key_ptr, positions)
         of_call = (self.scale, limit, self._score_bias, seed, sequence_ids, self.training, tokens, self.source)
         dense_loss = None
@@ -354,6 +355,7 @@ class AttentionConv(EdgeAttention):
         estimator = self.estimator if choice.probability is not None else NoEstimator()
         given, choice = choice.graph, limit(estimator.prepare(choice, self.training))
         gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, noise)
+        checks.per_edge(choice.graph.blocks.col, "[E]", gate=gate, bias=soft)
         gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
         bias = self._score_bias(query, key, choice.graph)
         bias = soft if bias is None else bias if soft is None else bias + soft

@@ -17,7 +17,7 @@ from torch.nn.functional import relu, softplus
 
 from ..auxiliary import AuxiliaryLosses, mean_weights
 from ..graph import AttentionGraph, check_graph
-from ..ops import checks, edge_dot
+from ..ops import checks, schemas
 
 __all__ = ["DCMM", "DCMMBias"]
 
@@ -196,8 +196,9 @@ class DCMMBias(nn.Module):
                 f"Expected 'graph' over {self.heads} heads, {query.size(1)} queries and {key.size(1)} keys "
                 f"(got {graph}). Build it over these tokens."
             )
+        checks.same_device("query", query, graph=graph.query_ptr)
         rate = model.query_membership @ model.block_matrix
-        strength = edge_dot(rate, model.key_membership, graph.rows)
+        strength = schemas.edge_dot(rate, model.key_membership, graph.rowptr, graph.col)
         strength = strength.tanh() if self.squash else strength
         key_node = graph.num_keys * graph.edge_head + graph.col
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]

@@ -295,8 +295,8 @@ def edge_weights(
 ) -> Tensor:  # fmt: skip
     """Weights 1 of edges and 0 of probes, ``[E + E']``, whose gradient goes on to the probabilities.
 
-    The gradient of a probability is that of the weight of its pair, times the factor of the pair in
-    :func:`sbm_pyg.ops.edge_effect`. Cost O(E + E').
+    The gradient of a probability is that of the weight of its pair, times the weight of its effect in
+    :func:`.attach_local_expectation`. Cost O(E + E').
 
     Args:
         graph: The graph, of one head.

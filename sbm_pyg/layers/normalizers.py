@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 from .. import ops
-from ..ops import checks
+from ..ops import checks, schemas
+from ..ops.reference.edges import apply_gate_and_bias, dropout_mask
 
 __all__ = ["Entmax"]
 
@@ -136,6 +137,40 @@ def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
 def alpha_of(normalizer: str | Entmax) -> float | Tensor:
     """One alpha for all heads, or alphas ``[H]``; 1 for softmax."""
     return ALPHAS[normalizer] if isinstance(normalizer, str) else normalizer.alpha
+
+
+def attend_by_entmax(
+    query: Tensor, key: Tensor, value: Tensor, rows: ops.Rows, gate: Tensor | None, scale: float, gate_form: str,
+    dropout: float, seed: int, alpha: float | Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention over the edges of each query with alpha-entmax in place of softmax, ``[H, N, C']``.
+
+    Logits are those of :func:`sbm_pyg.ops.edge_attention`, weights those of :func:`sbm_pyg.ops.segment_entmax`. Most
+    weights are 0. Edges with a positive weight, the support, are found first, without a gradient. The rest of the
+    forward pass, and the whole backward pass, goes over the support alone. Cost O(E C + E' C') forward and O(E' (C +
+    C')) backward, with E' the edges of the support.
+
+    Args:
+        query, key, value, rows, gate, scale, gate_form, dropout, seed: As :func:`sbm_pyg.ops.edge_attention`.
+        alpha: In (1, 4]: a number, or a tensor ``[H]``, which gets its gradient.
+    """
+    (rowptr, col, bias), (heads, num_queries) = rows, query.shape[:2]
+    if not isinstance(alpha, Tensor):
+        alpha = torch.full((), alpha, dtype=checks.widest(query.device), device=query.device)
+    alphas = alpha.expand(heads).repeat_interleave(num_queries)
+    with torch.no_grad():
+        score = schemas.edge_dot(query, key, rowptr, col)
+        logit = apply_gate_and_bias(scale * score, gate, bias, gate_form)
+        rowptr, index = schemas.entmax_support(logit, rowptr, alphas)
+        score, col = score[index], col[index]
+    gate, bias = (x if x is None else x[index] for x in (gate, bias))
+    score = score + (schemas.EdgeGate.apply(query, key, rowptr, col) - 1)  # the same values, with their gradient
+    logit = apply_gate_and_bias(scale * score, gate, bias, gate_form)
+    weight = schemas.segment_entmax(logit[None], rowptr, alphas[None])[0]
+    if dropout > 0:
+        kept = dropout_mask(rowptr, col, heads, key.size(1), dropout, seed)
+        weight = weight * kept.to(weight.dtype) / (1 - dropout)
+    return schemas.EdgeSum.apply(weight, value, rowptr, col)
 
 
 def edge_softmax(

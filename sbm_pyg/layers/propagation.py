@@ -20,12 +20,11 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
-from .. import ops
 from ..estimators import Estimator
 from ..graph import AttentionGraph, edge_list
 from ..ops import checks
 from ..ops.reference.edges import dropout_mask
-from .normalizers import Entmax, alpha_of, normalize
+from .normalizers import Entmax, alpha_of, attend_by_entmax, normalize
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
 
@@ -96,11 +95,8 @@ class EdgeAttention(MessagePassing):
         returns: Any,
     ) -> None:
         """Check shapes and combinations of arguments; an explainer needs an explicit ``edge_index``."""
-        checks.tensors(query=query, key=key, value=value)
+        checks.attention_tokens(query, key, value)
         checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
-        checks.shape("key", key, (self.heads, None, self.out_channels), "[H, M, C]", "Heads come first.")
-        checks.shape("value", value, (self.heads, key.size(1), None), "[H, M, C']", "It has heads and tokens of 'key'.")
-        checks.same_device("query", query, key=key, value=value)
         if isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and edge_index.dim() == 1:
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E], or a graph (got {list(edge_index.shape)}). Pass the sequence of "
@@ -218,7 +214,7 @@ class EdgeAttention(MessagePassing):
         if self.score_bias is None:
             return None
         bias = self.score_bias(query, key, graph)
-        checks.shape("score_bias", bias, graph.col.shape, "[E]", "It returns one number per edge of the graph.")
+        checks.per_edge(graph.col, "[E]", score_bias=bias)
         return bias
 
     def _attend_over_graph(
@@ -348,7 +344,7 @@ class EdgeAttention(MessagePassing):
             out = graph._attend(query, key, value, gate, score_bias, self.scale, form, dropout, seed)
         else:
             rows, alpha = graph.rows._replace(bias=score_bias), alpha_of(self.normalizer)
-            out = ops.edge_entmax(query, key, value, rows, gate, self.scale, form, dropout, seed, alpha)
+            out = attend_by_entmax(query, key, value, rows, gate, self.scale, form, dropout, seed, alpha)
         return out.transpose(0, 1)
 
     def message(

@@ -110,53 +110,27 @@ def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
         raise TypeError(f"Expected '{name}' to be a tuple of {parts} (got {type(given).__name__}). See the docstring.")
 
 
-def _check_attention_tokens(
-    query: Tensor, key: Tensor, value: Tensor | None, ends: tuple[str, str] = ("query", "key")
-) -> None:
-    """Refuse tokens that do not fit together; ``ends`` are the names of query and key."""
-    first, second = ends
-    tensors(**{first: query, second: key})
-    floating(**{first: query, second: key}, value=value)
+def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
+    """Refuse tokens that do not fit together."""
+    tensors(query=query, key=key)
+    floating(query=query, key=key, value=value)
     if value is not None and not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"Expected '{first}', '{second}' and 'value' to be of one dtype "
+            "Expected 'query', 'key' and 'value' to be of one dtype "
             f"(got {query.dtype}, {key.dtype} and {value.dtype}). Convert them to one."
         )
-    shape(first, query, (None, None, None), "[H, N, C]", "Heads come first.")
-    shape(second, key, (query.size(0), None, query.size(2)), "[H, M, C]", f"It has heads and channels of '{first}'.")
-    shape("value", value, (query.size(0), key.size(1), None), "[H, M, C']", f"It has heads and tokens of '{second}'.")
-    others: dict[str, Tensor | None] = {second: key, "value": value}
-    same_device(first, query, **others)
+    shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
+    shape("key", key, (query.size(0), None, query.size(2)), "[H, M, C]", "It has heads and channels of 'query'.")
+    shape("value", value, (query.size(0), key.size(1), None), "[H, M, C']", "It has heads and tokens of 'key'.")
+    same_device("query", query, key=key, value=value)
 
 
-def _check_rows(
-    rows: dict[str, Tensor], symbols: str, count: int | None, like: tuple[str, Tensor], end: str,
-    per_edge: Mapping[str, Tensor | None], numbers: tuple[str, tuple[int, ...]],
-) -> None:  # fmt: skip
-    """Refuse compressed rows, and numbers of their edges, that are not of one graph.
-
-    Args:
-        rows: Offsets and ends of edges, by their names.
-        symbols, count: Shape of the offsets, and their number, None where it is not known.
-        like: Name of a tensor, and the tensor, on whose device all others must be.
-        end: Owner of a row, "query" or "query block".
-        per_edge: Numbers of each edge, by their names.
-        numbers: Symbols of their shape, and its sizes behind the first.
-    """
-    tensors(**rows)
-    (row_name, rowptr), (col_name, col) = rows.items()
-    shape(row_name, rowptr, (count,), symbols, f"It holds one row per head and {end}, heads outermost.")
-    shape(col_name, col, (None,), "[E]", f"It holds the {end.replace('query', 'key')} of each edge.")
-    if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
-        raise TypeError(
-            f"Expected '{row_name}' to be int64 and '{col_name}' int32 or int64 "
-            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
-        )
-    for name, x in per_edge.items():
-        shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge.")
-    floating(**per_edge)
-    same_device(like[0], like[1], **{**rows, **per_edge})
-    spans(row_name, rowptr, col.size(0), f"edges in '{col_name}'")
+def per_edge(like: Tensor, symbols: str, **numbers: Tensor | None) -> None:
+    """Refuse numbers that are not floating, one for each edge of a graph whose keys are ``like``; None passes."""
+    for name, x in numbers.items():
+        shape(name, x, like.shape, symbols, "It holds one number for each edge.")
+    floating(**numbers)
+    same_device("graph", like, **numbers)
 
 
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
@@ -169,49 +143,61 @@ def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
 
 
 def edge_rows(
-    rowptr: Tensor,
-    col: Tensor,
-    query: Tensor,
-    *,
-    key: Tensor,
-    value: Tensor | None = None,
-    prefix: str = "",
-    ends: tuple[str, str] = ("query", "key"),
-    **per_edge: Tensor | None,
+    rowptr: Tensor, col: Tensor, query: Tensor, *, key: Tensor, value: Tensor | None = None, **per_edge: Tensor | None
 ) -> None:
-    """Refuse rows, tokens and numbers per edge that are not of one graph.
-
-    A second graph over the same tokens has names with a ``prefix``; ``ends`` are the names of query and key.
-    """
+    """Refuse rows, tokens and numbers per edge that are not of one graph."""
     if torch.compiler.is_compiling():
         return
-    _check_attention_tokens(query, key, value, ends)
-    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
-    count = query.size(0) * query.size(1) + 1
-    _check_rows(rows, "[H*N+1]", count, (ends[0], query), "query", per_edge, ("[E]", ()))
+    attention_tokens(query, key, value)
+    _check_rows(rowptr, col, ("[H*N+1]", query.size(0) * query.size(1) + 1), query, ("[E]", ()), per_edge)
+
+
+def _check_rows(
+    rowptr: Tensor, col: Tensor, rows: tuple[str, int | None], query: Tensor, numbers: tuple[str, tuple[int, ...]],
+    per_edge: Mapping[str, Tensor | None],
+) -> None:  # fmt: skip
+    """Refuse compressed rows, and numbers of their edges, that are not of one graph.
+
+    Args:
+        rows: Shape of the offsets, and their number, None where it is not known.
+        query: A tensor on whose device all others must be.
+        numbers: Symbols of the shape of numbers of an edge, and its sizes behind the first.
+        per_edge: Numbers of each edge, by their names.
+    """
+    tensors(rowptr=rowptr, col=col)
+    block = "" if numbers[1] == () else " block"
+    shape("rowptr", rowptr, rows[1:], rows[0], f"It holds one row per head and query{block}, heads outermost.")
+    shape("col", col, (None,), "[E]", f"It holds the key{block} of each edge.")
+    if rowptr.dtype != torch.int64 or col.dtype not in INTEGERS:
+        raise TypeError(
+            "Expected 'rowptr' to be int64 and 'col' int32 or int64 "
+            f"(got {rowptr.dtype} and {col.dtype}). Convert them."
+        )
+    for name, x in per_edge.items():
+        shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge.")
+    floating(**per_edge)
+    same_device("query", query, rowptr=rowptr, col=col, **per_edge)
+    spans("rowptr", rowptr, col.size(0), "edges in 'col'")
 
 
 def block_rows(
-    rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int,
-    is_causal: bool, scale: float, *, value: Tensor | None = None, prefix: str = "", **per_edge: Tensor | None,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    rows: tuple[Tensor, Tensor, Tensor | None], query: Tensor, key: Tensor, value: Tensor, ptrs: tuple[Tensor, Tensor],
+    block_size: int,
+) -> int:  # fmt: skip
     """Refuse rows over blocks, tokens, offsets and numbers per pair of tokens that are not of one graph of blocks.
 
     Returns:
-        Offsets of both sides, and the block_size.
+        The block size.
     """
     check_tuple("ptrs", ptrs, "offsets of queries and of keys", 2)
     if torch.compiler.is_compiling():
-        return *ptrs, block_size
-    _check_attention_tokens(query, key, value)
+        return block_size
+    attention_tokens(query, key, value)
     ends = dict(zip(("ptrs[0]", "ptrs[1]"), ptrs, strict=True))
     tensors(**ends)
     same_device("query", query, **ends)
     block_size = integer("block_size", block_size, 1, "It is a number of tokens.")
     memory("block_size", block_size, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
-    flag("is_causal", is_causal, "It says whether no token meets a later one.")
-    number("scale", scale, "(-inf, inf)", "It is a factor of the scores, usually C ** -0.5.")
-    known = values.can_read_without_sync(*ptrs)
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
         if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 1:
@@ -221,13 +207,12 @@ def block_rows(
             )
         spans(name, ptr, tokens.size(1), "tokens")
     count = None
-    if known:  # the cut is cached for attention
+    if values.can_read_without_sync(*ptrs):  # the cut is cached for attention
         cut, _ = cut_blocks((query.size(1), key.size(1)), ptrs, block_size)
         count = query.size(0) * cut.count + 1
-    rows = {f"{prefix}rowptr": rowptr, f"{prefix}col": col}
     numbers = ("[E, block_size, block_size]", (block_size, block_size))
-    _check_rows(rows, "[H*n+1]", count, ("query", query), "query block", per_edge, numbers)
-    return *ptrs, block_size
+    _check_rows(rows[0], rows[1], ("[H*n+1]", count), query, numbers, {"bias": rows[2]})
+    return block_size
 
 
 def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """Declarations of the ops: schema, shapes without values, gradient, and kernels by device.
 
-In and out: the tensors of :mod:`sbm_pyg.ops`, which checks them and holds the docstrings. Not here: any computation.
+In and out: tensors that the caller has checked, or that are valid by construction. What each op computes is said in
+:mod:`sbm_pyg.ops.reference`. Not here: any computation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, cuda, flops
+from . import cpu, cuda, flops, values
 
 DISPATCHER = torch.library.Library("sbm_pyg", "DEF")
 """The ops as the dispatcher of PyTorch knows them."""
@@ -75,12 +76,14 @@ def _declare(
     file: str,
     kernels: tuple[str, ...] = ("cpu", "cuda"),
     carry_to_cpu: bool = False,
+    sized_by_values: bool = False,
 ) -> OpOverload:
     """Declare ``sbm_pyg::name``: its reference, its kernels in ``cpu/`` and ``cuda/``, and its cost.
 
     All are in files of one name. The schema is the signature of the reference, without what goes in by keyword alone.
     Apple's devices run the CPU kernel. Other devices without a kernel run the reference, or the CPU kernel with
-    ``carry_to_cpu``, which is for references that are too slow for use.
+    ``carry_to_cpu``, which is for references that are too slow for use. An op that is ``sized_by_values`` of its inputs
+    takes none of :func:`torch.vmap`.
     """
     KERNELS[name] = file, kernels
     reference = getattr(import_module(f".reference.{file}", __package__), name)
@@ -100,6 +103,8 @@ def _declare(
         DISPATCHER.impl(name, _without_autocast(_on_cuda(name, file, elsewhere), "cuda"), "CUDA")
     DISPATCHER.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
     torch.library.register_fake(f"sbm_pyg::{name}", fake, lib=DISPATCHER)
+    if sized_by_values:
+        torch.library.register_vmap(f"sbm_pyg::{name}", _refuse_batches(op), lib=DISPATCHER)
     if name in flops.__all__:
         formula = flops.formula_of(name, signature(elsewhere))
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(formula)
@@ -113,6 +118,16 @@ def _refuse_tangents(arguments: Sequence[Any]) -> None:
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "
             "hessian or forward_ad). Use `backward` or `torch.autograd.grad`."
         )
+
+
+def _refuse_batches(op: OpOverload) -> Callable[..., Any]:
+    """What :func:`torch.vmap` calls for an op whose values decide the sizes of its outputs."""
+
+    def refuse(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        batched = (x.name for x, dim in zip(op._schema.arguments, in_dims, strict=False) if dim is not None)
+        raise ValueError(values.OUTSIDE_OF_VMAP.format(next(batched)))
+
+    return refuse
 
 
 def _autograd_kernel(op: OpOverload) -> Callable[..., Any]:
@@ -276,16 +291,16 @@ effect_gradients = _declare("effect_gradients", lambda *given: _fake_pair(given[
 weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(prob.shape), "effects")
 segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
-entmax_support = _declare("entmax_support", _fake_chosen, "entmax")
-sample_sbm = _declare("sample_sbm", _fake_rows, "sampling", carry_to_cpu=True)
+entmax_support = _declare("entmax_support", _fake_chosen, "entmax", sized_by_values=True)
+sample_sbm = _declare("sample_sbm", _fake_rows, "sampling", carry_to_cpu=True, sized_by_values=True)
 sample_queries = _declare("sample_queries", _fake_queries, "systematic")
-sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic")
-sample_probes = _declare("sample_probes", _fake_probes, "systematic")
-index_top_k = _declare("index_top_k", _fake_rows, "pairs", ("cpu",))
-segment_top_k = _declare("segment_top_k", _fake_chosen, "pairs", ("cpu",))
-union_rows = _declare("union_rows", _fake_union, "union", ("cpu",))
-add_loops = _declare("add_loops", _fake_loops, "union", ("cpu",))
-select_rows = _declare("select_rows", _fake_selected, "union", ("cpu",))
+sample_systematic = _declare("sample_systematic", _fake_systematic, "systematic", sized_by_values=True)
+sample_probes = _declare("sample_probes", _fake_probes, "systematic", sized_by_values=True)
+index_top_k = _declare("index_top_k", _fake_rows, "pairs", ("cpu",), sized_by_values=True)
+segment_top_k = _declare("segment_top_k", _fake_chosen, "pairs", ("cpu",), sized_by_values=True)
+union_rows = _declare("union_rows", _fake_union, "union", ("cpu",), sized_by_values=True)
+add_loops = _declare("add_loops", _fake_loops, "union", ("cpu",), sized_by_values=True)
+select_rows = _declare("select_rows", _fake_selected, "union", ("cpu",), sized_by_values=True)
 index_score = _declare("index_score", lambda query, weight, key, rowptr, col: query.new_empty(col.size(0)), "imitation")
 index_score_backward = _declare("index_score_backward", _fake_score_backward, "imitation")
 edge_cross_entropy = _declare("edge_cross_entropy", _fake_cross_entropy, "imitation")
@@ -432,9 +447,9 @@ GRADIENTS[segment_entmax] = _save_entmax, _entmax_backward
 
 
 class EdgeGate(torch.autograd.Function):
-    """Ones whose gradient is that of ``edge_dot``.
+    """The straight-through gate of each edge: ones, with the gradient of ``edge_dot(rate, member)``, the probabilities.
 
-    The straight-through gate, without computing what it would cancel.
+    It is ``1 + (p - p.detach())`` without p. Cost O(E) forward, O(E K) backward.
     """
 
     @staticmethod
@@ -470,10 +485,13 @@ class EdgeSum(torch.autograd.Function):
 
 
 class Expectation(torch.autograd.Function):
-    """The identity on the output of attention, whose gradient reaches the edge probabilities by the effects of edges.
+    """The local expectation gradient: the output of attention unchanged, with a gradient to edge probabilities.
 
-    Probabilities are those of ``rate`` and ``member``, or given for each edge and each probe. With a ``block_size``
-    edges join blocks, whose probabilities are given.
+    In the backward pass the probability of each edge, and of each probe, receives its ``edge_effect`` times its weight,
+    ``weigh_effect``, and ``factor``. A probe that is an edge counts once, as an edge; edges that are ``forced`` send no
+    gradient, and inputs of the attention get none from here. Probabilities are the dot products of ``rate`` and
+    ``member``, or given for each edge and each probe. With a ``block_size`` edges join blocks, whose probabilities are
+    given. Forward costs nothing. Backward costs O((E + E') (C + K)), without the K where probabilities are given.
     """
 
     @staticmethod

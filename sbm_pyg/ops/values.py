@@ -13,6 +13,12 @@ from torch._subclasses.fake_tensor import is_fake
 
 __all__ = ["can_read", "can_read_without_sync", "is_batched", "is_capturing", "require_unbatched", "require_values"]
 
+OUTSIDE_OF_VMAP = (
+    "Expected '{}' outside of `torch.vmap` where it decides how many edges there are (got one tensor that stands for "
+    "many). Join the batch to one of many sequences, with their offsets as `ptr`."
+)
+"""Error of a tensor of :func:`torch.vmap` whose values size a result, by its name."""
+
 
 def is_capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured, which computes nothing before it is replayed."""
@@ -70,10 +76,7 @@ def require_unbatched(**given: Tensor | None) -> None:
         return
     for name, x in given.items():
         if isinstance(x, Tensor) and is_batched(x):
-            raise ValueError(
-                f"Expected '{name}' outside of `torch.vmap` where it decides how many edges there are (got one tensor "
-                "that stands for many). Join the batch to one of many sequences, with their offsets as `ptr`."
-            )
+            raise ValueError(OUTSIDE_OF_VMAP.format(name))
 
 
 def require_values(x: Tensor, name: str) -> None:

@@ -236,7 +236,7 @@ class IndexProbability(EdgeProbability):
             TypeError, ValueError: It is not.
         """
         self.check(graph)
-        return ops.index_score(self.query, self.weight, self.key, graph.rows)
+        return ops.schemas.index_score(self.query, self.weight, self.key, graph.rowptr, graph.col)
 
     def on(self, graph: AttentionGraph) -> Tensor:
         """Probability of each edge of a graph, ``[E]``, differentiable.
@@ -547,7 +547,7 @@ class IndexerSource(LearnedSource):
         graph = candidates.graph
         count = number_of_keys(self.k, self.target_density, graph.degree[0])
         count = torch.as_tensor(count, device=graph.device).expand(graph.num_queries)
-        rowptr, edge = ops.segment_top_k(probability.on_candidates.detach(), graph.rowptr, count)
+        rowptr, edge = ops.schemas.segment_top_k(probability.on_candidates.detach(), graph.rowptr, count)
         return Choice(graph._with(rowptr, graph.col[edge], 1), probability, independent=False)
 
     def extra_repr(self) -> str:

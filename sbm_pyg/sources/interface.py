@@ -138,7 +138,8 @@ class Choice:
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise ValueError if the graph is over other tokens."""
         graph, sizes = self.graph, (tokens.num_queries, tokens.num_keys)
-        if (graph.num_queries, graph.num_keys) != sizes or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
+        other_size = (graph.num_queries, graph.num_keys) != sizes or graph.query_ptr.device != tokens.query_ptr.device
+        if other_size or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
             raise ValueError(
                 f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over "
                 f"their sequences (got {graph}). Build it with the offsets of its tokens."
@@ -392,6 +393,7 @@ def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, t
             f"Expected '{name}' with (heads, queries, keys) = {sizes} (got {theirs}). "
             f"Build it over the tokens of this {owner}."
         )
+    checks.same_device(owner, tokens.query_ptr, **{name: graph.query_ptr})
     if not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
         raise ValueError(
             f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with this 'ptr'."

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..graph import AttentionGraph
-from ..ops import checks, values
+from ..ops import checks, schemas, values
 from ..ops.reference.pairs import PairRule, PairTile, best_of, pair_tiles
 from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, runs
 from ..ops.values import require_values
@@ -93,7 +92,7 @@ def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph
 
 
 def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor | None, key: Tensor) -> AttentionGraph:
-    """The graph in which each query attends to the keys of its k largest scores, by :func:`sbm_pyg.ops.index_top_k`.
+    """The graph in which each query attends to the keys of its k largest scores, by the op ``index_top_k``.
 
     Args:
         k: Keys of each query, at least 1; one number or ``[N]`` int64.
@@ -107,10 +106,13 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
         raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
     checks.shape("k", k, (tokens.num_queries,), "[N]", "It is the number of keys of each query.")
     checks.same_device("query", query, k=k)
-    if values.can_read(k) and k.numel() and int(k.min()) < 1:
-        raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
+    if values.can_read(k):
+        if k.numel() and int(k.min()) < 1:
+            raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
+        edges = tokens.heads * int(torch.minimum(k, tokens.allowed_keys).sum())
+        checks.memory("k", edges, 8, query.device, "Choose fewer keys, or fewer sequences at once.")
     ptrs = (tokens.query_ptr, tokens.key_ptr)
-    return graph_of_rows(tokens, *ops.index_top_k(query, weight, key, *ptrs, k, tokens.is_causal))
+    return graph_of_rows(tokens, *schemas.index_top_k(query, weight, key, *ptrs, k, tokens.is_causal))
 
 
 def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:

@@ -125,8 +125,10 @@ def sample_edges(
     check_model(sbm)
     checks.number("exploration", exploration, "[0, 1]", "The paper has 0.01 in training and 0 in evaluation.")
     checks.flag("clamp", clamp, "It says whether to cut probabilities at 1.")
+    row_group = checks.row_group(row_group, method)
     sequence_ids = resolve_sequence_ids(sequence_ids, sbm.num_sequences, sbm.query_ptr.device)
     seed = draw_seed(seed, generator)
+    checks.not_captured(sbm.query_ptr.device)
     if not torch.compiler.is_compiling() and 0 in (sbm.num_queries, sbm.num_keys):
         return graph_without_edges(sbm)
     with torch.no_grad():
@@ -137,7 +139,7 @@ def sample_edges(
         rate, key = (scaled.rate, scaled.key_membership) if bound <= SAFE_IN_FLOAT32 else _rescale(scaled)
         key = _shift_keys_by_one(key, sbm.key_ptr) if sbm.is_strict else key
         law = (seed, method, exploration, clamp, sbm.is_causal, row_group)
-        rowptr, col = ops.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, *law)
+        rowptr, col = ops.schemas.sample_sbm(rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids, *law)
     sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
     graph = AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
     if not sbm.is_strict:
@@ -337,12 +339,12 @@ class SBMSource(LearnedSource, FollowingSource):
         """
         graph = choice.graph
         with torch.no_grad():
-            score = ops.edge_dot(tokens.query, tokens.key, graph.rows)
+            score = ops.schemas.edge_dot(tokens.query, tokens.key, graph.rowptr, graph.col)
         count = graph.rowptr.diff().to(checks.widest(graph.device)) / self._drawn
         if self.target_density is not None:
             share = self.target_density * allowed
             count = count.maximum(share.expand(graph.heads, -1).flatten())
-        rowptr, edge = ops.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
+        rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
         return replace(choice, graph=graph._with(rowptr, graph.col[edge], graph.heads))
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:

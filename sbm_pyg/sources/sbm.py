@@ -236,7 +236,7 @@ class SBM(EdgeProbability):
             ValueError: The graph is not over these tokens and heads.
         """
         self.check(graph)
-        p = ops.edge_dot(self.rate, self.key_membership, graph.rows)
+        p = ops.schemas.edge_dot(self.rate, self.key_membership, graph.rowptr, graph.col)
         return p.masked_fill(graph.edge_row % graph.num_queries == graph.col, 0) if self.is_strict else p
 
     def gate(self, graph: AttentionGraph) -> Tensor:
@@ -246,7 +246,7 @@ class SBM(EdgeProbability):
         """
         self.check(graph)
         factors = self.factors
-        return super().gate(graph) if factors is None else ops.edge_gate(*factors, graph.rows)
+        return super().gate(graph) if factors is None else ops.schemas.EdgeGate.apply(*factors, graph.rowptr, graph.col)
 
     @property
     def factors(self) -> tuple[Tensor, Tensor] | None:
@@ -278,7 +278,7 @@ class SBM(EdgeProbability):
     def expected_degree(self) -> Tensor:
         """Expected number of keys of each query, ``[H, N]``, differentiable."""
         ptrs = self.query_ptr, self.key_ptr
-        return ops.reach_dot(self.rate, self.key_membership, *ptrs, self.is_causal, self.is_strict)
+        return ops.schemas.reach_dot(self.rate, self.key_membership, *ptrs, self.is_causal, self.is_strict)
 
     def expected_edges(self) -> Tensor:
         """Expected number of edges, ``[B, H]``, differentiable.

@@ -296,6 +296,15 @@ def block_effect(
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    r"""The effect of each pair of blocks ``[E]``, and of each probe ``[E']``: ``edge_effect``, summed over its queries.
+
+    For one query a block of keys J is one edge, with weight :math:`W_{iJ} = \sum_{j \in J} w_{ij}` and as gain the mean
+    of its gains by their weights. With sums over the other blocks L of the row,
+
+    .. math::
+        \Delta_{IJ} = \sum_{i \in I} \frac{W_{iJ}}{W_{iJ} + \sum W_{iL}} \Big( G_{iJ} - \frac{\sum W_{iL} G_{iL}}
+        {\sum W_{iL}} \Big) .
+    """
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
@@ -310,6 +319,7 @@ def block_weight(
     query: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, scale: float, *, compute_gains: Callable = pair_gains,
 ) -> Tensor:  # fmt: skip
+    """Weights of ``block_attention``, summed over the tokens of each pair of blocks, ``[E]``, without gradient."""
     cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains
     ((logit, _),) = compute_gains(nothing, [Rows(rowptr, col, bias)], cuts, is_causal, scale)

@@ -94,6 +94,25 @@ def edge_effect(
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, scale: float, rate: Tensor | None,
     member: Tensor | None, chance: Tensor | None, exploration: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    r"""The effect of each edge ``[E]``, and of each probe ``[E']``, on the loss. Cost O((E + E') (C + K)).
+
+    It is the loss with the edge less the loss without it, given the other edges of the row: exactly so for a loss that
+    is linear in the output, to first order for any other. With :math:`w_{ij} = \exp(\text{scale} \cdot \langle q_i, k_j
+    \rangle + b_{ij})`, gains :math:`g_{ij} = (\partial L / \partial o_i) \cdot v_j` and sums over the edges of row i
+    other than j itself,
+
+    .. math::
+        \Delta_{ij} = \frac{w_{ij}}{w_{ij} + \sum w_{il}} \Big( g_{ij} - \frac{\sum w_{il} g_{il}}{\sum w_{il}} \Big) ,
+
+    where the last fraction is 0 if there is no other edge. The effect of a probe that is an edge is 0. No sum is ever
+    subtracted from one that it dominates.
+
+    With rates, memberships and the ``chance`` :math:`\eta_i` of a probe, effects are multiplied by their weights in an
+    estimate of :math:`\partial L / \partial p`, for :math:`p_{ij} = \langle \text{rate}_i, \text{member}_j \rangle +
+    \text{exploration}`: with p cut at 1/2 and :math:`d = \max(p + \eta - p \eta, 2 p)`, :math:`1 / d` for an edge and
+    :math:`(d - p) / (d \, (1 - p) \, \eta)` for a probe; :math:`1 / p` where :math:`\eta = 0`, and 0 where
+    :math:`p > 1`. docs/concepts.md derives it.
+    """
     measured = []
     for pointer, tokens, extra in ((rowptr, col, bias), (probe_rowptr, probe_col, probe_bias)):
         row, end = edge_ends(query, key, pointer, tokens)

@@ -1,8 +1,8 @@
 """How indexers learn from attention, in plain torch: their scores of edges, and the cross-entropy with attention.
 
-In and out: the tensors of ``index_score`` and ``edge_cross_entropy`` in :mod:`sbm_pyg.ops`. The kernels of edges that
-they use are those of this shelf, or of the one that is passed as ``edges``. Not here: the choice of keys by these
-scores (``pairs``).
+In and out: the tensors of ``index_score`` and ``edge_cross_entropy`` in :mod:`sbm_pyg.ops.schemas`. The kernels of
+edges that they use are those of this shelf, or of the one that is passed as ``edges``. Not here: the choice of keys by
+these scores (``pairs``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def _small_heads(query: Tensor, weight: Tensor, row: Tensor) -> Iterator[tuple[T
 def index_score(
     query: Tensor, weight: Tensor, key: Tensor, rowptr: Tensor, col: Tensor, *, edges: Any = reference_edges
 ) -> Tensor:
+    """Score of each edge, ``[E]``, by a lightning indexer, as in :func:`.pairs.index_top_k`. Cost O(E S D)."""
     row, key, total = edge_row(rowptr, col.numel()), upcast(key), upcast(query).new_zeros(col.numel())
     for small, factor in _small_heads(query, weight, row):
         total = total + torch.relu(edges.edge_dot(small, key, rowptr, col)) * factor
@@ -52,7 +53,12 @@ def edge_cross_entropy(
     query: Tensor, key: Tensor, log_p: Tensor, rowptr: Tensor, col: Tensor, bias: Tensor | None, scale: float, *,
     edges: Any = reference_edges,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Cross-entropy of each row ``[H, N]``, and its slope in the logarithm of each edge ``[E]``."""
+    r"""Cross-entropy of each row ``[H, N]``, and its slope in the logarithm of each edge ``[E]``. Cost O(E C).
+
+    With the attention weights :math:`P_{ij}` over the edges as constants, it is :math:`- \sum_j P_{ij} \log (p_{ij} /
+    \sum_{j'} p_{ij'})`. Edges of probability 0 add nothing, and neither do queries without edges. ``log_p`` is known up
+    to a number that is the same in a row.
+    """
     wide = torch.promote_types(upcast(query).dtype, log_p.dtype)
     logit = edges.edge_dot(query.to(wide), key.to(wide), rowptr, col) * scale
     logit = logit if bias is None else logit + bias.to(wide)

@@ -1,8 +1,7 @@
 """All pairs of queries and keys, tile by tile, and the best keys of each query, in plain torch.
 
 In: offsets of sequences, and scores. Out: tiles of pairs; masks of the largest scores; and the tensors of
-:func:`sbm_pyg.ops.index_top_k` and :func:`sbm_pyg.ops.segment_top_k`. Not here: graphs, and other rules that keep
-pairs.
+``index_top_k`` and ``segment_top_k`` in :mod:`sbm_pyg.ops.schemas`. Not here: graphs, and other rules that keep pairs.
 """
 
 from __future__ import annotations
@@ -125,6 +124,18 @@ def index_top_k(
     query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    r"""The keys of the largest scores of each query, by the scores of a lightning indexer: compressed rows.
+
+    .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
+
+    Small queries are ``[H, N, S, D]``, weights ``[H, N, S]``, keys ``[H, M, D]``. Without weights the scores are dot
+    products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. Query i takes ``count[i]`` keys, or all if it has
+    fewer. The lower key wins a tie, and a score that is NaN counts as infinity, so that NaN shows. Scores that are
+    equal up to rounding may rank differently on another kind of device. Cost O(H N M S D), without an array of all
+    pairs.
+
+    Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 1 and 2.
+    """
     heads, queries, small, _ = query.shape
     dtype = torch.int32 if key.size(1) < 2**31 else torch.int64
     packed = query.sum(2) if weight is None else torch.cat([query.flatten(2), weight], 2)
@@ -142,6 +153,10 @@ def index_top_k(
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest values of each segment, ``count[s]`` of them or all: their offsets ``[S+1]`` and numbers, ascending.
+
+    The earlier value wins a tie, and NaN counts as infinity.
+    """
     segment = torch.repeat_interleave(ptr.diff(), output_size=src.numel())
     order = src.masked_fill(src.isnan(), torch.inf).argsort(descending=True, stable=True)
     order = order[segment[order].argsort(stable=True)]  # by segment, then the largest first, then the earlier first

@@ -1,6 +1,6 @@
 """Products of queries with sums over the keys that they may attend to, in plain torch.
 
-In and out: the tensors of :func:`sbm_pyg.ops.reach_dot` and of its backward pass.
+In and out: the tensors of ``reach_dot`` in :mod:`sbm_pyg.ops.schemas`, and of its backward pass.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end:
 def reach_dot(
     query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> Tensor:
+    """Dot product of each query with the sum of the keys that it may attend to, ``[H, N]`` in float32 or better.
+
+    It is the sum of ``edge_dot`` over all allowed pairs: for a block model, the expected number of edges of each row.
+    With ``is_causal``, later keys are left out; with ``is_strict`` the key at the position of the query, too. Cost
+    O((N + M) K).
+    """
     total = _reach_sums(key, key_ptr, query_ptr, 1 - is_strict if is_causal else None, query.size(1))
     return (upcast(query) * total.to(upcast(query).dtype)).sum(-1)
 

@@ -1,6 +1,6 @@
 """Queries, and probes at equal distances, in plain torch: ``sample_queries``, ``sample_systematic``, ``sample_probes``.
 
-In and out: the tensors of these functions in :mod:`sbm_pyg.ops`.
+In and out: the tensors of these ops in :mod:`sbm_pyg.ops.schemas`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from .segments import allowed_keys, edge_row
 
 
 def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
+    """A random part of the queries, each independently with the same probability, ``[N]`` bool. Cost O(N).
+
+    What is drawn for a sequence depends on its number and the seed alone.
+    """
     shift = torch.stack([split_ids(sequence_ids)[0], query_ptr[:-1]])
     sequence_id, first = torch.repeat_interleave(shift, query_ptr.diff(), dim=1, output_size=num_queries)
     position = torch.arange(num_queries, device=query_ptr.device) - first
@@ -30,6 +34,15 @@ def cut_chance(chance: Tensor) -> Tensor:
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
+    r"""Each query takes keys of its sequence at equal distances from a random start, so all have one probability.
+
+    With this probability :math:`\eta_i`, cut to [0, 1], and one random :math:`u` per row, uniform in [0, 1), the keys
+    are :math:`\lfloor (t + u) / \eta_i \rfloor` for t = 0, 1, ... Their number differs by less than one from
+    :math:`\eta_i m`, with m the keys of the sequence, or those that are not later. Rows are independent; keys of a row
+    are not. Random words are those of ``sample_sbm``. Cost O(N + E).
+
+    Reference: Madow and Madow, "On the Theory of Systematic Sampling, I", Annals of Mathematical Statistics 1944.
+    """
     chance = cut_chance(chance)
     queries = query_ptr.diff()
     batch = torch.repeat_interleave(queries, output_size=chance.numel())

@@ -15,6 +15,10 @@ from .segments import edge_row, runs
 def union_rows(
     rowptr: Tensor, col: Tensor, other_rowptr: Tensor, other_col: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The union of the edges of two graphs over the same rows and keys, and a mask of the edges of the other.
+
+    Both have ascending keys in each row, without repeats, and so has the union. Cost O(S + E + E' log E) with S rows.
+    """
     pairs, other_pairs = (
         edge_row(ptr, keys.numel()).mul_(num_keys).add_(keys)
         for ptr, keys in ((rowptr, col), (other_rowptr, other_col))

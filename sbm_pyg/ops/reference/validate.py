@@ -1,6 +1,7 @@
 """The check of compressed rows in plain torch: the reference of ``invalid_row``.
 
-In and out: the tensors of :func:`sbm_pyg.ops.invalid_row`.
+In: rows, offsets of the sequences and heads. Out: the number of a row. Not here: shapes, types, and the first and last
+offset, which :class:`sbm_pyg.AttentionGraph` checks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from torch import Tensor
 
 
 def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor, heads: int) -> Tensor:
+    """The first row whose keys are not ascending, repeat, or leave the sequence of their query; -1 if there is none.
+
+    A row whose offsets decrease or leave ``0 .. E`` is invalid too. Cost O(HN + E).
+    """
     rows, num_edges = rowptr.numel() - 1, col.numel()
     number, starts, ends = torch.arange(rows, device=col.device), rowptr[:-1], rowptr[1:]
     wrong = (starts < 0) | (ends < starts) | (ends > num_edges)
