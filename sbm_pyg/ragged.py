@@ -92,15 +92,32 @@ class Tokens:
         ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
         bipartite = key is not query if self.bipartite is None else self.bipartite
         checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
-        if not bipartite and ptrs[0] is not ptrs[1] and _differ(query.size(1), key.size(1), ptrs):
-            raise ValueError(
-                "Expected 'bipartite' to be True if sequences have different numbers of queries and keys (got False, "
-                f"N = {query.size(1)}, M = {key.size(1)}). Pass bipartite=True, or a layer a pair (keys, queries)."
-            )
         checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
-        check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
         known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
         self.__dict__.update(known, seed=checks.seed(self.seed))
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        """Refuse tokens of one side whose sequences differ from those of the other, and wrong numbers of sequences."""
+        ptrs = (self.query_ptr, self.key_ptr)
+        if not self.bipartite and ptrs[0] is not ptrs[1] and _differ(self.num_queries, self.num_keys, ptrs):
+            raise ValueError(
+                "Expected 'bipartite' to be True if sequences have different numbers of queries and keys (got False, "
+                f"N = {self.num_queries}, M = {self.num_keys}). Pass bipartite=True, or a layer a pair (keys, queries)."
+            )
+        check_sequence_ids(self.sequence_ids, ptrs[0].numel() - 1)
+
+    @classmethod
+    def _trusted(
+        cls, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, bipartite: bool, is_causal: bool,
+        seed: int, sequence_ids: Tensor | None,
+    ) -> Tokens:  # fmt: skip
+        """Tokens of a layer, which has checked them and resolved their offsets."""
+        tokens = object.__new__(cls)
+        sides = {"query": query, "key": key, "query_ptr": query_ptr, "key_ptr": key_ptr, "bipartite": bipartite}
+        tokens.__dict__.update(sides, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids)
+        tokens._check_sequences()
+        return tokens
 
     def with_vectors(self, query: Tensor, key: Tensor) -> Tokens:
         """Copy with other vectors, such as projections ``[H, N, r]`` and ``[H, M, r]``, without checks."""

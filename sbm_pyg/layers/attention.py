@@ -315,6 +315,7 @@ class AttentionConv(EdgeAttention):
         """
         is_causal = self.is_causal if is_causal is None else is_causal
         checks.flag("is_causal", is_causal, CAUSAL)
+        checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
         if edge_attr is not None or self.lin_edge is not None:
             self._check_edge_attr(edge_attr, edge_index, value)
@@ -330,7 +331,7 @@ class AttentionConv(EdgeAttention):
         tokens = None
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
-            tokens = Tokens(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
+            tokens = Tokens._trusted(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
             query, key = self._rotate(query, key, *ptrs, positions)
             if self.rotary is not None and self.rotary.for_source:
                 tokens = tokens.with_vectors(query, key)

@@ -96,7 +96,8 @@ class EdgeAttention(MessagePassing):
     ) -> None:
         """Check shapes and combinations of arguments; an explainer needs an explicit ``edge_index``."""
         checks.attention_tokens(query, key, value)
-        checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
+        if query.shape[::2] != (self.heads, self.out_channels):
+            checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")
         if isinstance(edge_index, Tensor) and edge_index.layout == torch.strided and edge_index.dim() == 1:
             raise ValueError(
                 f"Expected 'edge_index' to be [2, E], or a graph (got {list(edge_index.shape)}). Pass the sequence of "

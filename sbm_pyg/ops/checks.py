@@ -82,6 +82,9 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
 def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
     """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
     owner, like = type(module).__name__, next(module.parameters())
+    sizes = (heads, channels)
+    if _fit(query, key, key) and query.shape[::2] == sizes and (query.dtype, query.device) == (like.dtype, like.device):
+        return
     tensors(query=query, key=key)
     floating(query=query, key=key)
     for name, x, symbols in (("query", query, "[H, N, C]"), ("key", key, "[H, M, C]")):
@@ -98,9 +101,11 @@ def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, c
 
 def forced(forced: Tensor | None, col: Tensor) -> None:
     """Refuse anything that is not a mask of the edges; None passes."""
+    if forced is None:
+        return
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
     same_device("col", col, forced=forced)
-    if forced is not None and forced.dtype != torch.bool:
+    if forced.dtype != torch.bool:
         raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It marks edges that do not depend on p.")
 
 
@@ -112,6 +117,8 @@ def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
 
 def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
     """Refuse tokens that do not fit together."""
+    if torch.compiler.is_compiling() or (value is not None and _fit(query, key, value)):
+        return
     tensors(query=query, key=key)
     floating(query=query, key=key, value=value)
     if value is not None and not query.dtype == key.dtype == value.dtype:
@@ -125,12 +132,26 @@ def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) ->
     same_device("query", query, key=key, value=value)
 
 
+def _fit(query: Any, key: Any, value: Any) -> bool:
+    """Whether tokens surely fit together: one expression, for the calls that are right, before each part is named."""
+    given = (query, key, value)
+    return (
+        all(isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.dim() == 3 for x in given)
+        and query.is_floating_point()
+        and query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.shape[::2] == key.shape[::2]
+        and key.shape[:2] == value.shape[:2]
+    )
+
+
 def per_edge(like: Tensor, symbols: str, **numbers: Tensor | None) -> None:
     """Refuse numbers that are not floating, one for each edge of a graph whose keys are ``like``; None passes."""
     for name, x in numbers.items():
-        shape(name, x, like.shape, symbols, "It holds one number for each edge.")
-    floating(**numbers)
-    same_device("graph", like, **numbers)
+        if x is not None:
+            shape(name, x, like.shape, symbols, "It holds one number for each edge.")
+            floating(**{name: x})
+            same_device("graph", like, **{name: x})
 
 
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:

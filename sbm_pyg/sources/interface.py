@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -130,6 +130,12 @@ class Choice:
         checks.forced(self.forced, self.graph.blocks.col)
         checks.number("exploration", self.exploration, "[0, 1]", "It was added to every probability.")
 
+    def _with(self, **fields: Any) -> Choice:
+        """Copy with fields replaced; the new values are valid by construction."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **fields)
+        return other
+
     @property
     def shape(self) -> tuple[int, int]:
         """Numbers of sequences and heads, (B, H)."""
@@ -178,7 +184,7 @@ class Choice:
         graph = self.graph.expand(heads)
         if graph is self.graph:
             return self
-        return replace(self, graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
+        return self._with(graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
 
     def select(self, kept: Tensor) -> Choice:
         """Keep the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`.
@@ -191,14 +197,14 @@ class Choice:
                 f"Expected a graph of tokens to leave edges out of (got blocks of {self.graph.block_size}). "
                 "Choose with block_size=1, or attend over `graph.expand_tokens()`."
             )
-        return replace(self, graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
+        return self._with(graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
 
     def causal(self) -> Choice:
         """Remove edges from later keys, as :meth:`AttentionGraph.causal`."""
         if self.graph.is_causal:
             return self
         forced = None if self.forced is None else self.forced[~self.graph.blocks.later]
-        return replace(self, graph=self.graph.causal(), forced=forced)
+        return self._with(graph=self.graph.causal(), forced=forced)
 
     def force(self, pattern: AttentionGraph) -> Choice:
         """Add the edges of a pattern, regardless of their probabilities.
@@ -228,7 +234,7 @@ class Choice:
         """The choice over a graph with more edges, and a mask of those that are forced besides the ones it has."""
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
-        return replace(self, graph=graph, forced=forced)
+        return self._with(graph=graph, forced=forced)
 
 
 class GraphSource(torch.nn.Module, ABC):

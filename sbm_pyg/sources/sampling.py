@@ -309,7 +309,7 @@ class SBMSource(LearnedSource, FollowingSource):
         if self.block_size == 1:
             return choice
         ptrs, sizes = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-        return replace(choice, graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
+        return choice._with(graph=BlockGraph._trusted_blocks(choice.graph, self.block_size, *ptrs, *sizes))
 
     @property
     def _drawn(self) -> float:
@@ -345,7 +345,7 @@ class SBMSource(LearnedSource, FollowingSource):
             share = self.target_density * allowed
             count = count.maximum(share.expand(graph.heads, -1).flatten())
         rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
-        return replace(choice, graph=graph._with(rowptr, graph.col[edge], graph.heads))
+        return choice._with(graph=graph._with(rowptr, graph.col[edge], graph.heads))
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         choice = super()._select_among(probability, candidates, tokens)

@@ -1,9 +1,15 @@
 """Operations of a training step of the default layer; later work may lower these numbers, and nothing may raise them."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 
 from examples.benchmarks.operations import Operations, count_step
+from sbm_pyg import SBMAttentionConv
+from sbm_pyg.ops import checks, values
 
 
 @pytest.mark.parametrize(
@@ -16,6 +22,26 @@ def test_a_step_takes_few_operations(density: float, is_causal: bool, forward: i
     assert counts["forward"] <= forward
     assert counts["backward"] <= backward
     assert counts["reads"] <= reads
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_step_checks_what_comes_in_and_not_what_the_library_made(is_causal: bool) -> None:
+    """Calls of functions of the modules of checks and of values, in a training step of a layer over 64 tokens."""
+    layer = SBMAttentionConv(32, 32, 4, 8, is_causal=is_causal)
+    x, ptr, files, count = torch.randn(64, 32), torch.tensor([0, 20, 64]), (checks.__file__, values.__file__), 0
+
+    def listen(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename in files
+
+    layer(x, ptr=ptr).sum().backward()
+    before = sys.getprofile()
+    sys.setprofile(listen)
+    try:
+        layer(x, ptr=ptr).sum().backward()
+    finally:
+        sys.setprofile(before)
+    assert 0 < count <= 83
 
 
 def test_what_counts() -> None:
