@@ -217,11 +217,12 @@ def attach_expectation(
     else:
         of_edges = _edge_probability(prob, probability, blocks)
         probabilities = (None, None, of_edges, _edge_probability(None, probability, pairs))
-    bias, probe_bias = (side._bias_of_blocks(x) for side, x in zip((graph, probes), biases, strict=True))
-    rows = (blocks.rowptr, blocks.col, bias, pairs.rowptr, pairs.col, probe_bias)
     chance, forced, *numbers = sampled
-    constants = (x if x is None else x.detach() for x in (*tokens, *rows, chance))
-    return schemas.Expectation.apply(out, *probabilities, *constants, forced, *layout, *numbers)
+    query, key, value, chance = (x.detach() for x in (*tokens, chance))
+    sides = zip((graph, probes), biases, strict=True)
+    bias, probe_bias = (None if x is None else side._bias_of_blocks(x.detach()) for side, x in sides)
+    rows = (blocks.rowptr, blocks.col, bias, pairs.rowptr, pairs.col, probe_bias)
+    return schemas.Expectation.apply(out, *probabilities, query, key, value, *rows, chance, forced, *layout, *numbers)
 
 
 def _check_factors(probability: EdgeProbability, factors: tuple[Tensor, Tensor], graph: AttentionGraph) -> None:
