@@ -359,8 +359,8 @@ def row_distillation(
     checks.number("part", part, "(0, 1]", "It is a part of the sequences.")
     if scored is not None:
         check_record(scored)
-        sizes, theirs = ((x.heads, x.num_queries, x.num_keys) for x in (tokens, scored))
-        if sizes != theirs or scored.query.device != tokens.query.device:
+        sizes, scored_sizes = ((x.heads, x.num_queries, x.num_keys) for x in (tokens, scored))
+        if sizes != scored_sizes or scored.query.device != tokens.query.device:
             raise ValueError(
                 f"Expected 'scored' of {tokens.heads} heads over the tokens of 'tokens' (got {scored} for {tokens}). "
                 "Make it by `tokens.with_vectors`."

@@ -627,6 +627,22 @@ def test_row_distillation_is_the_cross_entropy_of_sampled_rows() -> None:
     assert abs(torch.stack(sampled).mean() - loss) < 5 * spread + 0.05  # fewer rows of longer sequences, so not exact
 
 
+def test_distillation_refuses_tokens_and_numbers_that_are_not_of_its_graph() -> None:
+    source, tokens, graph = SBMSource(Steady(1)), Tokens(draw(1, 2, 20, 4)), patterns.full(20, heads=2)
+    sbm = SBM(torch.full((2, 20, 1), 0.1), torch.ones(2, 20, 1))
+    x = torch.ones(2, 20, 4)
+    for call, message in (
+        (lambda: row_distillation(source, tokens, scored=Tokens(draw(1, 2, 19, 4))), "Expected 'scored' of 2 heads"),
+        (lambda: row_distillation(source, tokens, score_bias=lambda *_: torch.ones(3)), "Expected 'score_bias' to be "),
+        (lambda: distillation(x[:, :19], x, sbm, graph), r"Expected 'query' to be \[H, N, C\] = \[2, 20, any\]"),
+        (lambda: distillation(x, x[:, :19], sbm, graph), r"Expected 'key' to be \[H, M, C\] = \[2, 20, any\]"),
+        (lambda: distillation(x, x, sbm, graph, bias=torch.ones(3)), r"Expected 'bias' to be \[E\] = \[800\]"),
+        (lambda: distillation(x, x, sbm, graph, scale=math.nan), "Expected 'scale' in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_rows_are_taken_from_sequences_that_have_a_choice_of_keys(block_size: int) -> None:
     """A single token, or block, has attention weight 1, from which nothing is learned."""

@@ -134,9 +134,9 @@ def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) ->
 
 def _fit(query: Any, key: Any, value: Any) -> bool:
     """Whether tokens surely fit together: one expression, for the calls that are right, before each part is named."""
-    given = (query, key, value)
+    parts = (query, key, value)
     return (
-        all(isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.dim() == 3 for x in given)
+        all(isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.dim() == 3 for x in parts)
         and query.is_floating_point()
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device

@@ -144,8 +144,8 @@ def _autograd_kernel(op: OpOverload) -> Callable[..., Any]:
 
     class Recorded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            *arguments, keys = given
+        def forward(ctx: Any, *arguments_and_keys: Any) -> Any:
+            *arguments, keys = arguments_and_keys
             out = below(keys, arguments)
             if op in GRADIENTS:
                 if len(arguments) < count:  # the dispatcher leaves out arguments that equal their defaults
