@@ -1164,6 +1164,19 @@ def test_attention_on_random_cases(
             torch.testing.assert_close(next(grads), want, rtol=1e-9, atol=1e-9)
 
 
+def test_tiles_of_keys_do_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_edges = pytest.importorskip("sbm_pyg.ops.cpu.edges")
+    graph, channels = random_graph(2, 30, 200, 0.6, 0), 16
+    leaves, sizes, found = tensors(graph, channels, channels, True, True, seed=0), (1, 2, 4), []
+    for tiles in sizes:
+        monkeypatch.setattr(cpu_edges, "CACHE_BYTES", -(-4 * graph.num_keys * channels * 8 // tiles))
+        assert cpu_edges.count_key_tiles(graph.rowptr.numpy(), graph.num_keys, 4 * channels * 8) == tiles
+        found.append(torch.autograd.grad(attend(leaves, graph, "score", 0.2)[0].square().sum(), leaves))
+    for grads in found[1:]:
+        for grad, whole in zip(grads, found[0], strict=True):
+            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_weights_that_float32_does_not_notice_leave_no_subnormal_gradients() -> None:
     """Those of e^-50 and less; processors take a hundred times as long for the numbers that their products would be."""
     query, key, value = torch.ones(1, 1, 1), torch.tensor([[[0.0], [-50.0], [-85.0], [-3.0]]]), torch.randn(1, 4, 1)

@@ -60,8 +60,8 @@ EDGES_PER_STRIP = 512
 """Edges of a row whose logits are held at a time, between two updates of its running maximum."""
 CACHE_BYTES = 2**20
 """Bytes of the second-level cache that a tile of keys may fill."""
-MIN_EDGES_PER_TILE = 4
-"""Average number of edges that a row must have in a tile of keys; with fewer, all keys are one tile."""
+MIN_EDGES_PER_TILE = 24
+"""Average number of edges that a row must have in a tile of keys; with fewer, tiles are larger."""
 
 
 # ------------------------------------------------------------------ attention
@@ -344,9 +344,9 @@ def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries:
 
 
 def count_key_tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
-    """Number of tiles of keys, so that each fits the cache; one if rows have too few edges for so many."""
-    tiles = -(-keys * bytes_per_key // CACHE_BYTES)
-    return tiles if 0 < tiles * MIN_EDGES_PER_TILE * (len(rowptr) - 1) <= rowptr[-1] else 1
+    """Number of tiles of keys, so that each fits the cache; fewer if rows have too few edges for so many."""
+    tiles, rows = -(-keys * bytes_per_key // CACHE_BYTES), max(len(rowptr) - 1, 1)
+    return max(1, min(tiles, int(rowptr[-1]) // (MIN_EDGES_PER_TILE * rows)))
 
 
 def dropout_tables(query: Tensor, key: Tensor, dropout: float, seed: int, dtype: np.dtype) -> tuple[Any, ...]:
