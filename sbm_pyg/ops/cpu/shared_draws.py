@@ -29,6 +29,7 @@ from ..reference.sampling import MAX_PROB
 from .draws import pair_prob, philox_once
 from .random_simd import (
     append16,
+    fetch,
     lanes_with_bit,
     lowest_bit,
     mask_below,
@@ -46,12 +47,15 @@ from .simd import (
     load,
     load16,
     maximum,
+    maximum_of_pairs,
     narrowed,
+    pairs_of,
     peek,
     poke,
-    scratch,
     splat,
     store,
+    store16,
+    transpose16,
 )
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
 
@@ -60,6 +64,8 @@ LEAST_SEGMENT, SEGMENTS = 1024, 4
 """Keys of a causal sequence that are sorted together, at least, in whole panels; and how many segments they make."""
 TILES = 4
 """Tiles of up to sixteen queries that go through the keys together."""
+LEAST_CANDIDATES = 64
+"""Keys that a tile waits for before it looks at them, so that their memberships come to the cache meanwhile."""
 LEVELS = 16
 """Classes of the sizes of memberships within a community, by powers of the square root of 2."""
 NOWHERE = 2**31 - 1
@@ -79,7 +85,8 @@ class _Keys(NamedTuple):
     """Keys in the order of panels, heads outermost."""
 
     place: np.ndarray  # position in the sequence
-    pairs: np.ndarray  # memberships in bfloat16, two in a word, padded with zeros: block, pair of communities, key
+    low: np.ndarray  # memberships of keys in the order of positions, in bfloat16, two in a word, padded with zeros
+    pairs: np.ndarray  # the same words: block, pair of communities, key
     upper: np.ndarray  # two 16-bit words of each key, which make upper halves
     other: np.ndarray
     lower: np.ndarray  # one 32-bit word, which makes lower halves
@@ -87,37 +94,62 @@ class _Keys(NamedTuple):
 
 
 @numba_kernel
-def _pair(one, other):
-    """The word of two numbers, which are not negative, rounded to bfloat16."""
-    low, high = one + np.uint32(0x7FFF), other + np.uint32(0x7FFF)
-    low, high = low + (one >> np.uint32(16) & np.uint32(1)), high + (other >> np.uint32(16) & np.uint32(1))
-    return low >> np.uint32(16) | high & np.uint32(0xFFFF0000)
+def _pack_row(row, blocks, count, out, offset):
+    """Write a row in bfloat16, communities v and ``count + v`` in word v; returns sums that are finite if it is."""
+    sums = splat(np.float32(0), 16)
+    for v in range(0, count, 16):
+        one = narrowed(load16(row, v, blocks - v))
+        two = narrowed(load16(row, count + v, blocks - count - v))
+        sums = sums + (one + two)
+        store16(out, offset + v, count - v, pairs_of(one, two))
+    return sums
+
+
+@numba_kernel
+def _turn_rows(rows, pitch, count, out, offset, largest):
+    """Turn sixteen rows of ``count`` words, so that rows are in the lanes; find the largest numbers of each word."""
+    whole = count - count % 16
+    for v in range(0, whole, 16):
+        transpose16(out, offset + 16 * v, 16, rows, v, pitch)
+    for v in range(whole, count):
+        for lane in range(16):
+            poke(out, offset + 16 * v + lane, peek(rows, lane * pitch + v))
+    for v in range(0, count, 16):
+        most = load(rows, v, 16)
+        for lane in range(1, 16):
+            most = maximum_of_pairs(load(rows, lane * pitch + v, 16), most)
+        store16(largest, v, count - v, most)
 
 
 @numba_kernel
 def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     """Sort the keys of a sequence of one head into panels, and find the largest memberships of blocks."""
     _, key_ptr, panel_ptr, _, sequence_ids, first_heads = sequences
-    place, pairs, upper, other, lower, tops = keys
+    place, low, pairs, upper, other, lower, tops = keys
     blocks, first, num_pairs = member.shape[2], key_ptr[b], tops.shape[1]
     num_keys, panel = key_ptr[b + 1] - first, head * panel_ptr[-1] + panel_ptr[b]
     start, end = KEYS_PER_PANEL * panel, KEYS_PER_PANEL * (panel + panel_ptr[b + 1] - panel_ptr[b])
     words, bucket = np.empty(64, np.uint32), np.empty(min(segment, num_keys), np.int64)
     slots, sizes = np.empty(blocks * LEVELS + 1, np.int64), np.empty(bucket.size, np.float32)
-    bits, sums = sizes.view(np.int32), splat(np.float32(0), 16)
+    bits, sums, products = sizes.view(np.int32), splat(np.float32(0), 16), np.empty(2 * num_pairs + 16, np.float32)
     for begin in range(0, num_keys, segment):
         some, most = min(segment, num_keys - begin), np.int32(0)
 
-        # the strongest community of each key
+        # the strongest community of each key, and its row in bfloat16
         for j in range(some):
-            row, best, size = at(member, (head * key_ptr[-1] + first + begin + j) * blocks), 0, np.float32(0)
+            key = head * key_ptr[-1] + first + begin + j
+            row, largest = at(member, key * blocks), splat(np.float32(0), 16)
+            sums = sums + _pack_row(row, blocks, num_pairs, low, key * num_pairs)
             for v in range(0, blocks, 16):
-                numbers = narrowed(load16(row, v, blocks - v))
-                sums = sums + numbers
-                weighed = numbers * load16(at(weight, head * blocks), v, blocks - v)
-                top = highest(weighed)
-                if top > size:
-                    size, best = top, v + lowest_bit(~mask_below(weighed, splat(top, 16)))
+                weighed = narrowed(load16(row, v, blocks - v)) * load16(at(weight, head * blocks), v, blocks - v)
+                largest = maximum(weighed, largest)
+                store(products, v, weighed)
+            size, best = highest(largest), 0
+            for v in range(0, blocks, 16):
+                mask = ~mask_below(load(products, v, 16), splat(size, 16)) & np.uint64(0xFFFF)
+                if mask:
+                    best = v + lowest_bit(mask)
+                    break
             bucket[j], sizes[j] = best, size
             most = max(most, bits[j])
 
@@ -140,25 +172,21 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     upper[start + num_keys : end] = 0
     other[start + num_keys : end] = 0
 
-    # memberships of the blocks: all in bfloat16, and the largest
-    row, largest = np.zeros((2, 2 * num_pairs), np.float32)
-    row_bits, largest_bits = row.view(np.uint32), largest.view(np.uint32)
+    # memberships of the blocks: all, and the largest
+    pitch = (num_pairs + 15) // 16 * 16
+    rows, largest = np.zeros((16, pitch), np.uint32), np.empty(num_pairs, np.uint32)
     for block in range(start // KEYS_PER_BLOCK, end // KEYS_PER_BLOCK):
-        largest[:] = 0
         for k in range(KEYS_PER_BLOCK):
             slot = KEYS_PER_BLOCK * block + k
             if slot < start + num_keys:
-                numbers = at(member, (head * key_ptr[-1] + first + place[slot]) * blocks)
-                for v in range(0, blocks, 16):
-                    store(row, v, narrowed(load16(numbers, v, blocks - v)))
+                words_here = (head * key_ptr[-1] + first + place[slot]) * num_pairs
+                for v in range(0, num_pairs, 16):
+                    store(rows, k * pitch + v, load16(at(low, words_here), v, num_pairs - v))
             else:
-                row[:] = 0
-            for v in range(0, row.size, 16):
-                store(largest, v, maximum(load(largest, v, 16), load(row, v, 16)))
-            for v in range(num_pairs):
-                poke(pairs, (block * num_pairs + v) * 16 + k, _pair(row_bits[2 * v], row_bits[2 * v + 1]))
+                rows[k] = 0
+        _turn_rows(rows, pitch, num_pairs, pairs, block * num_pairs * 16, largest)
         for v in range(num_pairs):
-            tops[block >> 4, v, block & 15] = _pair(largest_bits[2 * v], largest_bits[2 * v + 1])
+            tops[block >> 4, v, block & 15] = largest[v]
     total[head, b] = lane_sum(sums)
 
 
@@ -179,43 +207,30 @@ def _whole_word(upper, word, own):
 
 
 @numba_kernel
-def _sum_pairs(one, other, count):
-    """Sum over v of the products of ``one[v]``, a pair of numbers, with the sixteen pairs from ``other[16 v]`` on.
+def _four_products(a, b, c, d, count, vectors, out):
+    """Products of four rows with sixteen others, which are in the lanes; ``out`` receives 64 numbers.
 
-    ``count`` is the number of pairs, a multiple of 4.
+    A row has ``count`` words of two numbers in bfloat16, a multiple of 8; the others have word v from ``16 v`` on.
     """
-    w = x = y = z = splat(np.float32(0), 16)
-    for v in range(0, count, 4):
-        w = add_products_of_pairs(w, other, 16 * v, peek(one, v))
-        x = add_products_of_pairs(x, other, 16 * v + 16, peek(one, v + 1))
-        y = add_products_of_pairs(y, other, 16 * v + 32, peek(one, v + 2))
-        z = add_products_of_pairs(z, other, 16 * v + 48, peek(one, v + 3))
-    return (w + x) + (y + z)
-
-
-@numba_kernel
-def _four_products(pairs, count, slots, turned, out):
-    """The products of sixteen rows with each of four keys; ``out`` receives 64 numbers.
-
-    Keys lie in blocks: pair v of key k of a block is number ``16 v + k``.
-    """
-    a, b = at(pairs, _first_pair(peek(slots, 0), count)), at(pairs, _first_pair(peek(slots, 1), count))
-    c, d = at(pairs, _first_pair(peek(slots, 2), count)), at(pairs, _first_pair(peek(slots, 3), count))
     w = x = y = z = splat(np.float32(0), 16)
     ww = xx = yy = zz = splat(np.float32(0), 16)
-    for v in range(0, 16 * count, 32):
+    for v in range(0, count, 2):
         w, ww = (
-            add_products_of_pairs(w, turned, v, peek(a, v)), add_products_of_pairs(ww, turned, v + 16, peek(a, v + 16))
-        )  # fmt: skip
+            add_products_of_pairs(w, vectors, 16 * v, peek(a, v)),
+            add_products_of_pairs(ww, vectors, 16 * v + 16, peek(a, v + 1)),
+        )
         x, xx = (
-            add_products_of_pairs(x, turned, v, peek(b, v)), add_products_of_pairs(xx, turned, v + 16, peek(b, v + 16))
-        )  # fmt: skip
+            add_products_of_pairs(x, vectors, 16 * v, peek(b, v)),
+            add_products_of_pairs(xx, vectors, 16 * v + 16, peek(b, v + 1)),
+        )
         y, yy = (
-            add_products_of_pairs(y, turned, v, peek(c, v)), add_products_of_pairs(yy, turned, v + 16, peek(c, v + 16))
-        )  # fmt: skip
+            add_products_of_pairs(y, vectors, 16 * v, peek(c, v)),
+            add_products_of_pairs(yy, vectors, 16 * v + 16, peek(c, v + 1)),
+        )
         z, zz = (
-            add_products_of_pairs(z, turned, v, peek(d, v)), add_products_of_pairs(zz, turned, v + 16, peek(d, v + 16))
-        )  # fmt: skip
+            add_products_of_pairs(z, vectors, 16 * v, peek(d, v)),
+            add_products_of_pairs(zz, vectors, 16 * v + 16, peek(d, v + 1)),
+        )
     store(out, 0, w + ww)
     store(out, 16, x + xx)
     store(out, 32, y + yy)
@@ -223,30 +238,25 @@ def _four_products(pairs, count, slots, turned, out):
 
 
 @numba_kernel
-def _first_pair(slot, count):
-    """Where the pairs of a key begin."""
-    return (np.int64(slot) >> 4) * (16 * count) + (np.int64(slot) & 15)
+def _products_of_tiles(most, tiles, vectors, out):
+    """The same for a row of each tile, four at a time."""
+    count = most.shape[1]
+    for t in range(0, tiles, 4):
+        _four_products(
+            at(most, t * count), at(most, (t + 1) * count), at(most, (t + 2) * count), at(most, (t + 3) * count), count,
+            vectors, at(out, 16 * t),
+        )  # fmt: skip
 
 
 @numba_kernel
-def _load_rates(rate, row, count, turned, largest, most, rows):
+def _load_rates(rate, row, count, rows, turned, most):
     """Write the rates of up to sixteen rows in bfloat16, rows in the lanes, and the largest; whether all are finite."""
-    blocks, width, sums = rate.shape[1], largest.size, splat(np.float32(0), 16)
-    row_bits, largest_bits = rows.view(np.uint32), largest.view(np.uint32)
-    largest[:] = 0
-    for lane in range(16):
-        if lane < count:
-            for v in range(0, blocks, 16):
-                numbers = narrowed(load16(at(rate, (row + lane) * blocks), v, blocks - v))
-                sums = sums + numbers
-                store(rows, lane * width + v, numbers)
-                store(largest, v, maximum(load(largest, v, 16), numbers))
-        else:
-            rows[lane] = 0
-        for v in range(width // 2):
-            poke(turned, 16 * v + lane, _pair(row_bits[lane, 2 * v], row_bits[lane, 2 * v + 1]))
-    for v in range(width // 2):
-        most[v] = _pair(largest_bits[2 * v], largest_bits[2 * v + 1])
+    blocks, sums = rate.shape[1], splat(np.float32(0), 16)
+    rows[count:] = 0
+    for lane in range(count):
+        start = lane * rows.shape[1]
+        sums = sums + _pack_row(at(rate, (row + lane) * blocks), blocks, most.size, rows, start)
+    _turn_rows(rows, rows.shape[1], most.size, turned, 0, most)
     return np.isfinite(lane_sum(sums))
 
 
@@ -260,7 +270,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     """
     seed, exploration, clamp, is_causal, row_group, segment = law
     query_ptr, key_ptr, panel_ptr, tile_ptr, sequence_ids, first_heads = sequences
-    place, pairs, upper, other, lower, tops = keys
+    place, low, pairs, upper, other, lower, tops = keys
     queries, blocks, num_pairs = query_ptr[-1], rate.shape[1], tops.shape[1]
     width, tiles_of_group, longest = 2 * num_pairs, (row_group + 15) // 16, 0
     for b in range(key_ptr.size - 1):
@@ -270,12 +280,15 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     reach_more = np.float32(exploration) * reach + np.float32(2.0**-10)
     below, above = np.float32(2.0**32) * (1 - error), np.float32(2.0**32) * (1 + error)
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
-    turned, rows = np.zeros((TILES, 8 * width + 64), np.uint32), np.zeros((16, width), np.float32)
-    largest, most = np.zeros(width, np.float32), np.zeros((TILES, num_pairs), np.uint32)
-    positions, sizes, reachable = np.empty((3, TILES), np.int64)
-    own_words = np.empty((TILES, 3), np.int64)
-    candidates, words = np.zeros(KEYS_PER_PANEL + 80, np.int32), np.empty(KEYS_PER_PANEL, np.uint16)
-    full, probs, masks = np.zeros(KEYS_PER_PANEL + 80, np.uint32), scratch(rows, 64), np.empty(4, np.uint64)
+    turned, rows = np.zeros((TILES, 8 * width + 64), np.uint32), np.zeros((16, (num_pairs + 15) // 16 * 16), np.uint32)
+    most = np.zeros((TILES, num_pairs), np.uint32)
+    bounds, probs = np.empty(16 * TILES, np.float32), np.empty(64, np.float32)
+    positions, sizes, reachable, fresh = np.empty((4, TILES), np.int64)
+    waiting, room = np.zeros(TILES, np.int64), LEAST_CANDIDATES + KEYS_PER_PANEL + 16
+    own_words, masks = np.empty((TILES, 3), np.int64), np.empty((TILES, 4), np.uint64)
+    candidates, slots = np.empty((2, TILES, room), np.int32)
+    whole, words = np.empty((TILES, room), np.uint32), np.empty((TILES, KEYS_PER_PANEL), np.uint16)
+    unsure = np.empty((TILES * room, 4), np.int64)
     marks, present = np.empty((TILES, longest + 16), np.uint16), np.zeros((TILES, (longest + 63) >> 6), np.uint64)
     row_keys, row_marks = np.empty(longest + 16, np.int32), np.empty(longest + 16, np.uint16)
     tile, used, b = state[0], state[1], 0
@@ -296,7 +309,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             positions[t], sizes[t], reachable[t] = position, count, allowed if count else 0
             most_allowed = max(most_allowed, reachable[t])
             row = head * queries + query_ptr[b] + position
-            if count and not _load_rates(rate, row, count, turned[t], largest, most[t], rows):
+            if count and not _load_rates(rate, row, count, rows, turned[t], most[t]):
                 state[2] = 1
                 return
             own, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
@@ -304,68 +317,102 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
 
         first_panel, panels = head * panel_ptr[-1] + panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
         origin = first_panel * KEYS_PER_PANEL
+        members = at(low, (head * key_ptr[-1] + key_ptr[b]) * num_pairs)
         if is_causal:
             panels = min(panels, ((most_allowed - 1) // segment + 1) * (segment // KEYS_PER_PANEL))
-        for step in range(panels * tiles):
-            panel, t = step // tiles, step % tiles
-            allowed, position, start = reachable[t], positions[t], origin + KEYS_PER_PANEL * panel
-            if allowed == 0:
-                continue
-            its_marks, is_present = at(marks, t * marks.shape[1]), at(present, t * present.shape[1])
-            its_turned, own_lower = at(turned, t * turned.shape[1]), np.uint32(own_words[t, 2])
-            every_lane = (np.uint64(1) << np.uint64(sizes[t])) - np.uint64(1)
-
-            # 1. blocks whose bound a word may lie below
-            panel_tops = at(tops, 16 * num_pairs * (first_panel + panel))
-            limits = _sum_pairs(at(most, t * num_pairs), panel_tops, num_pairs) * reach + reach_more
-            shared_masks(at(upper, 0), at(other, 0), start, own_words[t, 0], own_words[t, 1], limits, masks, words)
-            if panel == panels - 1 or (panel + 1) * KEYS_PER_PANEL > allowed // segment * segment:
-                for k in range(0, KEYS_PER_PANEL, 16):
-                    there = words_below(at(place, 0), start + k, allowed) << np.uint64(k & 63)
-                    there |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
-                    poke(masks, k >> 6, peek(masks, k >> 6) & there)
+        for panel in range(panels):
+            start = origin + KEYS_PER_PANEL * panel
+            # 1. blocks whose bound a word may lie below, for each tile
+            _products_of_tiles(most, tiles, at(tops, 16 * num_pairs * (first_panel + panel)), bounds)
+            for t in range(tiles):
+                its_masks, allowed = at(masks, 4 * t), reachable[t]
+                limits = load(bounds, 16 * t, 16) * reach + reach_more
+                its_words = at(words, t * KEYS_PER_PANEL)
+                shared_masks(
+                    at(upper, 0), at(other, 0), start, own_words[t, 0], own_words[t, 1], limits, its_masks, its_words
+                )
+                if panel == panels - 1 or (panel + 1) * KEYS_PER_PANEL > allowed // segment * segment:
+                    for k in range(0, KEYS_PER_PANEL, 16):
+                        there = words_below(at(place, 0), start + k, allowed) << np.uint64(k & 63)
+                        there |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
+                        poke(its_masks, k >> 6, peek(its_masks, k >> 6) & there)
+                fresh[t] = 0
 
             # 2. their keys whose own bound it may lie below
-            left = 0
             for k in range(0, KEYS_PER_PANEL, 16):
-                mask = peek(masks, k >> 6) >> np.uint64(k & 63) & np.uint64(0xFFFF)
-                if mask:
-                    bound = _sum_pairs(at(most, t * num_pairs), at(pairs, (start + k) * num_pairs), num_pairs)
-                    mask &= words_within(at(words, k), bound * reach + reach_more)
-                    left = append16(mask, k, candidates, left)
-            for k in range(left):
-                slot = np.int64(peek(candidates, k))
-                poke(full, k, _whole_word(peek(words, slot), peek(lower, start + slot), own_lower))
-            for k in range(left, left + 4):
-                poke(candidates, k, np.int32(0))
+                mask = np.uint64(0)
+                for t in range(tiles):
+                    mask |= masks[t, k >> 6]
+                if mask >> np.uint64(k & 63) & np.uint64(0xFFFF):
+                    _products_of_tiles(most, tiles, at(pairs, (start + k) * num_pairs), bounds)
+                    for t in range(tiles):
+                        mask = masks[t, k >> 6] >> np.uint64(k & 63) & np.uint64(0xFFFF)
+                        limits = load(bounds, 16 * t, 16) * reach + reach_more
+                        mask &= words_within(at(words, t * KEYS_PER_PANEL + k), limits)
+                        fresh[t] = append16(mask, k, at(slots, t * slots.shape[1]), fresh[t])
 
             # 3. the rows that take each of these keys, four keys at a time
-            for begin in range(0, left, 4):
-                _four_products(at(pairs, start * num_pairs), num_pairs, at(candidates, begin), its_turned, probs)
-                for k in range(begin, min(begin + 4, left)):
-                    key, word = np.int64(peek(place, start + np.int64(peek(candidates, k)))), peek(full, k)
-                    p, lanes = load(probs, 16 * (k - begin), 16), every_lane
-                    if is_causal and key > position:
-                        lanes &= ~((np.uint64(1) << np.uint64(key - position)) - np.uint64(1))
-                    rounded = splat(np.float32(word), 16)
-                    hits, maybe = mask_below(rounded, p * below + less), mask_below(rounded, p * above + more)
-                    maybe &= ~hits & lanes
-                    hits &= lanes
-                    if not clamp and highest(p) * (1 + error) + exploration > 1:
-                        maybe = lanes
-                    while maybe:
-                        lane = lowest_bit(maybe)
-                        maybe &= maybe - np.uint64(1)
-                        exact = pair_prob(
-                            at(rate, (head * queries + query_ptr[b] + position + lane) * blocks),
-                            at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks), blocks, exploration,
-                        )  # fmt: skip
-                        top[0] = max(top[0], exact)
-                        hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
-                    # whether there is a hit or not: a guess would often be wrong
-                    poke(its_marks, key, np.uint16(hits))
-                    bit = np.uint64(hits != 0) << np.uint64(key & 63)
-                    poke(is_present, key >> 6, peek(is_present, key >> 6) | bit)
+            left_over = 0
+            for t in range(tiles):
+                its_words, its_slots = at(words, t * KEYS_PER_PANEL), at(slots, t * slots.shape[1])
+                its_candidates, full = at(candidates, t * candidates.shape[1]), at(whole, t * whole.shape[1])
+                its_marks, is_present = at(marks, t * marks.shape[1]), at(present, t * present.shape[1])
+                every_lane, own_lower = (np.uint64(1) << np.uint64(sizes[t])) - np.uint64(1), np.uint32(own_words[t, 2])
+                position, left = positions[t], waiting[t]
+                for k in range(fresh[t]):
+                    slot = np.int64(peek(its_slots, k))
+                    key = np.int64(peek(place, start + slot))
+                    poke(full, left, _whole_word(peek(its_words, slot), peek(lower, start + slot), own_lower))
+                    poke(its_candidates, left, np.int32(key))
+                    for v in range(0, num_pairs, 16):
+                        fetch(members, key * num_pairs + v)
+                    left += 1
+                waiting[t] = left
+                if left < LEAST_CANDIDATES and panel < panels - 1:
+                    continue
+                waiting[t] = 0
+                for k in range(left, left + 4):
+                    poke(its_candidates, k, np.int32(0))
+                for begin in range(0, left, 4):
+                    some = at(its_candidates, begin)
+                    _four_products(
+                        at(members, peek(some, 0) * num_pairs), at(members, peek(some, 1) * num_pairs),
+                        at(members, peek(some, 2) * num_pairs), at(members, peek(some, 3) * num_pairs), num_pairs,
+                        at(turned, t * turned.shape[1]), at(probs, 0),
+                    )  # fmt: skip
+                    for k in range(begin, min(begin + 4, left)):
+                        key, word = np.int64(peek(its_candidates, k)), peek(full, k)
+                        p, lanes = load(probs, 16 * (k - begin), 16), every_lane
+                        if is_causal and key > position:
+                            lanes &= ~((np.uint64(1) << np.uint64(key - position)) - np.uint64(1))
+                        rounded = splat(np.float32(word), 16)
+                        hits, maybe = mask_below(rounded, p * below + less), mask_below(rounded, p * above + more)
+                        maybe &= ~hits & lanes
+                        hits &= lanes
+                        if not clamp and highest(p) * (1 + error) + exploration > 1:
+                            maybe = lanes
+                        # whether there is a hit or not: a guess would often be wrong
+                        poke(its_marks, key, np.uint16(hits))
+                        bit = np.uint64(hits != 0) << np.uint64(key & 63)
+                        poke(is_present, key >> 6, peek(is_present, key >> 6) | bit)
+                        unsure[left_over] = t, key, np.int64(maybe), np.int64(word)
+                        left_over += maybe != 0
+
+            # and in float64 the words that lie within the error
+            for k in range(left_over):
+                t, key, maybe, word = unsure[k]
+                hits, lanes = np.uint64(0), np.uint64(maybe)
+                while lanes:
+                    lane = lowest_bit(lanes)
+                    lanes &= lanes - np.uint64(1)
+                    exact = pair_prob(
+                        at(rate, (head * queries + query_ptr[b] + positions[t] + lane) * blocks),
+                        at(member, (head * key_ptr[-1] + key_ptr[b] + key) * blocks), blocks, exploration,
+                    )  # fmt: skip
+                    top[0] = max(top[0], exact)
+                    hits |= np.uint64(np.float64(word) < np.floor(min(exact, 1.0) * 2.0**32)) << np.uint64(lane)
+                marks[t, key] |= np.uint16(hits)
+                present[t, key >> 6] |= np.uint64(hits != 0) << np.uint64(key & 63)
 
         # 4. the keys by position, and for each row its own
         for t in range(tiles):
@@ -416,7 +463,8 @@ def sample_shared(
     place, lower = np.empty(slots, np.int32), np.empty(slots, np.uint32)
     upper, other = np.empty((2, slots), np.uint16)
     pairs, tops = (empty_table((count, width // 2, 16), np.uint32) for count in (slots // 16, slots // KEYS_PER_PANEL))
-    keys = _Keys(place, pairs, upper, other, lower, tops)
+    low = empty_table((heads * int(k_ptr[-1]), width // 2), np.uint32)
+    keys = _Keys(place, low, pairs, upper, other, lower, tops)
     word, totals = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.zeros((heads, sequences))
     spans = [(head, b) for head in range(heads) for b in range(sequences) if lengths[b]]
     weight = rate.detach()[:, ::16].float().mean(1).numpy()  # of a part of the rows, since only the order depends on it

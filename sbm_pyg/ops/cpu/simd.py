@@ -448,6 +448,38 @@ class _BFloat16(ir.Type):
 
 
 @intrinsic
+def pairs_of(typing, one, two):
+    """Words of two numbers in bfloat16, from sixteen of each in float32, which are rounded to the nearest.
+
+    No number is below zero, and -0 becomes 0. The lower half of a word is the first number.
+    """
+    result = Vector(types.uint32, 16)
+
+    def generate(context, builder, signature, args):
+        words, rounded = ir.VectorType(I32, 16), []
+        for arg in args:
+            bits = builder.and_(builder.bitcast(arg, words), _all(words, 0x7FFFFFFF))
+            odd = builder.and_(builder.lshr(bits, _all(words, 16)), _all(words, 1))
+            rounded.append(builder.add(builder.add(bits, _all(words, 0x7FFF)), odd))
+        low, high = builder.lshr(rounded[0], _all(words, 16)), builder.and_(rounded[1], _all(words, 0xFFFF0000))
+        return builder.or_(low, high)
+
+    return result(one, two), generate
+
+
+@intrinsic
+def maximum_of_pairs(typing, one, two):
+    """The larger number of bfloat16 in each half of the words, none of which is negative."""
+
+    def generate(context, builder, signature, args):
+        halves = [builder.bitcast(arg, ir.VectorType(I16, 32)) for arg in args]
+        larger = builder.select(builder.icmp_unsigned(">", *halves), *halves)
+        return builder.bitcast(larger, args[0].type)
+
+    return one(one, one), generate
+
+
+@intrinsic
 def add_products_of_pairs(typing, sums, pairs, offset, pair):
     """Adds the products of two numbers to each of sixteen sums, which are float32.
 
