@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from .sampling import even_ranges
+from .simd import load16, poke, store16
 from .threads import numba_kernel, run, task_count
+
+
+@njit(inline="always")
+def copy_keys(target, to, source, start, count):
+    """``target[to : to + count] = source[start : start + count]``, sixteen at a time."""
+    for k in range(0, count, 16):
+        store16(target, to + k, count - k, load16(source, start + k, count - k))
 
 
 @numba_kernel
@@ -44,12 +53,12 @@ def _merge(first, last, rowptr, col, other_rowptr, other_col, union_rowptr, unio
         begin, end, shift = rowptr[row], rowptr[row + 1], union_rowptr[row] - rowptr[row]
         for edge in range(other_rowptr[row], other_rowptr[row + 1]):
             place = _lower_bound(col, begin, end, other_col[edge])
-            union[begin + shift : place + shift] = col[begin:place]
+            copy_keys(union, begin + shift, col, begin, place - begin)
             union[place + shift] = other_col[edge]
             from_other[place + shift] = True
             is_new = place == end or col[place] != other_col[edge]
             begin, shift = (place, shift + 1) if is_new else (place + 1, shift)
-        union[begin + shift : end + shift] = col[begin:end]
+        copy_keys(union, begin + shift, col, begin, end - begin)
 
 
 def union_rows(
@@ -80,15 +89,12 @@ def _place_loops(first, last, rowptr, col, num_keys, place, new):
 @numba_kernel
 def _insert_loops(first, last, rowptr, col, num_keys, place, union_rowptr, union, is_loop):
     for row in range(first, last):
-        target, loop, end = union_rowptr[row], place[row], rowptr[row + 1]
-        for edge in range(rowptr[row], loop):
-            union[target] = col[edge]
-            target += 1
+        begin, end, start, loop = rowptr[row], rowptr[row + 1], union_rowptr[row], place[row]
+        target = start + loop - begin
+        copy_keys(union, start, col, begin, loop - begin)
         union[target], is_loop[target] = row % num_keys, True
-        is_new = union_rowptr[row + 1] - union_rowptr[row] > end - rowptr[row]
-        for edge in range(loop if is_new else loop + 1, end):
-            target += 1
-            union[target] = col[edge]
+        rest = union_rowptr[row + 1] - target - 1
+        copy_keys(union, target + 1, col, end - rest, rest)
 
 
 def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,10 +119,10 @@ def _count_rows(first, last, rowptr, kept, some_rowptr):
 @numba_kernel
 def _copy_rows(first, last, rowptr, col, some_rowptr, some, number):
     for row in range(first, last):
-        shift = rowptr[row] - some_rowptr[row]
-        for edge in range(some_rowptr[row], some_rowptr[row + 1]):
-            number[edge] = shift + edge
-            some[edge] = col[shift + edge]
+        start, count = some_rowptr[row], some_rowptr[row + 1] - some_rowptr[row]
+        copy_keys(some, start, col, rowptr[row], count)
+        for edge in range(count):
+            poke(number, start + edge, rowptr[row] + edge)
 
 
 def select_rows(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
