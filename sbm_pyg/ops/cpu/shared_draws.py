@@ -215,22 +215,14 @@ def _four_products(a, b, c, d, count, vectors, out):
     w = x = y = z = splat(np.float32(0), 16)
     ww = xx = yy = zz = splat(np.float32(0), 16)
     for v in range(0, count, 2):
-        w, ww = (
-            add_products_of_pairs(w, vectors, 16 * v, peek(a, v)),
-            add_products_of_pairs(ww, vectors, 16 * v + 16, peek(a, v + 1)),
-        )
-        x, xx = (
-            add_products_of_pairs(x, vectors, 16 * v, peek(b, v)),
-            add_products_of_pairs(xx, vectors, 16 * v + 16, peek(b, v + 1)),
-        )
-        y, yy = (
-            add_products_of_pairs(y, vectors, 16 * v, peek(c, v)),
-            add_products_of_pairs(yy, vectors, 16 * v + 16, peek(c, v + 1)),
-        )
-        z, zz = (
-            add_products_of_pairs(z, vectors, 16 * v, peek(d, v)),
-            add_products_of_pairs(zz, vectors, 16 * v + 16, peek(d, v + 1)),
-        )
+        w = add_products_of_pairs(w, vectors, 16 * v, peek(a, v))
+        ww = add_products_of_pairs(ww, vectors, 16 * v + 16, peek(a, v + 1))
+        x = add_products_of_pairs(x, vectors, 16 * v, peek(b, v))
+        xx = add_products_of_pairs(xx, vectors, 16 * v + 16, peek(b, v + 1))
+        y = add_products_of_pairs(y, vectors, 16 * v, peek(c, v))
+        yy = add_products_of_pairs(yy, vectors, 16 * v + 16, peek(c, v + 1))
+        z = add_products_of_pairs(z, vectors, 16 * v, peek(d, v))
+        zz = add_products_of_pairs(zz, vectors, 16 * v + 16, peek(d, v + 1))
     store(out, 0, w + ww)
     store(out, 16, x + xx)
     store(out, 32, y + yy)
