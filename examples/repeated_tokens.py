@@ -88,6 +88,8 @@ def make_model(settings: Settings) -> TokenClassifier:
         options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration")}
         options["window"] = None
         options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
+        if settings.estimator == "score-function":  # needs the probability of the whole graph
+            options["row_group"] = 1
         names = ("cluster_init", "parameterization", "temperature")
         options["sbm_options"] = {name: getattr(settings, name) for name in names} | {"tied": bool(settings.tied)}
     sizes: dict[str, Any] = {"channels": 32, "num_layers": 1, "heads": 1, "max_length": settings.tokens, "dropout": 0.0}

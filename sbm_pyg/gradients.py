@@ -438,7 +438,7 @@ def score_function(
 
     Args:
         probability: Probabilities of the graph.
-        graph: A graph sampled from ``probability``, without forced edges.
+        graph: A graph sampled from ``probability``, without forced edges, all pairs independently (``row_group=1``).
         loss: Loss of each sequence, ``[B]``.
         exploration: Added to each probability when the graph was sampled, in [0, 1].
 

@@ -115,15 +115,16 @@ def _check_rows(conv: Any, x: Tensor, facts: dict[str, float]) -> float:
 
 
 def _layer(case: Case, kind: str, is_causal: bool = True) -> Work:
-    """A layer that is "trained"; "shared", which draws for groups of 16 queries; "fresh", with the size, options and number
-    of edges of the trained one; or "dense".
+    """A layer that is "trained"; "independent", which draws all pairs independently; "fresh", with the size, options and
+    number of edges of the trained one; or "dense".
 
     Steps repeat one seed, since running means move when the seed changes, and the number of edges with them.
     """
     trained, x = take(case.layer, case.tokens)
     conv, facts, seeds = deepcopy(trained), dict[str, float](), itertools.count(1)
     conv.is_causal = is_causal
-    conv.source.row_group = 16 if kind == "shared" else 1
+    if kind == "independent":
+        conv.source.row_group = 1
     if kind == "fresh":
         with torch.no_grad():
             choice = trained(x, seed=0, return_choice=True)[1]
@@ -185,17 +186,17 @@ def _sampling(case: Case, layer: str) -> Work:
         chance = _chances(scaled, rows)
         low, high = (low, middle) if float(chance.sum(2).mean()) > degree else (middle, high)
     pairs = conv.heads * int((rows + 1).sum())
+    draw = partial(sample_edges, scaled, clamp=True, row_group=conv.source.row_group)
 
     def check() -> float:
-        graph = sample_edges(scaled, clamp=True, seed=0)
-        return _compare_counts(facts, _mask(graph, rows), chance, pairs)
+        return _compare_counts(facts, _mask(draw(seed=0), rows), chance, pairs)
 
-    return Work(check, {"step": lambda: sample_edges(scaled, clamp=True, seed=next(seeds)).num_edges}, facts)
+    return Work(check, {"step": lambda: draw(seed=next(seeds)).num_edges}, facts)
 
 
 PEERS = {
     "trained": Peer("trained, causal", partial(_layer, kind="trained")),
-    "shared": Peer("trained, 16 queries share draws", partial(_layer, kind="shared")),
+    "independent": Peer("trained, independent pairs, causal", partial(_layer, kind="independent")),
     "fresh": Peer("fresh, causal", partial(_layer, kind="fresh")),
     "dense": Peer("dense, causal", partial(_layer, kind="dense")),
     "fresh-all": Peer("fresh, not causal", partial(_layer, kind="fresh", is_causal=False)),

@@ -61,8 +61,9 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size", "row_group")
+            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size")
             options |= {name: getattr(settings, name) for name in names}
+            options["row_group"] = settings.row_group or None
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
             options["sbm_options"] = {**model, "initial_density": settings.initial_density}
             options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}

@@ -110,8 +110,8 @@ class Choice:
         forced: True for edges that exist regardless of their probability, ``[E]`` bool; None if no edge is forced. For
             a :class:`~sbm_pyg.BlockGraph`, this mask and ``probability`` refer to the edges of ``graph.blocks``.
         exploration: What the source added to each probability before drawing, in [0, 1].
-        independent: Whether each edge was drawn independently with its probability. False: the graph follows from the
-            probabilities in another way, for example by rank.
+        independent: Whether each edge was drawn with its probability, independently of the others of its query. False:
+            the graph follows from the probabilities in another way, for example by rank.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
