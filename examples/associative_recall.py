@@ -33,7 +33,7 @@ def make_data(count: int, length: int, pairs: int, random: torch.Generator) -> l
     return [tokens.scatter(1, places, keys).flatten(), ptr, (places + ptr[:-1, None]).flatten(), values.flatten()]
 
 
-class Block(nn.Module):  # a gated short convolution, which binds neighbours, and then attention
+class Block(nn.Module):  # a gated short convolution, which binds neighbors, and then attention
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv1d(CHANNELS, CHANNELS, 3, groups=CHANNELS)

@@ -117,7 +117,7 @@ def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
 
 
 def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    """What is minimised, and the task's loss in it."""
+    """What is minimized, and the task's loss in it."""
     numbers, labels, ptr = make_batch(settings.batch_size, settings.tokens, random_word(settings.seed, 0, step))
     layer = model.encoder.get_submodule("layers.0.attention")
     if isinstance(layer, SBMAttentionConv) and isinstance(layer.estimator, Concrete):

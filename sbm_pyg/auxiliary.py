@@ -1,4 +1,4 @@
-"""Auxiliary losses, which some layers minimise in addition to the task's loss.
+"""Auxiliary losses, which some layers minimize in addition to the task's loss.
 
 In: a scalar from a layer in training. Out: their sum over a model, for the training loop to add to the loss. Not here:
 the losses themselves (``estimators``, ``dcmm``).

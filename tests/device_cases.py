@@ -435,7 +435,7 @@ def padding(device: Device) -> Any:
 
 
 @case
-def analyses(device: Device) -> Any:
+def analyzes(device: Device) -> Any:
     sbm = block_model(device)
     graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
     statistics = [[*row.values()] for row in analysis.graph_statistics(graph, communities=sbm).rows()]

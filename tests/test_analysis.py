@@ -298,7 +298,7 @@ def test_matchings_of_shuffled_lattices_take_few_phases(shape: tuple[int, int]) 
     assert (mate < 0).sum() == n % 2
 
 
-def test_a_lattice_with_two_tokens_too_many_of_a_colour_is_absent() -> None:
+def test_a_lattice_with_two_tokens_too_many_of_a_color_is_absent() -> None:
     graph = lattice(31, 31, without=((4, 3),))
     answer = hamiltonian_path(graph)
     assert answer.certificate is not None

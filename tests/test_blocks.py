@@ -639,7 +639,7 @@ def test_a_strict_model_draws_earlier_keys_with_their_probabilities(method: str,
     )
 
 
-def test_estimators_that_gate_and_normalisers_attend_over_the_tokens() -> None:
+def test_estimators_that_gate_and_normalizers_attend_over_the_tokens() -> None:
     for options in ({"estimator": "mask"}, {"estimator": "relaxed"}, {"normalizer": "entmax15"}, {"dropout": 0.3}):
         conv, x, ptr = pair_of_layers(False, block_size=4, **options)
         out, choice = conv(x, ptr=ptr, seed=1, return_choice=True)

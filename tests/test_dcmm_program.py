@@ -88,12 +88,12 @@ def test_cifar_as_released(sample: Callable[..., Path]) -> None:
 
 
 def make_folder(root: Path, parts: tuple[str, ...], count: int = 6) -> Path:
-    """Images of two classes, one colour each on the left and black on the right, the wider the later."""
+    """Images of two classes, one color each on the left and black on the right, the wider the later."""
     for part in parts:
-        for name, colour in (("cat", (200, 0, 0)), ("dog", (0, 100, 0))):
+        for name, color in (("cat", (200, 0, 0)), ("dog", (0, 100, 0))):
             (root / part / name).mkdir(parents=True)
             for number in range(count):
-                image = Image.new("RGB", (20 + number, 10), colour)
+                image = Image.new("RGB", (20 + number, 10), color)
                 image.paste((0, 0, 0), (10, 0, 20 + number, 10))
                 image.save(root / part / name / f"{number}.png")
     return root
@@ -109,8 +109,8 @@ def test_folders_of_classes(parts: tuple[str, ...], sizes: tuple[int, int], tmp_
     for images, labels in ((found.train, found.train_labels), (found.test, found.test_labels)):
         assert images.shape[1:] == (3, 16, 16)
         assert not bool(images[..., 12:].any())
-        colour = images[..., :4].float().mean((2, 3))
-        assert torch.equal(colour, torch.tensor([[200.0, 0, 0], [0, 100, 0]])[labels])
+        color = images[..., :4].float().mean((2, 3))
+        assert torch.equal(color, torch.tensor([[200.0, 0, 0], [0, 100, 0]])[labels])
 
 
 # ---------------------------------------------------------------- models
@@ -171,12 +171,12 @@ def test_images_are_cut_into_patches() -> None:
 
 
 def make_state(
-    channels: int = 128, layers: int = 2, patch: int = 4, side: int = 2, colours: int = 3
+    channels: int = 128, layers: int = 2, patch: int = 4, side: int = 2, colors: int = 3
 ) -> dict[str, Tensor]:
     """Names and shapes as those of ``timm.create_model("vit_small_patch16_224").state_dict()``, in small."""
     shapes: dict[str, tuple[int, ...]] = {
         "cls_token": (1, 1, channels), "pos_embed": (1, 1 + side**2, channels),
-        "patch_embed.proj.weight": (channels, colours, patch, patch), "patch_embed.proj.bias": (channels,), "head.weight": (5, channels),
+        "patch_embed.proj.weight": (channels, colors, patch, patch), "patch_embed.proj.bias": (channels,), "head.weight": (5, channels),
         "head.bias": (5,),
     }  # fmt: skip
     lines = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (2, 1), "mlp.fc2": (1, 2)}
@@ -268,7 +268,7 @@ def test_weights_that_cannot_be_had_are_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"got 'blocks\.0\.ls1\.gamma' too"):
         model.load_weights(made, {**state, "blocks.0.ls1.gamma": torch.ones(128)})
     with pytest.raises(ValueError, match=r"Expected 'weights' that fit \(got size mismatch for token\.weight"):
-        model.load_weights(made, make_state(colours=1))
+        model.load_weights(made, make_state(colors=1))
 
 
 def test_a_stand_in_for_timm_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -767,7 +767,7 @@ def test_the_number_of_probes_may_change_between_steps() -> None:
     assert not torch.equal(grads[0], grads[1])
 
 
-def test_the_default_follows_the_normaliser() -> None:
+def test_the_default_follows_the_normalizer() -> None:
     assert isinstance(SBMAttentionConv(6, 4).estimator, Local)
     assert type(SBMAttentionConv(6, 4, normalizer="sparsemax").estimator) is Mask
 
@@ -819,14 +819,14 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
 
 @pytest.mark.parametrize("part", [0.1, 0.25, 0.9])
 def test_queries_are_chosen_with_their_probability(part: float) -> None:
-    """Singly, in pairs of neighbours, in pairs of sequences, and over seeds; within five standard deviations."""
+    """Singly, in pairs of neighbors, in pairs of sequences, and over seeds; within five standard deviations."""
     ptr, ids, seeds = torch.arange(51) * 4_000, torch.arange(50), (1, 2**62 + 12345)
     drawn = [schemas.sample_queries(ptr, ids, 200_000, part, seed) for seed in seeds]
     for found, seed in zip(drawn, seeds, strict=True):
         assert torch.equal(found, reference_systematic.sample_queries(ptr, ids, 200_000, part, seed))
     first, second = (found.view(50, 4_000).double() for found in drawn)
     both = {
-        "one": first, "neighbours": first[:, 1:] * first[:, :-1], "sequences": first[1:] * first[:-1],
+        "one": first, "neighbors": first[:, 1:] * first[:, :-1], "sequences": first[1:] * first[:-1],
         "distant": first[:, 64:] * first[:, :-64], "seeds": first * second,
     }  # fmt: skip
     for name, found in both.items():

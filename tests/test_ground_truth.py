@@ -153,7 +153,7 @@ def test_layers_are_as_they_were_after_an_error() -> None:
             AttentionConv(4, 2).eval(),
             None,
             ValueError,
-            "Expected 'model' with sparse normalisers .got softmax in layer ''",
+            "Expected 'model' with sparse normalizers .got softmax in layer ''",
         ),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
         (

@@ -246,7 +246,7 @@ def stack(*layers: Any, between: Callable[[Tensor], Tensor] = lambda x: x) -> La
 
 
 def weighted_mean(conv: GraphConv) -> Layer:
-    """The mean of the neighbours, as a sum with weights: the way out of the guide."""
+    """The mean of the neighbors, as a sum with weights: the way out of the guide."""
 
     def run(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
         total = scatter(weight, edge_index[1], dim_size=len(x))

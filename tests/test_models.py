@@ -221,7 +221,7 @@ def test_seeds_of_an_encoder() -> None:
 
 
 @pytest.mark.slow
-def test_token_classifier_learns_to_copy_a_neighbour() -> None:
+def test_token_classifier_learns_to_copy_a_neighbor() -> None:
     """The label of a token is the parity of the one before it: needs attention by position, which a window gives."""
     torch.manual_seed(0)
     model = TokenClassifier(
@@ -635,7 +635,7 @@ def test_masked_lm_is_saved_with_its_embeddings_tied(tmp_path: Any) -> None:
 
 
 def test_masked_lm_learns_from_the_tokens_around() -> None:
-    """Each token of a sequence is the one before it plus 1, so any masked token follows from its neighbours."""
+    """Each token of a sequence is the one before it plus 1, so any masked token follows from its neighbors."""
     torch.manual_seed(0)
     model = MaskedLM(SequenceEncoder(9, 32, attention="full", position_encoding="rotary", dropout=0.0))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)

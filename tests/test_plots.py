@@ -217,7 +217,7 @@ def test_density_bars_are_means_and_deviations_over_inputs() -> None:
     assert axes.get_ylim()[0] == 0
 
 
-def test_a_mask_without_edges_has_the_colours_of_0_to_1() -> None:
+def test_a_mask_without_edges_has_the_colors_of_0_to_1() -> None:
     figure = plots.plot_mask(patterns.full(6).select(torch.zeros(36, dtype=torch.bool)))
     assert figure.axes[0].images[0].get_clim() == (0, 1)
 
@@ -270,13 +270,13 @@ def test_sorting_makes_communities_visible() -> None:
     assert left.images[0].get_clim() == middle.images[0].get_clim() == (0, 1)
 
 
-def test_colours_of_the_block_matrix_span_its_weights() -> None:
+def test_colors_of_the_block_matrix_span_its_weights() -> None:
     """At the paper's start, all weights are within some percent of each other."""
     member = torch.eye(3).repeat_interleave(4, 0)[None]
     sbm = SBM(member, member, 0.11 + 0.001 * torch.arange(9.0).view(1, 3, 3))
     figure = plots.plot_communities(sample_edges(sbm, seed=0), sbm)
     assert figure.axes[2].images[0].get_clim() == pytest.approx((0.11, 0.118))
-    assert "(colours span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
+    assert "(colors span 0.11 to 0.118)" in figure.axes[-1].get_ylabel()
     even = SBM(member, member, torch.full((1, 3, 3), 0.2))
     assert plots.plot_communities(sample_edges(even, seed=0), even).axes[2].images[0].get_clim() == pytest.approx(
         (0.0, 0.2)

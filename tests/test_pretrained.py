@@ -335,7 +335,7 @@ MISFITS: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
     "deep": ("config.json", lambda content: b"[" * 100_000, "RecursionError"),
     "an unknown class": ("config.json", config_with(_class_name="Other"), "Expected '_class_name' to be one of ['"),
     "another class": ("config.json", config_with(_class_name="Doubled"), "TypeError"),
-    "an unknown option": ("config.json", config_with(colour=1), "unexpected keyword argument 'colour'"),
+    "an unknown option": ("config.json", config_with(color=1), "unexpected keyword argument 'color'"),
     "a wrong option": ("config.json", config_with(dropout=2.0), "Expected 'dropout' in [0, 1"),
     "other sizes": ("config.json", config_with(channels=8), "size mismatch for encoder.token.weight"),
     "more layers": ("config.json", config_with(num_layers=3), "Missing key(s) in state_dict"),

@@ -1,6 +1,6 @@
 """Every program of the examples is killed and resumed, meets damaged files and a full disk, and answers for its own settings.
 
-A *moment* is a step of an optimiser, or the time right before or after a file is brought to the disk or takes its name. The fast tests end a
+A *moment* is a step of an optimizer, or the time right before or after a file is brought to the disk or takes its name. The fast tests end a
 run at a moment by an exception; the long ones kill processes.
 """
 

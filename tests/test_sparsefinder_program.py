@@ -61,7 +61,7 @@ def test_dense_attention_is_that_over_all_pairs() -> None:
     torch.testing.assert_close(model.predict(made, tokens, hidden), dense, rtol=1e-4, atol=1e-4)
 
 
-def test_every_other_head_begins_at_a_neighbour() -> None:
+def test_every_other_head_begins_at_a_neighbor() -> None:
     made = model.make_model(dataclasses.replace(RUN, channels=64, length=64)).eval()
     model.set_sources(made, [PatternSource(full)] * 2)
     tokens = torch.randint(2, 30, (1, 64), generator=torch.Generator().manual_seed(0))

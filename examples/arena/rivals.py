@@ -179,7 +179,7 @@ class HSA(GraphSource):
 class NSA(GraphSource):
     """The selection of native sparse attention: the blocks that attention over pooled keys looks at most.
 
-    Pooled keys are means of two neighbours. A query attends to those up to its position, and each key gets the attention of both pooled
+    Pooled keys are means of two neighbors. A query attends to those up to its position, and each key gets the attention of both pooled
     keys that it is in. A query takes the earlier blocks of two keys with the largest sums, as many as its density, a share of the pairs
     beyond self-loops, has room for.
 

@@ -1,6 +1,6 @@
 """Causal models of sequences that differ in nothing but their attention, and the methods of attention by name.
 
-Each layer is a gated short convolution, which binds neighbours, and then attention, as in the hybrids of "Zoology" (Arora et al.,
+Each layer is a gated short convolution, which binds neighbors, and then attention, as in the hybrids of "Zoology" (Arora et al.,
 2023). Every method has the convolution, and every graph the self-loops; densities are those of the pairs beyond.
 """
 

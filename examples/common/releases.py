@@ -80,7 +80,7 @@ class ArraysOnly(pickle._Unpickler):
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads one file: colours, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9."""
+    """Reads one file: colors, first all red ones of an image, then green, then blue, [n, 3072] uint8, and labels [n], 0 to 9."""
     try:
         with path.open("rb") as file:
             content = ArraysOnly(file, encoding="bytes").load()

@@ -181,7 +181,7 @@ def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
         model.encoder.load_state_dict(found, strict=False)
     except RuntimeError as error:
         got = str(error).splitlines()[-1].strip()
-        text = f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colours."
+        text = f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colors."
         raise ValueError(text) from None
     if head["weight"].shape == model.head.weight.shape:
         model.head.load_state_dict(head)

@@ -60,8 +60,8 @@ def _cluster() -> Data:
     probabilities = torch.full((6, 6), 0.25)
     probabilities.diagonal().fill_(0.55)
     label = torch.arange(6).repeat_interleave(sizes)
-    labelled = sizes.cumsum(0) - sizes + (torch.rand(6) * sizes).long()
-    word = torch.zeros_like(label).index_put((labelled,), 1 + torch.arange(6))
+    labeled = sizes.cumsum(0) - sizes + (torch.rand(6) * sizes).long()
+    word = torch.zeros_like(label).index_put((labeled,), 1 + torch.arange(6))
     return _shuffled(word, 7, label, stochastic_blockmodel_graph(sizes, probabilities))
 
 

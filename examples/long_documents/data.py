@@ -20,14 +20,14 @@ from sbm_pyg.ragged import offsets
 
 START, SEPARATOR = SPECIAL = ("[CLS]", "[SEP]")
 CLASSES = ("neg", "pos")  # labels 0 and 1
-Labelled = list[tuple[Tensor, int]]
+Labeled = list[tuple[Tensor, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """Token numbers of what documents are made of, for training or for the test."""
 
-    reviews: Labelled
+    reviews: Labeled
     fillers: list[Tensor]
     sentences: dict[int, list[Tensor]] = dataclasses.field(default_factory=dict)
     """Of each label; several of them make a review. Empty without SST-2."""
@@ -91,15 +91,15 @@ def prepare(given: Any) -> tuple[dict[str, Texts], int]:
     def encode(texts: Sequence[str]) -> list[Tensor]:
         return [torch.tensor(code.ids) for code in tokenizer.encode_batch(texts)]
 
-    def labelled(pairs: list[tuple[str, int]]) -> Labelled:
+    def labeled(pairs: list[tuple[str, int]]) -> Labeled:
         return [*zip(encode([text for text, _ in pairs]), [label for _, label in pairs], strict=True)]
 
     by_label: dict[int, list[Tensor]] = {}
-    for tokens, label in labelled(sentences):
+    for tokens, label in labeled(sentences):
         by_label.setdefault(label, []).append(tokens)
     parts = {
-        "train": Texts(labelled(reviews["train"]), encode(fillers[:-held_out]), by_label),
-        "test": Texts(labelled(reviews["test"]), encode(fillers[-held_out:])),
+        "train": Texts(labeled(reviews["train"]), encode(fillers[:-held_out]), by_label),
+        "test": Texts(labeled(reviews["test"]), encode(fillers[-held_out:])),
     }
     return parts, tokenizer.get_vocab_size()
 
@@ -151,7 +151,7 @@ class Documents:
         return torch.cat([torch.tensor([0]), *(piece for part in found for piece in (part, separator))]), review[1]
 
 
-def _join(documents: Labelled) -> Batch:
+def _join(documents: Labeled) -> Batch:
     """The batch of some documents."""
     tokens, labels = zip(*documents, strict=True)
     return Batch(torch.cat(tokens), offsets(torch.tensor([*map(len, tokens)])), torch.tensor(labels))

@@ -206,7 +206,7 @@ class NystromAttention(Baseline):
     def __init__(self, settings: Settings, channels: int, head_channels: int, heads: int) -> None:
         super().__init__(settings, channels, head_channels, heads)
         self.landmarks, taps = settings.landmarks, settings.value_kernel
-        require(taps % 2 or not taps, "'value-kernel' to be odd or 0", taps, "It is centred on its token.")
+        require(taps % 2 or not taps, "'value-kernel' to be odd or 0", taps, "It is centered on its token.")
         sizes = (heads * head_channels, head_channels, heads, self.landmarks)
         self.kernel = checks.imported("nystrom_attention", "examples").NystromAttention(*sizes, residual=False)
         self.kernel.to_qkv = self.kernel.to_out = nn.Identity()

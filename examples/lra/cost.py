@@ -216,7 +216,7 @@ def measure(
     short, batch = random_batch(task, [SHORT], device), random_batch(task, [length] * batch_size, device)
     row: dict[str, Any] = {"task": task.name, "method": method, "preset": preset, "length": length, "batch": batch_size}
     actions = {"forward": lambda batch: forward(module, batch), "step": lambda batch: step([batch])}
-    for action in actions.values():  # compiles, allocates optimiser state
+    for action in actions.values():  # compiles, allocates optimizer state
         action(short)
     clock(device)
     base = torch.cuda.memory_allocated() if device.type == "cuda" else peak_memory()["peak_memory_bytes"]

@@ -54,7 +54,7 @@ def smooth_values(count: int, channels: int) -> Tensor:
 
 
 class Classifier(LightningModule):
-    """The model of a task, its loss, its optimiser, and the record of its loss, accuracy and densities."""
+    """The model of a task, its loss, its optimizer, and the record of its loss, accuracy and densities."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def plot_curves(path: Path, train: Curve, val: Curve, majority: float) -> None:
         ):
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)
         if name == "accuracy":
-            axes.axhline(majority, color="grey", lw=1, ls=":", label="majority class")
+            axes.axhline(majority, color="gray", lw=1, ls=":", label="majority class")
         bare(axes)
         axes.set(xlabel="step", ylabel=name)
         axes.legend(frameon=False)

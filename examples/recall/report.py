@@ -67,8 +67,8 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 def _over_density(task: str, runs: dict[str, list[list[Row]]]) -> Figure:
     """Accuracy over density; a bar from the worst seed to the best.
 
-    Methods of several densities, or without options, are lines of a colour and a name. What is left are hollow marks in the
-    colour of their kind, with their options next to them. Runs without the schedule (``control``) are in the tables alone.
+    Methods of several densities, or without options, are lines of a color and a name. What is left are hollow marks in the
+    color of their kind, with their options next to them. Runs without the schedule (``control``) are in the tables alone.
     """
     lines: dict[str, list[tuple[float, list[float]]]] = {}
     for name, seeds in ((name, seeds) for name, seeds in runs.items() if "control=" not in name):

@@ -495,9 +495,9 @@ class Lemma1:
         """95 % interval of the probability of a path (Wilson, 1927), each ``[P]``."""
         count = np.maximum(self.found + self.absent, 1)
         widening = 1.959964**2 / count
-        centre = self.share + widening / 2
+        center = self.share + widening / 2
         half = 1.959964 * np.sqrt(self.share * (1 - self.share) / count + widening / (4 * count))
-        return (centre - half) / (1 + widening), (centre + half) / (1 + widening)
+        return (center - half) / (1 + widening), (center + half) / (1 + widening)
 
     @property
     def limit(self) -> Array:

@@ -311,7 +311,7 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
     linked[ranks[tokens[ranks[into] - ranks[tokens] == 1]]] = True
     if linked.all():
         return ranks, None
-    gap = int(linked.argmin())  # neighbours in a topological order need an arc of their own
+    gap = int(linked.argmin())  # neighbors in a topological order need an arc of their own
     pair = (int(members[first[order[gap]]]), int(members[first[order[gap + 1]]]))
     return ranks, Certificate("incomparable", pair)
 

@@ -40,7 +40,7 @@ __all__ = [
     "plot_losses", "plot_mask", "plot_pixel_attention", "plot_training_density",
 ]  # fmt: skip
 
-COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
+COLORS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
 MASK, HEAT = "magma_r", "viridis"
 PIXELS = 400  # cells along an axis; more tokens are averaged, so that single edges stay visible
 
@@ -122,7 +122,7 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
         for layer, (per_input, heads) in enumerate(zip(value.mean(2), value.mean(1), strict=True)):
             mean = float(per_input.mean())
             deviation = float(per_input.std()) if len(per_input) > 1 else 0.0
-            axes.bar(at, mean, 0.72, color=COLOURS[layer % len(COLOURS)], alpha=0.75)
+            axes.bar(at, mean, 0.72, color=COLORS[layer % len(COLORS)], alpha=0.75)
             whiskers = [[min(deviation, mean)], [deviation]]  # a density is not negative
             axes.errorbar(at, mean, whiskers, color="0.15", capsize=4, lw=1.2)
             across = np.linspace(at - 0.22, at + 0.22, len(heads)) if len(heads) > 1 else [at]
@@ -194,7 +194,7 @@ def plot_pixel_attention(
     if images.dim() != 3 or len(images) != layers[0][1].num_sequences:
         raise ValueError(
             f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence "
-            f"(got {list(images.shape)}). Convert colours to grey first."
+            f"(got {list(images.shape)}). Convert colors to gray first."
         )
     height, width = images.shape[1:]
     columns = []  # per layer and head: title, and a map and the density of the mask for each image
@@ -236,7 +236,7 @@ def plot_pixel_attention(
     for axes in panels[-1]:
         axes.set_xlabel("column (pixels)", fontsize=8)
     words = (
-        "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the colour "
+        "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the color "
         "of a pixel is the percentage of pixels that attend to it (own scale for each column), and the number above is "
         "the density of the mask."
     )
@@ -337,7 +337,7 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
     heat = _picture(middle, ordered, shape, cmap=MASK, vmin=0, vmax=top)
     for draw, label in ((middle.axhline, labels[0]), (middle.axvline, labels[1])):
         for end in np.bincount(label).cumsum()[:-1]:
-            draw(end - 0.5, color=COLOURS[0], lw=0.5, alpha=0.7)
+            draw(end - 0.5, color=COLORS[0], lw=0.5, alpha=0.7)
     middle.set_title(f"sorted by community: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
     middle.set(xlabel="key (token, sorted by community)", ylabel="query (token, sorted by community)")
     figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(shape)}", shrink=0.8)
@@ -351,12 +351,12 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
         axis.set_ticks(spots, [str(numbers[spot]) for spot in spots])
     right.set(xlabel="community of keys", ylabel="community of queries")
     right.set_title(f"block matrix S, {sbm.num_blocks} communities, those in use", fontsize=10)
-    span = f"weight between two communities\n(colours span {low:.4g} to {high:.4g})"
+    span = f"weight between two communities\n(colors span {low:.4g} to {high:.4g})"
     figure.colorbar(matrix, ax=right, label=span, shrink=0.8)
     words = (
         f"Communities of head {head}: the community of a token is that of its largest membership (lines separate "
         "communities; within each, tokens are sorted by membership). If the communities explained the mask, the middle "
-        "panel would have even tones, those of the block matrix on the right, whose colours span its weights."
+        "panel would have even tones, those of the block matrix on the right, whose colors span its weights."
     )
     return _caption(figure, words)
 
@@ -407,14 +407,14 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
     figure, axes = _axes(ax, 7.2, 4.4)
     steps = columns["step"]
     for layer, head, name in names:
-        values, colour = [100 * value for value in columns[name]], COLOURS[layer % len(COLOURS)]
+        values, color = [100 * value for value in columns[name]], COLORS[layer % len(COLORS)]
         style = ("-", "--", ":", "-.")[head % 4]
-        axes.plot(steps, values, color=colour, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
+        axes.plot(steps, values, color=color, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
     axes.set_ylim(bottom=0)
-    _label(axes, "optimiser step", DENSITY)
+    _label(axes, "optimizer step", DENSITY)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     words = (
-        "Density of the sampled masks over the course of training: colours are layers, line styles heads; "
+        "Density of the sampled masks over the course of training: colors are layers, line styles heads; "
         "each point is a mean over inputs."
     )
     return _caption(figure, words, ax is None)
@@ -445,14 +445,14 @@ def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
     figure, axes = _axes(ax, 7.2, 4.4)
     change = next((at for at, each in enumerate(history) if each.is_sparse), len(history))
     dense = history[: change + 1]
-    axes.plot([each.step for each in dense], [each.dense for each in dense], color=COLOURS[0], label="dense attention")
+    axes.plot([each.step for each in dense], [each.dense for each in dense], color=COLORS[0], label="dense attention")
     for part, style, label in ((dense, "--", "target density, trial steps"), (history[change:], "-", "target density")):
         if part:
             steps, losses = [each.step for each in part], [each.sparse for each in part]
-            axes.plot(steps, losses, color=COLOURS[1], ls=style, label=label)
+            axes.plot(steps, losses, color=COLORS[1], ls=style, label=label)
     if change < len(history):
         axes.axvline(history[change].step, color="0.6", lw=1, ls=":")
-    _label(axes, "optimiser step", "running loss of training")
+    _label(axes, "optimizer step", "running loss of training")
     axes.legend(frameon=False, fontsize=8)
     words = (
         "Running losses of training with dense attention, and at the target density: of trial steps, and after the "
@@ -472,20 +472,20 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
     figure, axes = _axes(ax, 7.6, 4.8)
     p, n, (low, high) = result.probabilities, result.n, result.interval
     smooth = np.linspace(float(p.min()), float(p.max()), 200)
-    axes.plot(smooth, path_probability(n, smooth), color=COLOURS[0], lw=1.2, label="path, limit for large n")
+    axes.plot(smooth, path_probability(n, smooth), color=COLORS[0], lw=1.2, label="path, limit for large n")
     bars = np.maximum([result.share - low, high - result.share], 0)
-    points: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "ms": 4.5, "capsize": 3}
+    points: dict[str, Any] = {"fmt": "o", "color": COLORS[0], "ms": 4.5, "capsize": 3}
     axes.errorbar(p, result.share, bars, label=f"path, fraction of {result.samples:,} graphs", **points)
-    lines = [("p of the lemma", result.lemma, 0.62, COLOURS[1]), ("ln n / n", np.log(n) / n, 0.9, COLOURS[0])]
-    for name, x, y, colour in lines:
-        axes.axvline(x, color=colour, lw=1, ls=":")
-        axes.annotate(name, (x, y), rotation=90, ha="right", va="center", fontsize=8, color=colour)
+    lines = [("p of the lemma", result.lemma, 0.62, COLORS[1]), ("ln n / n", np.log(n) / n, 0.9, COLORS[0])]
+    for name, x, y, color in lines:
+        axes.axvline(x, color=color, lw=1, ls=":")
+        axes.annotate(name, (x, y), rotation=90, ha="right", va="center", fontsize=8, color=color)
     axes.set_ylim(-0.03, 1.03)
     _label(axes, f"edge probability p of G({n}, p)", "probability of a Hamiltonian path")
     right = axes.twinx()
-    right.plot(p, result.log10_cycles, "s--", color=COLOURS[1], ms=4, lw=1.2, label="cycles, expected number")
-    right.axhline(0, color=COLOURS[1], lw=0.7)
-    right.set_ylabel("expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)", color=COLOURS[1])
+    right.plot(p, result.log10_cycles, "s--", color=COLORS[1], ms=4, lw=1.2, label="cycles, expected number")
+    right.axhline(0, color=COLORS[1], lw=0.7)
+    right.set_ylabel("expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)", color=COLORS[1])
     right.spines[["top"]].set_visible(False)
     handles = [handle for each in (axes, right) for handle in each.get_legend_handles_labels()[0]]
     axes.legend(handles, [str(each.get_label()) for each in handles], frameon=False, fontsize=8, loc="center right")

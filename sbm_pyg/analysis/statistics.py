@@ -51,7 +51,7 @@ class GraphStatistics:
         largest_strong: Fraction of the nodes in the largest strongly connected component.
         diameter_least: Lower bound of the diameter, from six searches; infinite unless strongly connected.
         diameter_most: Upper bound, from the same searches; at most twice the diameter.
-        spectral_gap: Second smallest eigenvalue of the normalised Laplacian of the undirected graph, in [0, 2], to
+        spectral_gap: Second smallest eigenvalue of the normalized Laplacian of the undirected graph, in [0, 2], to
             about seven digits: 0 if the graph is disconnected, about 1 if one step mixes all. NaN if not computed.
         modularity: Excess of edges within communities over the number that the degrees explain (Leicht and Newman,
             2008), in [-1, 1). NaN without communities.

@@ -83,7 +83,7 @@ class AttentionConv(EdgeAttention):
         bias: Biases in the three projections.
         estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
             its name. None: ``"local"``; ``"imitate"`` if the source selects edges by rank; ``"mask"`` if it draws them
-            by ``"fastrg"`` or the normaliser is not softmax.
+            by ``"fastrg"`` or the normalizer is not softmax.
         is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count
             these, and edges of a given graph from later keys are dropped. As in torch, positions count from the start
             of both sequences.

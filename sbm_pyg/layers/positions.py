@@ -42,7 +42,7 @@ class Rotary(nn.Module):
         torch.Size([30, 16])
 
     Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Pairs of channels are
-    those of GPT-NeoX and Llama: the first half of the channels with the second half, in place of neighbours.
+    those of GPT-NeoX and Llama: the first half of the channels with the second half, in place of neighbors.
     """
 
     def __init__(self, base: float = 10000.0, channels: int | None = None, *, for_source: bool = True) -> None:

@@ -76,7 +76,7 @@ def edge_attention(
 
     With :math:`s_e = \text{scale} \cdot \langle q_i, k_j \rangle`, gate :math:`a_e` and bias :math:`b_e` (1 and 0 if
     None), the weight is :math:`\exp(a_e s_e + b_e)` for ``gate_form="score"`` and :math:`a_e \exp(s_e + b_e)` for
-    ``"weight"``; weights are normalised over each row and sum the values. There is no padding, so nothing is masked
+    ``"weight"``; weights are normalized over each row and sum the values. There is no padding, so nothing is masked
     after the softmax. Cost O(E C); memory O(E + HNC).
 
     Args:
@@ -87,7 +87,7 @@ def edge_attention(
         gate: ``[E]``, positive for ``"weight"``. Straight-through estimators pass their gradient through it.
         scale: Factor of the scores, usually ``C ** -0.5``.
         gate_form: ``"score"`` or ``"weight"``: which of the two forms the gate takes.
-        dropout: Probability in [0, 1) that a normalised weight is dropped; the others grow by ``1 / (1 - dropout)``.
+        dropout: Probability in [0, 1) that a normalized weight is dropped; the others grow by ``1 / (1 - dropout)``.
             Which ones follows from the seed, the head and the numbers of query and key, and from no other edge.
         seed: Seed of the dropout, 64 bits.
 

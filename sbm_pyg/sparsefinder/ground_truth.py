@@ -114,7 +114,7 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
     for name, conv in chosen.items():
         if conv.normalizer == "softmax":
             raise ValueError(
-                f"Expected 'model' with sparse normalisers (got softmax in layer {name!r}). It gives all edges a "
+                f"Expected 'model' with sparse normalizers (got softmax in layer {name!r}). It gives all edges a "
                 "weight; build the layer with normalizer='entmax15', or leave it out of 'layers'."
             )
         if conv.lin_edge is not None:

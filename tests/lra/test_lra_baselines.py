@@ -60,7 +60,7 @@ def joined(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", BASELINES)
 def test_padding_and_the_rest_of_the_batch_change_nothing(method: str) -> None:
-    """The sequence alone is the reference: it is padded less, or not at all, and has no neighbours."""
+    """The sequence alone is the reference: it is padded less, or not at all, and has no neighbors."""
     module = layer(method)
     x, ptr = tokens(LENGTHS)
     together = module(x, ptr=ptr, seed=3)

@@ -150,13 +150,13 @@ def test_retrieval_names_file_and_line(tmp_path: Path, line: bytes, message: str
 # Image
 
 
-def test_image_is_grey_as_tensorflow_computes_it(tmp_path: Path) -> None:
+def test_image_is_gray_as_tensorflow_computes_it(tmp_path: Path) -> None:
     make_image(tmp_path)
     splits = load(TASKS["image"], tmp_path, max_length=1024)
     assert splits["train"].labels.tolist() == [*range(8)] * 4 + [0, 1, 2, 3]
     assert splits["val"].labels.tolist() == [4, 5, 6, 7]
-    colours, _ = readers.read_batch(tmp_path / "data_batch_5")
-    red, green, blue = colours[4].reshape(3, 1024).astype(float)
+    colors, _ = readers.read_batch(tmp_path / "data_batch_5")
+    red, green, blue = colors[4].reshape(3, 1024).astype(float)
     wanted = np.floor(255.5 * (0.2989 * red + 0.587 * green + 0.114 * blue) / 255)
     found = np.frombuffer(sequences(splits["val"])[0], dtype=np.uint8)
     assert np.abs(found - wanted).max() <= 1  # float32 may fall on the other side of a whole number
@@ -300,7 +300,7 @@ def test_what_is_wrong_in_a_folder_of_pathfinder_is_named(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"to hold Pathfinder32, level curv_contour_length_14 \(got other files\)"):
         prepare(TASKS["pathfinder"], tmp_path)
     Image.new("RGB", (128, 128)).save(level / "imgs/0/sample_3.png")
-    with pytest.raises(ValueError, match=r"to have 32 x 32 grey pixels, uint8 \(got \[128, 128, 3\], uint8\)"):
+    with pytest.raises(ValueError, match=r"to have 32 x 32 gray pixels, uint8 \(got \[128, 128, 3\], uint8\)"):
         prepare(TASKS["pathfinder"], tmp_path, options=LEVEL)
     (level / "imgs/0/sample_3.png").unlink()
     with pytest.raises(ValueError, match=r"^Expected '.*sample_3\.png' to be an image in PNG \(got .*No such file"):

@@ -771,7 +771,7 @@ def test_help_shows_the_values_of_the_task(
     shown = capsys.readouterr().out
     steps = [PRESETS[task][name].settings.steps for name in ("laptop", "paper")]
     assert f"values are those of laptop | paper for {task}" in shown
-    assert f"optimiser steps ({steps[0]} | {steps[1]})" in shown
+    assert f"optimizer steps ({steps[0]} | {steps[1]})" in shown
 
 
 @quick

@@ -59,7 +59,7 @@ def make_folder(
         write: Writes the files into an empty folder, and returns what else the manifest shall have.
         replace: Whether a folder that was made of something else is replaced, or refused.
     """
-    folder = folder.resolve()  # has a name and a neighbour on the same disk, even if it is given as "." or as a link
+    folder = folder.resolve()  # has a name and a neighbor on the same disk, even if it is given as "." or as a link
     draft, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "old"))
 
     def is_there() -> bool:

@@ -1,4 +1,4 @@
-"""ListOps generated: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labelled with their value, in the layout of LRA.
+"""ListOps generated: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10), labeled with their value, in the layout of LRA.
 
 A tree is written as LRA writes it, a binary tree in which every application has its brackets: ``[MAX 4 [SM 7 8 ] ]``
 becomes ``( ( ( [MAX 4 ) ( ( ( [SM 7 ) 8 ) ] ) ) ] )``.

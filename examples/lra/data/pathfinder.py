@@ -1,4 +1,4 @@
-"""Pathfinder32 generated: images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line, in the layout of LRA."""
+"""Pathfinder32 generated: images of 32 x 32 pixels, labeled 1 if two discs are joined by a dashed line, in the layout of LRA."""
 
 import dataclasses
 from pathlib import Path

@@ -1,15 +1,15 @@
 """Readers of the five data sets as they were released, or as ``listops.py`` and ``pathfinder.py`` generate them.
 
-A token is a byte or a grey value plus one; 0 is never used, so black is not padding.
+A token is a byte or a gray value plus one; 0 is never used, so black is not padding.
 
 * **ListOps** is trees and their values between a tab. The round brackets carry nothing and are dropped.
-* **Text** is movie reviews (IMDb, Maas et al., 2011), labelled 1 if they are favourable. Nothing is removed, not even ``<br />``, as in
+* **Text** is movie reviews (IMDb, Maas et al., 2011), labeled 1 if they are favorable. Nothing is removed, not even ``<br />``, as in
   the Long Range Arena (LRA).
-* **Retrieval** is pairs of papers (ACL Anthology Network), labelled 1 if one cites the other. A line is ``label, id, id, text, text``
+* **Retrieval** is pairs of papers (ACL Anthology Network), labeled 1 if one cites the other. A line is ``label, id, id, text, text``
   between tabs, without header and quoting. LRA wrote the texts as Python literals, ``b'...'``, and reads them as they stand. So do we.
-* **Image** is CIFAR-10 as rows of 1,024 grey pixels. Grey is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what
+* **Image** is CIFAR-10 as rows of 1,024 gray pixels. Gray is ``floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255)`` in float32: what
   ``tf.image.rgb_to_grayscale`` computes, by which LRA and those after it made their data.
-* **Pathfinder** is images of 32 x 32 pixels, labelled 1 if two discs are joined by a dashed line. The files ``metadata/<b>.npy`` are plain
+* **Pathfinder** is images of 32 x 32 pixels, labeled 1 if two discs are joined by a dashed line. The files ``metadata/<b>.npy`` are plain
   text in spite of their name, one line an image: folder, file, number, label, and seven numbers on how it was drawn.
 """
 
@@ -158,7 +158,7 @@ def open_image(root: Path, *, split: str) -> dict[str, Rows]:
             for path, first, last in parts:
                 images, labels = read_batch(path)
                 part = slice(first * len(labels) // 2, last * len(labels) // 2)
-                yield from zip(grey(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
+                yield from zip(gray(images[part]).astype(np.uint16) + 1, labels[part].tolist(), strict=True)
 
         return Rows([path for path, *_ in parts], read)
 
@@ -166,15 +166,15 @@ def open_image(root: Path, *, split: str) -> dict[str, Rows]:
     return {"train": train, "val": rows((halved, 1, 2)), "test": rows((test, 0, 2))}
 
 
-def grey(images: np.ndarray) -> np.ndarray:
-    """Turns colours into grey values.
+def gray(images: np.ndarray) -> np.ndarray:
+    """Turns colors into gray values.
 
-    >>> grey(np.array([[255] * 1024 + [0] * 2048, [255] * 3072], dtype=np.uint8))[:, 0]
+    >>> gray(np.array([[255] * 1024 + [0] * 2048, [255] * 3072], dtype=np.uint8))[:, 0]
     array([ 76, 255], dtype=uint8)
     """
-    colours = images.reshape(len(images), 3, -1).astype(np.float32) / np.float32(255)
+    colors = images.reshape(len(images), 3, -1).astype(np.float32) / np.float32(255)
     shares = np.array([0.2989, 0.5870, 0.1140], dtype=np.float32)
-    return np.minimum(np.einsum("ncp,c->np", colours, shares) * np.float32(255.5), 255).astype(np.uint8)
+    return np.minimum(np.einsum("ncp,c->np", colors, shares) * np.float32(255.5), 255).astype(np.uint8)
 
 
 PATHFINDER = Release(
@@ -215,5 +215,5 @@ def _read_image(image: tuple[Path, int]) -> Row | None:
     except (OSError, SyntaxError, ValueError) as error:  # the last two of damaged chunks and impossible names
         raise malformed(path, None, "be an image in PNG", error) from None
     if pixels.shape != (SIDE, SIDE) or pixels.dtype != np.uint8:
-        raise malformed(path, None, f"have {SIDE} x {SIDE} grey pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")
+        raise malformed(path, None, f"have {SIDE} x {SIDE} gray pixels, uint8", f"{list(pixels.shape)}, {pixels.dtype}")
     return pixels.reshape(-1).astype(np.uint16) + 1, label

@@ -34,7 +34,7 @@ FREE, CLASH, LEAST_FREE = 0.3, 1.8, 0.01
 
 
 class Stamps(NamedTuple):
-    """Paddles in all directions, drawn in the centre of a square: first those of a step, S of them, then those of a first paddle, 360."""
+    """Paddles in all directions, drawn in the center of a square: first those of a step, S of them, then those of a first paddle, 360."""
 
     step: np.ndarray  # [S, 2], offsets (y, x) of the pixels on the circle around a pivot
     angle: np.ndarray  # [S + 360]
@@ -57,11 +57,11 @@ def _shrink(fine: Image.Image) -> np.ndarray:
 
 
 def _paddle(angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws one stroke from the centre of a square; returns its ink and the area around it, both within [0, 1]."""
-    centre, side = REACH * SCALE, 2 * REACH * SCALE + 1
+    """Draws one stroke from the center of a square; returns its ink and the area around it, both within [0, 1]."""
+    center, side = REACH * SCALE, 2 * REACH * SCALE + 1
     fine = Image.new("L", (side, side))
     dy, dx = _shifted(angle, LENGTH * SCALE)
-    ImageDraw.Draw(fine).line([(centre, centre), (centre + dx, centre + dy)], fill=255, width=round(THICKNESS * SCALE))
+    ImageDraw.Draw(fine).line([(center, center), (center + dx, center + dy)], fill=255, width=round(THICKNESS * SCALE))
     stroke = np.asarray(fine) > 0
     grown = np.zeros_like(stroke)
     wide = MARGIN * SCALE
@@ -276,7 +276,7 @@ def draw(contour: int, *, seed: int, number: int) -> tuple[np.ndarray, int]:
     """
     draws = np.array([seed, 2 * (number // 2) + 1], dtype=np.uint64)
     state = np.array([seed, 2 * number], dtype=np.uint64)
-    for words in (draws, state):  # both numbers go through the mixer, so that neighbours share nothing
+    for words in (draws, state):  # both numbers go through the mixer, so that neighbors share nothing
         words[0] = _word(words) ^ words[1]
         words[0] = _word(words)
     label = int(_word(draws) >> np.uint64(63)) ^ (number & 1)

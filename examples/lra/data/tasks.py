@@ -76,7 +76,7 @@ BYTES = "bytes, numbered from 1; nothing is removed"
 COMPAT = "black pixels left out, as if they were padding; sums over tokens divided by the maximum length"
 PIXELS = "numbered from 1 by value, rows of the image one after the other; black is a token like any other"
 TREES = "words; round brackets dropped; 10 digits, 4 operators and the closing bracket, numbered from 1"
-GREYS = f"1,024 grey pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}"
+GRAYS = f"1,024 gray pixels, floor(255.5 (0.2989 R + 0.587 G + 0.114 B) / 255), {PIXELS}"
 PATHFINDER_LEVELS = {
     "curv_contour_length_14": "long snakes of 14 paddles, the hard level, which LRA uses",
     "curv_contour_length_9": "long snakes of 9 paddles, the middle level",
@@ -97,11 +97,11 @@ TASKS = {
         release=readers.RETRIEVAL,
     ),
     "image": Task(
-        name="image", tokeniser=GREYS, num_classes=10, options={"split": readers.IMAGE_SPLITS}, open=readers.open_image,
+        name="image", tokeniser=GRAYS, num_classes=10, options={"split": readers.IMAGE_SPLITS}, open=readers.open_image,
         release=readers.IMAGE, side=32,
     ),
     "pathfinder": Task(
-        name="pathfinder", tokeniser=f"1,024 grey pixels, {PIXELS}",
+        name="pathfinder", tokeniser=f"1,024 gray pixels, {PIXELS}",
         options={"split": readers.PATHFINDER_SPLITS, "level": PATHFINDER_LEVELS}, open=readers.open_pathfinder,
         release=readers.PATHFINDER, generate=pathfinder.generate, side=32,
     ),

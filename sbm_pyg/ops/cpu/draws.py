@@ -269,7 +269,7 @@ def by_gaps(
 
 @numba_kernel
 def _inverse_cdf(mass, out):
-    """Inverse CDF of unnormalised masses in 32-bit fixed point.
+    """Inverse CDF of unnormalized masses in 32-bit fixed point.
 
     For each entry the largest word that is mapped to it or to an earlier one.
     """

@@ -427,7 +427,7 @@ def dots16(typing, vector, array, stride, tokens):
             return builder.fadd(*(builder.shuffle_vector(one, two, _order(order)) for order in (stay, move)))
 
         sums = merged(0, (8, 2, 1, 4))  # innermost the merges that are a blend and one shuffle with AVX-512
-        # keeps neighbours from mixing: registers run out
+        # keeps neighbors from mixing: registers run out
         builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
         return sums
 

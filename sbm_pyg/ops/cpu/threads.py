@@ -210,7 +210,7 @@ def even_ranges(total: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def empty_table(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Uninitialised memory for a table that is read at random.
+    """Uninitialized memory for a table that is read at random.
 
     It lies in huge pages if numpy can get them, as it tries to from 4 MiB on. In pages of 4 KiB, a table that just fits
     the second-level cache would not stay there. A table of less than 1 MiB begins at a cache line.

@@ -641,7 +641,7 @@ def sample_sbm(
     table = torch.empty(programs, 2, blocks, dtype=torch.float64, device=device)
     marks = torch.empty(programs, 2, marked, dtype=torch.int32, device=device)
     given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
-    turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbours in memory are tokens
+    turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbors in memory are tokens
     sizes, most = (rows, queries, keys), reference_sampling.MAX_PROB + exploration
     limit = float_bits(1e38 if clamp or method == "fastrg" else most)  # beyond 1e38, and for NaN, float64 decides
 

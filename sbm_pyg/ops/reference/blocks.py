@@ -192,7 +192,7 @@ class Pairs:
             yield which, logit, torch.bmm(weight, value[block]).div_(mass.clamp_(min=torch.finfo(mass.dtype).tiny))
 
 
-def _normalise(logit: Tensor, row: Tensor, rowptr: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(logit: Tensor, row: Tensor, rowptr: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of the pairs of each row, ``[E, block_size]``, and the log of their sum, ``[rows, block_size]``."""
     index = row[:, None].expand_as(logit)
     top = logit.new_full((rowptr.numel() - 1, logit.size(1)), -math.inf).scatter_reduce(0, index, logit, "amax")
@@ -232,7 +232,7 @@ def block_attention(
     mean = logit.new_empty(*logit.shape, value.size(2))
     for which, *each in pairs.sums(*blocks, bias, scale, _dropout_factors(cuts, query.size(0), dropout, seed, logit)):
         logit[which], mean[which] = each
-    weight, total = _normalise(logit, pairs.row, rowptr)
+    weight, total = _normalize(logit, pairs.row, rowptr)
     out = segments(weight[..., None] * mean, rowptr)
     heads = query.size(0)
     return cuts[0].join(out, heads).to(value.dtype), cuts[0].join(total[..., None], heads)[..., 0].contiguous()
@@ -323,6 +323,6 @@ def block_weight(
     cuts, row = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size), edge_row(rowptr, col.numel())
     nothing = query[..., :0], query, key, key[..., :0]  # no values, so no gains
     ((logit, _),) = compute_gains(nothing, [Rows(rowptr, col, bias)], cuts, is_causal, scale)
-    weight, _ = _normalise(logit, row, rowptr)
+    weight, _ = _normalize(logit, row, rowptr)
     real = torch.arange(block_size, device=col.device) < cuts[0].length[row % cuts[0].count][:, None]
     return weight.masked_fill(~real, 0).sum(-1).to(query.dtype)
