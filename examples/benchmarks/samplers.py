@@ -198,8 +198,9 @@ def _layer(
             choice = conv(x, ptr=ptr, return_choice=True)[1]
         assert choice.probability is not None
         expected = (float(choice.probability.expected_density().mean()) + choice.exploration) * pairs // block_size**2
-        # drawn are pairs of blocks; the variance is below the mean
-        deviations(pairs // block_size**2, facts, edges // block_size**2, expected, expected)
+        # Drawn are pairs of blocks; the variance is below the mean, times the rows that share their draws.
+        variance = expected * conv.source.row_group
+        deviations(pairs // block_size**2, facts, edges // block_size**2, expected, variance)
         wanted = case.density + choice.exploration
         if abs(facts["expected"] / wanted - 1) > 0.1:
             raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {wanted:.2%}")
