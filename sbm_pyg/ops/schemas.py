@@ -96,12 +96,17 @@ def _declare(
     tags = torch.Tag.pt2_compliant_tag
     DISPATCHER.define(name + torch.library.infer_schema(elsewhere, mutates_args=()), tags=tags)
     op = getattr(torch.ops.sbm_pyg, name).default
-    DISPATCHER.impl(name, elsewhere, "CompositeExplicitAutograd")
-    DISPATCHER.impl(name, _without_autocast(kernel, "cpu"), "CPU")
-    DISPATCHER.impl(name, _without_autocast(_carried(kernel), "mps"), "MPS")  # which has no float64
+
+    def register(key: str, call: Callable[..., Any], **options: Any) -> None:
+        # Between compiled parts of a model, Dynamo would trace what the dispatcher calls.
+        DISPATCHER.impl(name, torch.compiler.disable(call), key, **options)
+
+    register("CompositeExplicitAutograd", elsewhere)
+    register("CPU", _without_autocast(kernel, "cpu"))
+    register("MPS", _without_autocast(_carried(kernel), "mps"))  # which has no float64
     if "cuda" in kernels:
-        DISPATCHER.impl(name, _without_autocast(_on_cuda(name, file, elsewhere), "cuda"), "CUDA")
-    DISPATCHER.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
+        register("CUDA", _without_autocast(_on_cuda(name, file, elsewhere), "cuda"))
+    register("Autograd", _autograd_kernel(op), with_keyset=True)
     torch.library.register_fake(f"sbm_pyg::{name}", fake, lib=DISPATCHER)
     if sized_by_values:
         torch.library.register_vmap(f"sbm_pyg::{name}", _refuse_batches(op), lib=DISPATCHER)
