@@ -318,7 +318,7 @@ def test_tokens_of_one_channel_are_tokens() -> None:
 
 
 def test_budget_reaches_the_sampler() -> None:
-    graph = layer(budget=1.0, exploration=0.0)(tokens(), seed=1, return_graph=True)[1]
+    graph = layer(budget=1.0, exploration=0.0, row_group=1)(tokens(), seed=1, return_graph=True)[1]
     assert graph.num_edges < 120
 
 
@@ -667,9 +667,10 @@ def test_no_adjacency_is_named() -> None:
 
 
 def test_the_sampled_graph_is_that_of_sample_edges() -> None:
-    conv, x = layer(exploration=0.03, window=None), tokens()
-    _, choice = conv(x, ptr=PTR, seed=4, return_choice=True)
-    assert choice.graph == sample_edges(choice.probability, exploration=0.03, seed=4)
+    for row_group in (1, 16):
+        conv, x = layer(exploration=0.03, window=None, row_group=row_group), tokens()
+        _, choice = conv(x, ptr=PTR, seed=4, return_choice=True)
+        assert choice.graph == sample_edges(choice.probability, exploration=0.03, seed=4, row_group=row_group)
 
 
 # ------------------------------------------------------------------ what is written into meanwhile

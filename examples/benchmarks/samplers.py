@@ -199,7 +199,7 @@ def _layer(
         assert choice.probability is not None
         expected = (float(choice.probability.expected_density().mean()) + choice.exploration) * pairs // block_size**2
         # Drawn are pairs of blocks; the variance is below the mean, times the rows that share their draws.
-        variance = expected * conv.source.row_group
+        variance = expected * getattr(conv.source, "row_group", 1)
         deviations(pairs // block_size**2, facts, edges // block_size**2, expected, variance)
         wanted = case.density + choice.exploration
         if abs(facts["expected"] / wanted - 1) > 0.1:

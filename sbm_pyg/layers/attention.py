@@ -488,6 +488,8 @@ class SBMAttentionConv(AttentionConv):
             docs/learning.md.
         probes: For ``"local"`` and ``"distill"`` by name: expected number of non-edges per query and head whose effect
             is computed.
+        row_group: As :class:`~sbm_pyg.SBMSource`. None: 16 queries share their draws, or 1 (all pairs are independent,
+            as in the paper) for blocks of tokens and where ``method`` is not ``"bernoulli"``.
         **options: Of :class:`~sbm_pyg.SBMSource` and :class:`AttentionConv`. If ``exploration`` is None, it is that of
             the estimator: 0.01 as in the paper, or the default of the source for ``"local"`` and ``"distill"``.
 
@@ -517,6 +519,7 @@ class SBMAttentionConv(AttentionConv):
         sbm_options: Mapping[str, Any] | None = None,
         estimator: Estimator | str | None = None,
         probes: float = 16.0,
+        row_group: int | None = None,
         **options: Any,
     ) -> None:
         of_source = {name: options.pop(name) for name in [*options] if name in SOURCE_OPTIONS}
@@ -530,8 +533,10 @@ class SBMAttentionConv(AttentionConv):
         if num_blocks is not None:
             if of_source.get("exploration") is None:
                 of_source["exploration"] = self.estimator.exploration
+            if row_group is None:
+                row_group = 16 if method == "bernoulli" and of_source.get("block_size", 1) == 1 else 1
             head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
-            self.source = SBMSource(head, **of_source)
+            self.source = SBMSource(head, row_group=row_group, **of_source)
             if self.is_causal and self.source.block_size > 1 and head.tied:
                 raise ValueError(
                     "Expected 'sbm_options' of a head that is not tied, with 'is_causal' and 'block_size' above 1 (got "

@@ -35,8 +35,7 @@ PATIENCE = 16
 class LearnedGraph(nn.Module):
     r"""Learns ``edge_index`` for any graph convolution that takes ``edge_weight``.
 
-    A source gives each pair of nodes a probability, and a graph is drawn: each pair is an edge or not, independently in
-    each row.
+    A source gives each pair of nodes a probability, and a graph is drawn: independently, each pair is an edge or not.
     In training, a few other pairs, the *probes*, are added with weight 0, while edges have weight 1. A convolution that
     multiplies messages by their weights then computes the same output as without probes. The backward pass gives the
     gradient of each weight, and so, to first order,

@@ -43,7 +43,6 @@ from .sbm import SBM, check_model, product_bound
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
-ROW_GROUP = 16  # queries that share their draws, by default
 FACTORS = ("query_membership", "key_membership", "block_matrix")
 SAFE_IN_FLOAT32 = 2.0**60
 """If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
@@ -201,8 +200,7 @@ class SBMSource(LearnedSource, FollowingSource):
             the place of one that is missing. Not for blocks of tokens.
         row_group: Number of consecutive queries, or blocks of them, that share their draws; see :func:`sample_edges`.
             Each row keeps its law, and gradients of a loss that adds over queries stay exact. 1: all pairs are
-            independent, as in the paper. None: 16, or 1 for blocks of tokens and where ``method`` is not
-            ``"bernoulli"``.
+            independent, as in the paper.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -231,7 +229,7 @@ class SBMSource(LearnedSource, FollowingSource):
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
         candidates: float = 1.0,
-        row_group: int | None = None,
+        row_group: int = 1,
     ) -> None:
         super().__init__()
         checks.kind("head", head, torch.nn.Module, "a module such as SBMHead", "It makes an SBM.")
@@ -254,8 +252,6 @@ class SBMSource(LearnedSource, FollowingSource):
                 "Scores are those of tokens: leave out one of the two."
             )
         self.candidates = candidates
-        if row_group is None:
-            row_group = ROW_GROUP if method == "bernoulli" and block_size == 1 else 1
         self.row_group = checks.row_group(row_group, method)
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
@@ -382,7 +378,7 @@ class SBMSource(LearnedSource, FollowingSource):
         parts |= {"block_size": self.block_size} if self.block_size > 1 else {}
         parts |= {"detach": True} if self.detach else {}
         parts |= {"candidates": self.candidates} if self.candidates > 1 else {}
-        parts |= {"row_group": self.row_group}
+        parts |= {"row_group": self.row_group} if self.row_group > 1 else {}
         return ", ".join(f"{name}={value!r}" for name, value in parts.items())
 
 
