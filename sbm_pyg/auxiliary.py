@@ -212,7 +212,8 @@ class AuxiliaryLosses:
     def _note_reset(self) -> None:
         """Warn once if gradients are reset again and again, but no step is recorded, and so training stays dense."""
         self._resets += 1
-        if self._resets == UNRECORDED_STEPS and getattr(self.source, "training_density", None) is not None:
+        schedule = getattr(self.source, "schedule", None)
+        if self._resets == UNRECORDED_STEPS and schedule is not None and schedule.density is not None:
             warnings.warn(
                 f"Gradients were reset {UNRECORDED_STEPS} times without `sparsifier.step(loss)`, so training stays "
                 "dense. Call it after each step of the optimizer.",

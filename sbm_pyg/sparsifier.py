@@ -18,9 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from .auxiliary import AuxiliaryLosses, Passes
 from .estimators import Distill, Local
-from .layers.attention import AttentionConv
 from .ops import checks
-from .sources.learned import DensitySource
+from .sources.learned import DensitySource, Schedule
 
 __all__ = ["Loss", "Sparsifier"]
 
@@ -111,11 +110,10 @@ class Sparsifier:
                 "`sbm_pyg.integrations.hugging_face` for models of transformers. Fixed patterns have none."
             )
         self._number = next(NUMBERS)
-        self._was_sparse = any(each._sparsifier is not None and not each._in_dense_phase for each in self.sources)
-        for source in self.sources:
-            source._sparsifier = self._number
+        schedules = [source.schedule for source in self.sources]
+        self._was_sparse = any(schedule is not None and not schedule.is_dense_phase for schedule in schedules)
         for source in kept:
-            source.target_density, source._sparsifier, source._in_dense_phase = 1.0, None, False
+            source.target_density, source.schedule = 1.0, None
         self.density, self.total_steps, self.every = float(density), total_steps, every
         self.dense_steps = math.ceil(dense_part * total_steps * (1 - 1e-12))  # 0.55 of 100 is 55
         """Number of steps before all steps run at the target density."""
@@ -125,9 +123,11 @@ class Sparsifier:
         """Running losses after each trial step, and after each ``every``-th sparse step."""
         self._dense = self._sparse = math.nan
         self._since_trial = 0  # steps, or since the last row of the history
-        for layer in model.modules():
-            if isinstance(layer, AttentionConv) and layer.source in self.sources and type(layer.estimator) is Local:
-                layer.estimator = Distill(probes=layer.estimator.probes, rows=layer.estimator.rows)
+        parts: Iterable[Any] = model.modules()
+        for layer in parts:
+            estimator = getattr(layer, "estimator", None)
+            if type(estimator) is Local and getattr(layer, "source", None) in self.sources:
+                layer.estimator = Distill(probes=estimator.probes, rows=estimator.rows)
         self._passes = Passes(scaler)
         self._losses = self._join_losses(model)
         trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
@@ -201,7 +201,7 @@ class Sparsifier:
             TypeError, ValueError: The loss is not one number, or not finite.
             RuntimeError: Another Sparsifier has been made for the same sources.
         """
-        if any(source._sparsifier != self._number for source in self.sources):
+        if any(source.schedule is None or source.schedule.sparsifier != self._number for source in self.sources):
             raise RuntimeError(
                 "Expected one Sparsifier for a source (got a step of one after another was made for the same model). "
                 "Step the last one, and make a new one for each training."
@@ -260,11 +260,10 @@ class Sparsifier:
         Args:
             density: The density in (0, 1], e.g. 1 for dense attention; None: the target density.
         """
+        of_training = None if density is None and self.is_sparse else self.next_density
         for source in self.sources:
             source.target_density = self.density if density is None else density
-            source._in_dense_phase = not self.is_sparse
-            if density is not None or not self.is_sparse:
-                source.training_density = self.next_density
+            source.schedule = Schedule(self._number, of_training, not self.is_sparse)
 
     def _read_versions(self) -> list[list[int]]:
         """How often parameters of the sources, and all others, have been written."""

@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,6 +247,17 @@ class DenseChoice(Choice):
         return self
 
 
+class Schedule(NamedTuple):
+    """What a :class:`~sbm_pyg.Sparsifier` sets for a source that it trains."""
+
+    sparsifier: int
+    """Number of the Sparsifier, of the last one if several were made for the source."""
+    density: float | None
+    """Target density of calls in training mode, for dense steps and trial steps. None is that of evaluation."""
+    is_dense_phase: bool
+    """Whether not all steps are sparse yet."""
+
+
 class DensitySource(GraphSource):
     """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
@@ -267,12 +278,9 @@ class DensitySource(GraphSource):
         DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
     """
 
-    training_density: float | None = None
-    """Target density of calls in training mode, in place of that of evaluation, or None. A
-    :class:`~sbm_pyg.Sparsifier` sets it for dense steps and trial steps; ``state_dict`` does not contain it."""
+    schedule: Schedule | None = None
+    """What a :class:`~sbm_pyg.Sparsifier` has set for training; ``state_dict`` does not contain it."""
     _density: float | None = None
-    _sparsifier: int | None = None  # number of the last one that was made for it
-    _in_dense_phase = False  # whether a Sparsifier trains it, and not all steps are sparse yet
     _checked_density: float | None = None  # whose number of keys has been looked at
 
     @abstractmethod
@@ -309,7 +317,8 @@ class DensitySource(GraphSource):
 
         To set it sets that of training and of evaluation.
         """
-        return self.training_density if self.training and self.training_density is not None else self._density
+        scheduled = self.schedule.density if self.training and self.schedule is not None else None
+        return self._density if scheduled is None else scheduled
 
     @target_density.setter
     def target_density(self, density: float | None) -> None:
@@ -320,7 +329,9 @@ class DensitySource(GraphSource):
                 "Expected 'target_density' to be a number in (0, 1] without a 'k' (got None). One of them fixes the "
                 "number of keys of a query; 1 is dense attention."
             )
-        self._density, self.training_density = density, None
+        self._density = density
+        if self.schedule is not None:
+            self.schedule = self.schedule._replace(density=None)
         self._prepare()
 
     @property
@@ -348,9 +359,9 @@ class DensitySource(GraphSource):
 
     def _restore_density(self, density: float | None) -> None:
         """Set the target density of a file; that of training is the Sparsifier's, and stays."""
-        of_training = self.training_density
+        schedule = self.schedule
         self.target_density = density
-        self.training_density = of_training
+        self.schedule = schedule
 
 
 class LearnedSource(DensitySource):
@@ -394,7 +405,7 @@ class LearnedSource(DensitySource):
     @property
     def _detaches(self) -> bool:
         """Whether the probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
-        return self.detach or self._in_dense_phase
+        return self.detach or (self.schedule is not None and self.schedule.is_dense_phase)
 
     def choose_among(self, tokens: Tokens, candidates: Candidates) -> Choice:
         """Choose among given pairs of one head, with a target density, a budget and numbers of keys among them.
