@@ -75,9 +75,13 @@ def _constants(graph: AttentionGraph) -> tuple[Any, ...]:
 def _unflatten(inputs: Iterable[Any], constants: tuple[Any, ...], kind: type[AttentionGraph]) -> AttentionGraph:
     """Inputs are checked if they have values: a trace passes symbols, and functions over trees pass any object."""
     values = [*inputs]
-    is_checked = all(
-        type(x) is int or isinstance(x, AttentionGraph) or (isinstance(x, Tensor) and can_read(x)) for x in values
-    )
+
+    def has_value(name: str, x: Any) -> bool:
+        if name.startswith("num"):
+            return type(x) is int
+        return isinstance(x, AttentionGraph) or (isinstance(x, Tensor) and can_read(x))
+
+    is_checked = all(map(has_value, (*KINDS[kind][0], *SIDES), values))
     return _make(kind, values, constants, is_checked)
 
 

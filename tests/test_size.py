@@ -19,7 +19,7 @@ import sbm_pyg
 
 ROOT = Path(sbm_pyg.__file__).parents[1]
 MARKS = {
-    "lines of sbm_pyg": 29_500,
+    "lines of sbm_pyg": 29_510,
     "lines of sbm_pyg/ops": 11_450,
     "lines of examples": 14_990,
     "lines of tests": 38_700,

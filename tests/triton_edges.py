@@ -17,6 +17,7 @@ from triton_contract import DEVICE, MODULES_BY_NAME, QUIET, SMALL, Kernels, cont
 from triton_contract import kernels as kernels
 
 from sbm_pyg import ops
+from sbm_pyg.ops import schemas
 from sbm_pyg.ops.reference import edges as reference_edges
 
 pytestmark = QUIET
@@ -77,7 +78,7 @@ test_dots_of_long_rows = contract(
     test_ops.test_dot_equals_the_reference, *product(["no edges", "bipartite", "one row has all edges"], [3]), long=2
 )
 test_effects_of_long_rows = contract(
-    test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [ops]), long=2
+    test_estimators.test_effects_count_by_the_chance_to_see_them, *product(SMALL, [3], [0.0], [schemas]), long=2
 )
 test_heavy_edges_of_long_rows = contract(
     test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, (), long=2
@@ -221,18 +222,18 @@ test_effect = contract(
     *product(["bipartite"], [False, True], [(1, 3), (16, 48)]),
     *product(GRAPHS, [True], [(32, 32)]),
 )
-test_what_effects_are = contract(test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", ops))
+test_what_effects_are = contract(test_estimators.test_effect_is_the_difference_of_two_losses, ("bipartite", schemas))
 test_heavy_edges = contract(test_estimators.test_effect_of_an_edge_that_dominates_its_row_is_accurate_in_float32, ())
 test_infinite_scores = contract(
     test_estimators.test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches, ()
 )
 test_what_effects_count_for = contract(
     test_estimators.test_effects_count_by_the_chance_to_see_them,
-    *product(SMALL, [3], [0.0], [ops]),
-    ("bipartite", 48, 0.05, ops),
+    *product(SMALL, [3], [0.0], [schemas]),
+    ("bipartite", 48, 0.05, schemas),
 )
 test_weighing_effects = contract(
     test_estimators.test_weighing_effects_equals_the_reference,
     *product(SMALL, [torch.float64, torch.bfloat16], [0.1], [False, True]),
 )
-test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (ops,))
+test_probes_that_cannot_be = contract(test_estimators.test_a_probe_that_cannot_be_counts_nothing, (schemas,))

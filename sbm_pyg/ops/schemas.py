@@ -161,7 +161,7 @@ def _autograd_kernel(op: OpOverload) -> Callable[..., Any]:
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             if op not in GRADIENTS:
-                raise RuntimeError(f"{op} has no gradient.")
+                raise RuntimeError(f"Trying to backward through {op}, which has no gradient.")
             return *GRADIENTS[op][1](ctx, *grads), None
 
     def call(keys: DispatchKeySet, *arguments: Any) -> Any:
