@@ -60,7 +60,7 @@ class Settings:
     num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
     block_size: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)
     row_group: int = _option(
-        "consecutive queries of 'sbm' that share their draws; 0: as the layer by itself", least=0, default=0
+        "consecutive queries of 'sbm' that share their draws; 0: the default of the layer", least=0, default=0
     )
     cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
     parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)

@@ -281,9 +281,9 @@ class EdgeAttention(MessagePassing):
     ) -> tuple[Tensor, Tensor]:
         """PyG's own propagation: the output ``[N, H, C']``, and the weights ``[E, H or 1]``.
 
-        An explainer is to see the edges of the caller in their order, where the graph has them at ``place``. Where all
-        heads share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its own
-        edges, and so its own nodes.
+        An explainer is to see the edges of the caller in their order; ``position`` is where the graph has them. Where
+        all heads share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its
+        own edges, and so its own nodes.
         """
         distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
         if position is not None and position.numel() != distinct:

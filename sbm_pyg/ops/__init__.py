@@ -92,7 +92,7 @@ def edge_attention(
         seed: Seed of the dropout, 64 bits.
 
     Returns:
-        The output ``[H, N, C']`` (zeros for a query without edge_rows) and the log of each row's sum of weights, ``[H,
+        The output ``[H, N, C']`` (zeros for a query without edges) and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
     """
     _check_rows_tuple(rows)
@@ -139,7 +139,7 @@ def block_attention(
         dropout, seed: As :func:`edge_attention`, which drops the same pairs.
 
     Returns:
-        The output ``[H, N, C']`` (zeros for a query without edge_rows), and the log of each row's sum of weights, ``[H,
+        The output ``[H, N, C']`` (zeros for a query without edges), and the log of each row's sum of weights, ``[H,
         N]``, float32 or better, ``-inf`` for a query without edges, without gradient.
 
     Raises:

@@ -23,7 +23,7 @@ _SEEDS = 2**63 - 1  # an int64 holds a seed modulo it
 def sync_statistics(model: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
     """Synchronize the running statistics of a model's sources across processes.
 
-    In training, each call of an :class:`~sbm_pyg.SBMSource` with a share, or of a
+    In training, each call of an :class:`~sbm_pyg.SBMSource` with a target density, or of a
     :class:`~sbm_pyg.sources.selectors.RoutingSource`, then sums its statistics over the processes. The state is that of
     one process with the whole batch. All processes must make the same calls, as with :class:`~torch.nn.SyncBatchNorm`.
     Without synchronization each process has its own state, or that of the first process if
