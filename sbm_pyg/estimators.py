@@ -223,9 +223,11 @@ class Local(Estimator):
             probe_bias = call.score_bias(call.query, call.key, probes)
             if kept is not None and bias is not None:  # of tokens, also where edges join blocks
                 bias = bias[edge] if graph.block_size == 1 else call.score_bias(call.query, call.key, graph)
-        attention, sampled = (out, call.query, call.key, call.value), (chance, forced, call.scale, choice.exploration)
-        more = ((bias, probe_bias), (*sampled, 1 / self.rows))
-        return attach_expectation(attention, choice.probability, graph, probes, *more)
+        choice.probability.check(graph.blocks)
+        return attach_expectation(
+            (out, call.query, call.key, call.value), choice.probability, graph, probes, (bias, probe_bias),
+            (chance, forced, call.scale, choice.exploration, 1 / self.rows),
+        )  # fmt: skip
 
 
 class Imitate(Estimator):

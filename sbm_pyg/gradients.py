@@ -206,7 +206,6 @@ def attach_expectation(
         biases: Score biases of edges and of probes.
         sampled: Chance, forced edges, scale, exploration and weight.
     """
-    probability.check(graph.blocks)
     out, *tokens = attention
     blocks, pairs, layout = graph.blocks, probes.blocks, graph._layout
     factors = probability.factors if prob is None and layout[2] is None else None
@@ -243,8 +242,8 @@ def _check_attention(
 ) -> None:
     """Refuse queries, keys and values that are not over the tokens of a graph, and numbers not of its edges."""
     checks.attention_tokens(query, key, value)
-    wanted = (("query", query, graph.num_queries, "[H, N, C]"), ("key", key, graph.num_keys, "[H, M, C]"))
-    for name, x, tokens, symbols in wanted:
+    sides = (("query", query, graph.num_queries, "[H, N, C]"), ("key", key, graph.num_keys, "[H, M, C]"))
+    for name, x, tokens, symbols in sides:
         checks.shape(name, x, (graph.heads, tokens, None), symbols, "It has the heads and tokens of 'graph'.")
     checks.same_device("query", query, graph=graph.query_ptr)
     checks.per_edge(graph.col, "[E]", **per_edge)

@@ -93,8 +93,8 @@ class Tokens:
         bipartite = key is not query if self.bipartite is None else self.bipartite
         checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
         checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
-        known = {"key": key, "query_ptr": ptrs[0], "key_ptr": ptrs[1], "bipartite": bipartite}
-        self.__dict__.update(known, seed=checks.seed(self.seed))
+        seed = checks.seed(self.seed)
+        self.__dict__.update(key=key, query_ptr=ptrs[0], key_ptr=ptrs[1], bipartite=bipartite, seed=seed)
         self._check_sequences()
 
     def _check_sequences(self) -> None:

@@ -50,7 +50,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "bias": 0,  # blocks of a DCMM bias over the sampled edges
     "block_size": 1,  # tokens of a block
     "candidates": 1.0,  # edges that are drawn for each that is kept
-    "row_group": 0,  # queries that share their draws; 0: as the layer does by itself
+    "row_group": 0,  # queries that share their draws; 0: the default of the layer
     "detach": 0,  # 1: the block model sends no gradient to queries and keys
     "control": "sparsifier",  # dense first; "fixed": sparse from the start; "none": no target density
     "frozen": 0,  # 1: what chooses stays as it began, so that learning to choose is all that differs from a run without
@@ -226,12 +226,14 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return freeze(conv) if options["frozen"] else conv
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size", "candidates")}
-    rest["row_group"] = options["row_group"] or None
-    rest["detach"] = bool(options["detach"])
-    rest["score_bias"] = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
+    layer_options = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size", "candidates")}
+    layer_options["row_group"] = options["row_group"] or None
+    layer_options["detach"] = bool(options["detach"])
+    layer_options["score_bias"] = (
+        DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
+    )
     window = options.get("window", 0)
-    conv = SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **rest)
+    conv = SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **layer_options)
     return freeze(conv) if options["frozen"] else conv
 
 

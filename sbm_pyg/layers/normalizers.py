@@ -168,8 +168,8 @@ def attend_by_entmax(
     logit = apply_gate_and_bias(scale * score, gate, bias, gate_form)
     weight = schemas.segment_entmax(logit[None], rowptr, alphas[None])[0]
     if dropout > 0:
-        kept = dropout_mask(rowptr, col, heads, key.size(1), dropout, seed)
-        weight = weight * kept.to(weight.dtype) / (1 - dropout)
+        keep_mask = dropout_mask(rowptr, col, heads, key.size(1), dropout, seed)
+        weight = weight * keep_mask.to(weight.dtype) / (1 - dropout)
     return schemas.EdgeSum.apply(weight, value, rowptr, col)
 
 

@@ -93,8 +93,8 @@ def _insert_loops(first, last, rowptr, col, num_keys, place, union_rowptr, union
         target = start + loop - begin
         copy_keys(union, start, col, begin, loop - begin)
         union[target], is_loop[target] = row % num_keys, True
-        rest = union_rowptr[row + 1] - target - 1
-        copy_keys(union, target + 1, col, end - rest, rest)
+        later = union_rowptr[row + 1] - target - 1  # keys behind the loop
+        copy_keys(union, target + 1, col, end - later, later)
 
 
 def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
