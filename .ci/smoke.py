@@ -41,7 +41,7 @@ assert not there, f"{there} are installed, so this is no empty environment"
 from sbm_pyg import AttentionGraph, SBMAttentionConv, SequenceClassifier, SequenceEncoder, analysis, patterns  # noqa: E402
 
 x, ptr = torch.randn(300, 64), torch.tensor([0, 100, 300])
-conv = SBMAttentionConv(64, 32, heads=2, num_blocks=16)
+conv = SBMAttentionConv(64, 32, heads=2, num_clusters=16)
 out, graph = conv(x, ptr=ptr, return_graph=True)
 out.sum().backward()
 assert out.shape == (300, 64)
@@ -57,7 +57,7 @@ except ImportError as error:
 else:
     raise AssertionError("scipy is not there, and nothing says so")
 
-model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_blocks": 4}), 10).eval()
+model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_clusters": 4}), 10).eval()
 tokens = torch.randint(0, 15, (30,))
 with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(Path(folder) / "model", model_card_kwargs={"task": "smoke", "results": {"accuracy": 0.1}})

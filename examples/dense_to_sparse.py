@@ -36,7 +36,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("arms", [*ARMS[1:]], choices=ARMS[1:])
     command.option("density", 0.1, "part of the pairs, beyond self-loops", above=0, below=1)
     command.option("seeds", [0], least=0)
-    usual = {"steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-blocks": 64}
+    usual = {
+        "steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-clusters": 64,
+    }  # fmt: skip
     for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
         words = "of the dense model; the others have a fifth" if name == "steps" else ""
         command.option(name, value, words, above=0)
@@ -82,7 +84,7 @@ class Run:
     channels: int
     layers: int
     heads: int
-    num_blocks: int
+    num_clusters: int
     learning_rate: float
     weight_decay: float = 0.1
     evaluations: int = 1
@@ -159,7 +161,7 @@ def make_model(run: Run, num_tokens: int, trained: Path | None) -> nn.Module:
         model.load_state_dict(read_state(trained, dataclasses.asdict(trained_run(run)), needed=True)["model"])
     if run.method in ("sparse", "candidates", "random"):
         estimator, candidates = "none" if run.method == "random" else None, 4 if run.method == "candidates" else 1
-        replace_attention(model, num_blocks=run.num_blocks, estimator=estimator, candidates=candidates)
+        replace_attention(model, num_clusters=run.num_clusters, estimator=estimator, candidates=candidates)
     elif run.method == "indexer":
         replace_attention(model, source="indexer", window=0)
     elif run.method in ("at-once", "top-k"):

@@ -49,7 +49,7 @@ class Model(nn.Module):
         self.out, shape = nn.Linear(CHANNELS, 2**depth + 1), (CHANNELS, CHANNELS // HEADS, HEADS)
         layers = depth + 1 if arm in ("gcn", "gat") else 1  # as in the paper
         if arm == "learned":
-            attn: AttentionConv = SBMAttentionConv(*shape, num_blocks=32, window=None)
+            attn: AttentionConv = SBMAttentionConv(*shape, num_clusters=32, window=None)
         elif arm in ("full", "random"):
             degree = {"num_keys_per_query": round(density * 2 ** (depth + 1)), "heads": HEADS}
             random = patterns.PatternSource(patterns.random, **degree)

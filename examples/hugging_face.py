@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     train(BertForSequenceClassification(BertConfig(**sizes)), data, options, callbacks=[])
 
     load: Any = BertForSequenceClassification.from_pretrained
-    blocks = {"num_blocks": 8}
+    blocks = {"num_clusters": 8}
     model = load(options.output / "dense", attn_implementation="sbm", sbm=blocks)
     print("dense:  accuracy {:.1%}, density {:.1%}".format(*evaluate(model, tests)))
     train(model, data, options, callbacks=[callback])

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"Expected 'steps' to be at least 1 (got {options.steps}). See --help.")
     torch.manual_seed(options.seed)
     block, at = options.source == "block", {"target_density": options.density}
-    scorer = SBMHead(CHANNELS, num_blocks=32) if block else Indexer(CHANNELS, index_heads=4, index_channels=16)
+    scorer = SBMHead(CHANNELS, num_clusters=32) if block else Indexer(CHANNELS, index_heads=4, index_channels=16)
     source = SBMSource(scorer, **at) if block else IndexerSource(scorer, select="bernoulli", **at)
     learned, degree = LearnedGraph(source, probes=options.probes), 0.0
     codes = torch.randn(GROUPS, CODE, generator=torch.Generator().manual_seed(options.seed)).sign()

@@ -35,7 +35,7 @@ class Settings:
     decay: int = 0  # 1: the rate falls linearly to nothing
     sbm_rate: float = 1.0  # learning rate of the block model, as a multiple
     position_scale: float = 0.1  # standard deviation of position embeddings at the start; that of tokens is 1
-    num_blocks: int = 128
+    num_clusters: int = 128
     estimator: str = "local"  # see sbm_pyg.estimators, or "score-function"
     probes: float = 16.0  # pairs per token in addition to the edges ("local")
     exploration: float = 0.0  # added to each probability in training
@@ -48,7 +48,7 @@ class Settings:
     evaluate_every: int = 100
 
 
-QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_blocks=32)
+QUICK = Settings(tokens=64, batch_size=32, learning_rate=3e-3, decay=1, num_clusters=32)
 SORTED: Any = {"parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3, "tied": 1}
 SPARSE: dict[str, Any] = {**SORTED, "density_weight": 0.1, "decay": 1, "position_scale": 1.0}
 
@@ -85,7 +85,7 @@ def make_model(settings: Settings) -> TokenClassifier:
     torch.manual_seed(random_word(settings.seed, 2))
     options: dict[str, Any] = {}
     if settings.attention == "sbm":
-        options = {name: getattr(settings, name) for name in ("num_blocks", "probes", "exploration")}
+        options = {name: getattr(settings, name) for name in ("num_clusters", "probes", "exploration")}
         options["window"] = None
         options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
         if settings.estimator == "score-function":  # needs the probability of the whole graph

@@ -10,7 +10,7 @@ import argparse
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=8, help="passes over 2,000 sequences (default: 8)")
-parser.add_argument("--num-blocks", type=int, default=16, help="blocks of each head's model (default: 16)")
+parser.add_argument("--num-clusters", type=int, default=16, help="communities of each head's model (default: 16)")
 parser.add_argument("--density-weight", type=float, default=0.0, help="price of the expected density (default: 0)")
 parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"Expected 'epochs' to be at least 1 (got {options.epochs}). See --help.")
     torch.manual_seed(options.seed)
     train, test = DataLoader(make_data(2000), batch_size=32, shuffle=True), DataLoader(make_data(1000), batch_size=100)
-    attention = {"num_blocks": options.num_blocks, "window": None}
+    attention = {"num_clusters": options.num_clusters, "window": None}
     encoder = SequenceEncoder(NUMBERS, 32, num_layers=2, max_length=LONGEST, dropout=0.0, attention_options=attention)
     model = SequenceClassifier(encoder, num_classes=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -9,7 +9,7 @@ import argparse
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=100, help="training steps of 32 sequences (default: 100)")
-parser.add_argument("--num-blocks", type=int, default=8, help="blocks of each head's model (default: 8)")
+parser.add_argument("--num-clusters", type=int, default=8, help="communities of each head's model (default: 8)")
 parser.add_argument("--length", type=int, default=24, help="longest sequence (default: 24)")
 parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and graphs (default: 0)")
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
@@ -58,12 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, padding, label = batch(200, options.length, 16, generator)
     with torch.no_grad():
         before = model(tokens, padding)
-        replaced = replace_attention(model, num_blocks=None)  # over the full graph
+        replaced = replace_attention(model, num_clusters=None)  # over the full graph
         difference = (model(tokens, padding) - before).abs().max()
     print(f"replaced {len(replaced)} layers; over the full graph, logits differ by {difference:.1e} at most")
 
     model = Classifier(16, 32, heads=2, num_layers=2, max_length=options.length)
-    replace_attention(model, num_blocks=options.num_blocks, target_density=None, window=None)  # sampled from the start
+    replace_attention(
+        model, num_clusters=options.num_clusters, target_density=None, window=None
+    )  # sampled from the start
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(options.steps):
         *inputs, answer = batch(32, options.length, 16, generator)

@@ -41,7 +41,7 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, estimator="distill")
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, estimator="distill")
         >>> loss = conv(torch.randn(30, 16)).square().mean() + auxiliary_loss(conv)
         >>> loss.backward()
     """

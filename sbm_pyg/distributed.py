@@ -71,7 +71,7 @@ class HeadParallel(torch.nn.Module):
         >>> from sbm_pyg import SBMAttentionConv
         >>> meeting = f"file://{tempfile.mkdtemp()}/meeting"
         >>> distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-        >>> layer = HeadParallel(SBMAttentionConv(16, 8, heads=4, num_blocks=4))
+        >>> layer = HeadParallel(SBMAttentionConv(16, 8, heads=4, num_clusters=4))
         >>> layer(torch.randn(30, 16), ptr=torch.tensor([0, 10, 30])).shape  # of all tokens of all processes
         torch.Size([30, 32])
         >>> distributed.destroy_process_group()

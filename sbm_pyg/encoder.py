@@ -170,8 +170,8 @@ class SequenceEncoder(Pretrained):
             return_choice=True)``, with a given graph as second argument, and returns ``[N, H*C]`` and a
             :class:`Choice` or None.
         attention_options: Keyword arguments of the named attention, of its source and of its bias, e.g.
-            ``{"num_blocks": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not among them: heads are
-            concatenated.
+            ``{"num_clusters": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not among them: heads
+            are concatenated.
         in_channels: Channels of the features that replace token numbers; None for token numbers.
         is_causal: No token attends to a later one. A factory makes causal layers itself.
         position_encoding: ``"learned"`` adds an embedding of the position to each token; ``"rotary"`` rotates queries
@@ -187,7 +187,7 @@ class SequenceEncoder(Pretrained):
         - tokens ``[N]`` int64 in ``0 .. num_tokens-1``, or features ``[N, in_channels]``; output ``[N, channels]``.
 
     Example:
-        >>> encoder = SequenceEncoder(num_tokens=15, channels=16, attention_options={"num_blocks": 4})
+        >>> encoder = SequenceEncoder(num_tokens=15, channels=16, attention_options={"num_clusters": 4})
         >>> out, trace = encoder(torch.randint(15, (30,)), torch.tensor([0, 10, 30]), seed=0, return_trace=True)
         >>> out.shape, trace.density.shape  # [N, channels], [L, B, H]
         (torch.Size([30, 16]), torch.Size([2, 2, 2]))

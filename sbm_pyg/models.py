@@ -195,7 +195,7 @@ class MaskedLM(_Head):
           for the M tokens that are asked for.
 
     Example:
-        >>> model = MaskedLM(SequenceEncoder(num_tokens=31, channels=16, attention_options={"num_blocks": 4}))
+        >>> model = MaskedLM(SequenceEncoder(num_tokens=31, channels=16, attention_options={"num_clusters": 4}))
         >>> tokens, ptr = torch.randint(30, (50,)), torch.tensor([0, 20, 50])  # number 30 is the mask
         >>> inputs, asked = mask_tokens(tokens, mask_token=30, num_tokens=30, seed=0)
         >>> loss = torch.nn.functional.cross_entropy(model(inputs, ptr, asked=asked), tokens[asked])

@@ -61,7 +61,7 @@ class Pretrained(
     Example:
         >>> import tempfile
         >>> from sbm_pyg import SequenceClassifier, SequenceEncoder
-        >>> model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_blocks": 4}), num_classes=10)
+        >>> model = SequenceClassifier(SequenceEncoder(15, 16, attention_options={"num_clusters": 4}), num_classes=10)
         >>> card = {"task": "ListOps", "results": {"test accuracy": 0.41, "density": 0.2}}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model.save_pretrained(folder, model_card_kwargs=card)

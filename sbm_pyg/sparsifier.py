@@ -71,7 +71,7 @@ class Sparsifier:
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4)
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4)
         >>> optimizer = torch.optim.Adam(conv.parameters())
         >>> sparsifier = Sparsifier(conv, density=0.1, total_steps=20)
         >>> for _ in range(20):

@@ -110,7 +110,7 @@ def on(device: Device, make: Callable[[], nn.Module]) -> Any:
 
 
 def block_model(device: Device) -> SBM:
-    head, ptr = on(device, lambda: SBMHead(8, heads=2, num_blocks=4)), PTR.to(device)
+    head, ptr = on(device, lambda: SBMHead(8, heads=2, num_clusters=4)), PTR.to(device)
     return head(
         Tokens(normal(device, 2, 40, 8, seed=1), normal(device, 2, 40, 8, seed=2), query_ptr=ptr, bipartite=False)
     )
@@ -144,7 +144,7 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
     },
 )
 def layer(device: Device, variant: dict[str, Any]) -> Any:
-    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4, **variant))
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=4, **variant))
     x = normal(device, 40, 16).requires_grad_()
     out, graph, (_, alpha) = conv(x, ptr=PTR.to(device), seed=3, return_graph=True, return_attention_weights=True)
     drawn = variant.get("estimator") == "concrete"  # by the device's own generator
@@ -182,7 +182,7 @@ def projection() -> sparsefinder.Projection:
 @case
 def layer_with_the_bias_of_a_block_model(device: Device) -> Any:
     def make() -> SBMAttentionConv:
-        return SBMAttentionConv(16, 8, heads=2, num_blocks=4, score_bias=DCMMBias(8, 2, 4, entropy_weight=0.1))
+        return SBMAttentionConv(16, 8, heads=2, num_clusters=4, score_bias=DCMMBias(8, 2, 4, entropy_weight=0.1))
 
     conv = on(device, make)
     x = normal(device, 40, 16).requires_grad_()
@@ -192,7 +192,7 @@ def layer_with_the_bias_of_a_block_model(device: Device) -> Any:
 
 @case
 def layer_between_two_sets(device: Device) -> Any:
-    conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4))
+    conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_clusters=4))
     x = normal(device, 30, 12).requires_grad_(), normal(device, 40, 16).requires_grad_()
     out, graph = conv(
         x,
@@ -207,7 +207,7 @@ def layer_between_two_sets(device: Device) -> Any:
 @case
 def layer_of_offsets_from_the_cpu(device: Device) -> Any:
     """PyG's batches have theirs there, unless features are on CUDA."""
-    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=4))
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=4))
     x, batch, sequence_ids = (
         normal(device, 40, 16),
         torch.repeat_interleave(torch.arange(3), PTR.diff()),
@@ -218,7 +218,7 @@ def layer_of_offsets_from_the_cpu(device: Device) -> Any:
 
 @case
 def layer_over_a_graph(device: Device) -> Any:
-    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_blocks=None))
+    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=None))
     x, ptr = normal(device, 40, 16).requires_grad_(), PTR.to(device)
     graph = patterns.window(None, 2, ptr=ptr)
     batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
@@ -229,7 +229,7 @@ def layer_over_a_graph(device: Device) -> Any:
     return with_gradients(conv(x, graph, ptr=ptr), conv, x), over_edges, by_messages
 
 
-@cases("multihead", {"dense": {"num_blocks": None}, "sampled": {"num_blocks": 4}})
+@cases("multihead", {"dense": {"num_clusters": None}, "sampled": {"num_clusters": 4}})
 def multihead(device: Device, variant: dict[str, Any]) -> Any:
     layer = on(device, lambda: SBMMultiheadAttention(16, 2, batch_first=True, **variant)).eval()
     x, padding = normal(device, 3, 10, 16), (torch.arange(10) >= torch.tensor([[4], [10], [7]])).to(device)
@@ -351,7 +351,7 @@ def graphs_in_other_forms(device: Device) -> Any:
         "global tokens": partial(patterns.global_tokens, num_global=2),
         "random": partial(patterns.random, num_keys_per_query=3, seed=1),
         "bigbird": partial(patterns.bigbird, size=1, num_global=2, num_random=2, seed=1),
-        "block diagonal": partial(patterns.block_diagonal, num_blocks=3),
+        "block diagonal": partial(patterns.block_diagonal, num_clusters=3),
         "relay keys": partial(patterns.relay_keys, num_relays=2),
         "relay queries": partial(patterns.relay_queries, num_relays=2),
         "self-loops": patterns.self_loops,
@@ -365,7 +365,7 @@ def pattern(device: Device, variant: Callable[..., AttentionGraph]) -> Any:
 def transforms(device: Device) -> Any:
     data = [Data(x=normal(device, n, 16, seed=n)) for n in (4, 7)]
     batch = SourceGraph(patterns.PatternSource(patterns.window, size=2))(Batch.from_data_list(data))
-    source = SBMSource(on(device, lambda: SBMHead(8, heads=2, num_blocks=4)))
+    source = SBMSource(on(device, lambda: SBMHead(8, heads=2, num_clusters=4)))
     sampled = SourceGraph(source, heads=2, seed=1)(Data(x=normal(device, 9, 16)))
     bigbird = patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1)
     return (batch.edge_index, SourceGraph(bigbird, seed=0)(data[0]).edge_index, sampled.edge_index, sampled.edge_type)

@@ -99,7 +99,7 @@ def expect(right: Any, words: str) -> None:
 
 def make_model(folder: Path) -> None:
     torch.manual_seed(0)
-    model = SequenceClassifier(SequenceEncoder(20, 8, num_layers=1, attention_options={"num_blocks": 4}), 3)
+    model = SequenceClassifier(SequenceEncoder(20, 8, num_layers=1, attention_options={"num_clusters": 4}), 3)
     model.save_pretrained(folder / "model")
 
 

@@ -138,7 +138,7 @@ def _conv(d: Draw) -> Case:
     """A training step of a layer of any options."""
     lengths = d.lengths()
     options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3)}
-    options |= {"num_blocks": d.randint(1, 4), "concat": d.random() < 0.7, "bias": d.random() < 0.7}
+    options |= {"num_clusters": d.randint(1, 4), "concat": d.random() < 0.7, "bias": d.random() < 0.7}
     options |= {"is_causal": d.random() < 0.2, "sbm_options": None, "probes": 4.0, "exploration": d.maybe(0.1)}
     options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "method": "bernoulli", "budget": d.maybe(2.0)}
     options |= {"window": d.choice((None, 0, 1)), "normalizer": "softmax"}
@@ -229,7 +229,7 @@ def shares(sbm: SBM, **_: Any) -> None:
 
 @case("SBMHead", 10)
 def _head_options(d: Draw) -> Case:
-    options: dict[str, Any] = {"channels": d.randint(1, 4), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
+    options: dict[str, Any] = {"channels": d.randint(1, 4), "heads": d.randint(1, 3), "num_clusters": d.randint(1, 4)}
     options |= {
         "cluster_init": d.choice(("kaiming", "orthogonal")),
         "degree_corrected": d.random() < 0.5,
@@ -238,7 +238,7 @@ def _head_options(d: Draw) -> Case:
     options |= {"parameterization": d.choice(("paper", "mixed", "assortative", "overlapping")), "groups": 1}
     if options["parameterization"] in ("assortative", "overlapping"):
         options["groups"] = d.randint(1, 3)
-        options["num_blocks"] **= options["groups"]
+        options["num_clusters"] **= options["groups"]
 
     def call(**options: Any) -> SBM:
         head = SBMHead(**options)
@@ -282,7 +282,7 @@ TABLE["BlockPool.forward"] = 2, method_of(
 
 
 def _dcmm(d: Draw) -> dict[str, Any]:
-    options: dict[str, Any] = {"channels": d.randint(1, 4), "heads": d.randint(1, 3), "num_blocks": d.randint(1, 4)}
+    options: dict[str, Any] = {"channels": d.randint(1, 4), "heads": d.randint(1, 3), "num_clusters": d.randint(1, 4)}
     options |= {"degree": d.choice(("relu", "sigmoid", "softplus")), "squash": d.random() < 0.5, "symmetric": False}
     return options | {"tied": d.random() < 0.5, "scale": 10.0, "entropy_weight": d.choice((0.0, 0.1))}
 
@@ -363,7 +363,7 @@ def _multihead(d: Draw) -> Case:
     options |= {
         "device": None,
         "dtype": d.choice((None, torch.float64)),
-        "num_blocks": d.randint(1, 4),
+        "num_clusters": d.randint(1, 4),
         "budget": d.maybe(2.0),
     }
 
@@ -380,7 +380,7 @@ def _multihead_forward(d: Draw) -> Case:
     heads, length, keys, batch = d.randint(1, 2), d.randint(1, 4), d.randint(1, 4), d.randint(1, 3)
     full = d.random() < 0.5
     torchs = nn.MultiheadAttention(4, heads, batch_first=True)
-    layer = SBMMultiheadAttention.from_torch(torchs, num_blocks=None if full else 3).eval()
+    layer = SBMMultiheadAttention.from_torch(torchs, num_clusters=None if full else 3).eval()
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
     arguments: dict[str, Any] = {
         side: float_tokens(d, batch, count, 4) for side, count in (("query", length), ("key", keys), ("value", keys))
@@ -393,7 +393,7 @@ def _multihead_forward(d: Draw) -> Case:
 
 @case("SBMMultiheadAttention.from_torch", 4)
 def _from_torch(d: Draw) -> Case:
-    arguments = {"attention": nn.MultiheadAttention(4, d.randint(1, 2), batch_first=True), "num_blocks": None}
+    arguments = {"attention": nn.MultiheadAttention(4, d.randint(1, 2), batch_first=True), "num_clusters": None}
     layers: list[tuple[str, str, Callable[[], Any]]] = [
         ("a Linear", "value", lambda: nn.Linear(4, 4)), ("with bias_k", "value", lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)),
         ("ours", "value", lambda: SBMMultiheadAttention(4, 2)), ("zero_attn", "value", lambda: nn.MultiheadAttention(4, 2, add_zero_attn=True)),
@@ -404,7 +404,7 @@ def _from_torch(d: Draw) -> Case:
 
 @case("SparseGPSConv", 6)
 def _gps(d: Draw) -> Case:
-    lengths, attn = d.lengths(), SBMAttentionConv(4, 2, d.randint(1, 3), num_blocks=3)
+    lengths, attn = d.lengths(), SBMAttentionConv(4, 2, d.randint(1, 3), num_clusters=3)
     norm = d.maybe("batch_norm")  # an unknown name gets PyG's own error
 
     def call(channels: Any, **options: Any) -> Tensor:
@@ -458,7 +458,7 @@ TABLE["AttentionConv"] = 4, partial(_dense_layer, pattern=True)
 
 def encoder_options(d: Draw) -> dict[str, Any]:
     attention = d.choice((*NAMED,))
-    extra = {"sbm": {"num_blocks": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "top_k": {"k": 2}}
+    extra = {"sbm": {"num_clusters": 3}, "window": {"size": 1}, "bigbird": {"num_random": 1}, "top_k": {"k": 2}}
     options: dict[str, Any] = {"num_tokens": 9, "channels": 4, "num_layers": d.randint(1, 2), "heads": d.randint(1, 2)}
     options |= {
         "head_channels": d.maybe(2),
@@ -935,7 +935,9 @@ function(
     "analysis.expected_graph", 4, analysis.expected_graph, lambda d: {"sbm": d.sbm(), "threshold": d.choice((0.0, 0.3))}
 )
 function("analysis.communities_of", 2, analysis.communities_of, lambda d: {"sbm": d.sbm()})
-function("analysis.lemma2", 4, analysis.lemma2, lambda d: {"n": (n := d.randint(1, 8)), "num_blocks": d.randint(1, n)})
+function(
+    "analysis.lemma2", 4, analysis.lemma2, lambda d: {"n": (n := d.randint(1, 8)), "num_clusters": d.randint(1, n)}
+)
 function(
     "analysis.lemma1", 4, analysis.lemma1,
     lambda d: {"n": d.randint(3, 6), "probabilities": d.maybe([0.2, 0.8]), "samples": d.randint(1, 3), "seed": 0, "time_limit": 1.0,
@@ -1063,7 +1065,7 @@ RECORDS: dict[str, tuple[Callable[[Draw], Any], str]] = {  # class -> an instanc
         "pairs_per_sequence block_size blocks expand_tokens"),
     "BlockGraph": (block_graph, "block_size blocks device num_edges col expand_tokens"),
     "BlockPool": (lambda d: BlockPool(4), "extra_repr reset_parameters"),
-    "SBM": (Draw.sbm, "heads num_queries num_keys num_blocks num_sequences factors causal"),
+    "SBM": (Draw.sbm, "heads num_queries num_keys num_clusters num_sequences factors causal"),
     "Tokens": (lambda d: Tokens(**token_fields(d)), "heads num_queries num_keys first_key"),
     "EncoderTrace": (record_of, "density expected_density graphs"),
     "SBMMultiheadAttention": (lambda d: SBMMultiheadAttention(6, 3), "dropout head_dim in_proj_weight reset_parameters"),

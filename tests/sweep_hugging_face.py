@@ -279,7 +279,7 @@ def check(kind: str) -> tuple[str, str]:
     keys, config = [*model.state_dict()], model.config.to_dict()
     default = model.config._attn_implementation
     try:
-        names = replace_attention(model, num_blocks=4)
+        names = replace_attention(model, num_clusters=4)
     except (ValueError, TypeError) as error:
         same = [*model.state_dict()] == keys and model.config.to_dict() == config
         if not same or distance(outputs(model, given), dense) > 0:

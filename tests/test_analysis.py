@@ -477,9 +477,9 @@ def test_is_hamiltonian_path() -> None:
 # ------------------------------------------------------------------------------------------------------ universality
 
 
-@pytest.mark.parametrize(("n", "num_blocks"), [(16, 4), (64, 8), (1000, 7)])
-def test_lemma2_s_equals_brute_force_in_all_orders(n: int, num_blocks: int) -> None:
-    lemma = lemma2(n, num_blocks)
+@pytest.mark.parametrize(("n", "num_clusters"), [(16, 4), (64, 8), (1000, 7)])
+def test_lemma2_s_equals_brute_force_in_all_orders(n: int, num_clusters: int) -> None:
+    lemma = lemma2(n, num_clusters)
     masks = [graph.to_dense()[0] for graph in lemma.graphs]
     for order in itertools.permutations((1, 2, 3)):
         assert lemma.s(order) == brute_force([masks[number - 1] for number in order])
@@ -489,17 +489,17 @@ def test_lemma2_s_equals_brute_force_in_all_orders(n: int, num_blocks: int) -> N
 @pytest.mark.slow
 def test_lemma2_holds_for_all_small_sizes() -> None:
     for n in range(1, 25):
-        for num_blocks in range(1, n + 1):
-            lemma = lemma2(n, num_blocks)
+        for num_clusters in range(1, n + 1):
+            lemma = lemma2(n, num_clusters)
             for sbm, graph in zip(lemma.sbms, lemma.graphs, strict=True):
                 assert expected_graph(sbm) | patterns.self_loops(n) == graph
                 assert set(sbm.edge_prob_dense().flatten().tolist()) <= {0.0, 1.0}
             assert is_hamiltonian_path(lemma.graphs[0] | lemma.graphs[1] | lemma.graphs[2], lemma.path)
             # The law of docs/analysis.md: in the order of the paper, s depends on how many communities have no relay.
-            block, relays = [r * num_blocks // n for r in range(n)], range(n - num_blocks, n)
-            without = num_blocks - len({block[r] for r in relays})
+            block, relays = [r * num_clusters // n for r in range(n)], range(n - num_clusters, n)
+            without = num_clusters - len({block[r] for r in relays})
             only_relays = block.index(block[relays[0]]) == relays[0]  # in the communities that have any
-            assert lemma.s() == (1 if num_blocks == 1 else {0: 2, 1: 3 if only_relays else 4}.get(without, 5))
+            assert lemma.s() == (1 if num_clusters == 1 else {0: 2, 1: 3 if only_relays else 4}.get(without, 5))
             assert lemma.s((1, 3, 2)) in (1, 2, 3)
 
 
@@ -990,7 +990,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
      r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."),
     (lambda: analysis.universality(lemma2(4, 2).sbms, threshold=1), ValueError,
      r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."),
-    (lambda: lemma2(4, 5), ValueError, r"Expected 'num_blocks' in 1..n = 1..4 \(got 5\). Each community needs a token."),
+    (lambda: lemma2(4, 5), ValueError, r"Expected 'num_clusters' in 1..n = 1..4 \(got 5\). A community needs a token."),
     (lambda: lemma2(10**7, 2), ValueError,
      r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"),
     (lambda: lemma2(4.5, 2), TypeError, r"Expected 'n' to be an int \(got float\). It is the number of tokens."),  # type: ignore[arg-type]

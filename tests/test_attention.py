@@ -48,7 +48,7 @@ PTR = torch.tensor([0, 10, 17, 30])
 
 def layer(**options: object) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(16, 8, **{"heads": 2, "num_blocks": 4, **options}).double()  # type: ignore[arg-type]
+    return SBMAttentionConv(16, 8, **{"heads": 2, "num_clusters": 4, **options}).double()  # type: ignore[arg-type]
 
 
 def tokens(n: int = 30, seed: int = 1) -> Tensor:
@@ -137,7 +137,7 @@ def test_fused_equals_message_passing(estimator: str, dropout: float, window: in
 @pytest.mark.parametrize("sample", [True, False])
 def test_bipartite(sample: bool) -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv((12, 16), 8, heads=2, num_blocks=4).double()
+    conv = SBMAttentionConv((12, 16), 8, heads=2, num_clusters=4).double()
     keys, queries = torch.randn(20, 12, dtype=torch.float64), tokens(9)
     ptr = (torch.tensor([0, 15, 20]), torch.tensor([0, 4, 9]))
     given = None if sample else AttentionGraph.from_dense(torch.ones(9, 20))
@@ -350,7 +350,7 @@ def test_concat_or_mean() -> None:
 
 
 def test_offsets_and_sequence_numbers_may_be_lists() -> None:
-    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4).eval(), torch.randn(30, 16)
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_clusters=4).eval(), torch.randn(30, 16)
     expected = conv(x, ptr=torch.tensor([0, 10, 30]))
     assert torch.equal(conv(x, ptr=[0, 10, 30]), expected)
     assert torch.equal(conv(x, batch=[0] * 10 + [1] * 20), expected)
@@ -361,7 +361,7 @@ def test_offsets_and_sequence_numbers_may_be_lists() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore::torch.jit.TracerWarning")
 def test_calls_as_other_libraries_have_them_are_told_the_way() -> None:
-    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4), torch.randn(30, 16)
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_clusters=4), torch.randn(30, 16)
     parts = [x[:10], x[10:20], x[20:]]
     calls: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (ValueError, r"'edge_index' to be \[2, E\], or a graph \(got \[30\]\). .*`batch=`",
@@ -388,7 +388,7 @@ def test_calls_as_other_libraries_have_them_are_told_the_way() -> None:
         (lambda n: AttentionConv(4, n), "out_channels"),
         (lambda n: AttentionConv(4, 4, n), "heads"),
         (lambda n: AttentionConv(4, 4, edge_dim=n), "edge_dim"),
-        (lambda n: SBMAttentionConv(4, 4, num_blocks=n), "num_blocks"),
+        (lambda n: SBMAttentionConv(4, 4, num_clusters=n), "num_clusters"),
         (lambda n: SBMMultiheadAttention(n, 2), "embed_dim"),
         (lambda n: SBMMultiheadAttention(4, 2, vdim=n), "vdim"),
         (lambda n: FullAttention(4, 4, n), "heads"),
@@ -407,7 +407,7 @@ def test_sizes_above_memory_are_named(build: Callable[[int], object], name: str)
 
 
 def test_evaluation_repeats_without_a_seed() -> None:
-    conv, x = SBMAttentionConv(16, 8, heads=2, num_blocks=4), torch.randn(30, 16)
+    conv, x = SBMAttentionConv(16, 8, heads=2, num_clusters=4), torch.randn(30, 16)
     assert conv(x, return_graph=True)[1] != conv(x, return_graph=True)[1]
     graphs = [conv.eval()(x, return_graph=True, **seed)[1] for seed in ({}, {}, {"seed": 0}, {"seed": 1})]
     assert graphs[0] == graphs[1] == graphs[2] != graphs[3]
@@ -461,7 +461,7 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
         ({"window": -1}, r"Expected 'window' to be at least 0 \(got -1\)"),
         ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
         ({"budget": float("nan")}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
-        ({"num_blocks": 0}, r"Expected 'num_blocks' to be at least 1 \(got 0\)"),
+        ({"num_clusters": 0}, r"Expected 'num_clusters' to be at least 1 \(got 0\)"),
         ({"exploration": float("nan")}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         ({"probes": -1}, r"Expected 'probes' in \[0, inf\] \(got -1\)"),
         ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
@@ -541,7 +541,7 @@ def test_each_token_keeps_its_own_key() -> None:
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
     with pytest.raises(ValueError, match=r"Expected 'edge_index' .*the layer has no source"):
-        SBMAttentionConv(16, 8, num_blocks=None)(x.float())
+        SBMAttentionConv(16, 8, num_clusters=None)(x.float())
     with pytest.raises(ValueError, match=r"over N = 30 queries and M = 30 keys \(got AttentionGraph"):
         conv(x, patterns.full(20))
     with pytest.raises(ValueError, match="Expected 'graph' to have 1 or 2 heads"):
@@ -570,7 +570,7 @@ def test_call_errors() -> None:
         ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
-        ({"num_blocks": "8"}, "Expected 'num_blocks' to be an int (got str)"),
+        ({"num_clusters": "8"}, "Expected 'num_clusters' to be an int (got str)"),
         (
             {"score_bias": torch.zeros(3)},
             "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)",

@@ -41,7 +41,7 @@ PARTS = (slice(0, 2), slice(2, 4))
 
 
 def sbm(**options: Any) -> SBMAttentionConv:
-    return SBMAttentionConv(8, 4, 2, num_blocks=3, **options)
+    return SBMAttentionConv(8, 4, 2, num_clusters=3, **options)
 
 
 LAYERS: dict[str, Any] = {
@@ -144,7 +144,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 def test_checkpointing_may_keep_products(parameterization: str, kept: str) -> None:
     """Nothing writes into them, so the second call finds them as they were."""
     torch.manual_seed(0)
-    conv: Any = SBMAttentionConv(8, 4, 2, num_blocks=3, sbm_options={"parameterization": parameterization})
+    conv: Any = SBMAttentionConv(8, 4, 2, num_clusters=3, sbm_options={"parameterization": parameterization})
     x, run = draw(1, 30, 8).float().requires_grad_(), partial(conv, seed=3)
     how = partial(create_selective_checkpoint_contexts, [getattr(torch.ops.aten, kept).default])
     found = torch.autograd.grad(
@@ -156,7 +156,7 @@ def test_checkpointing_may_keep_products(parameterization: str, kept: str) -> No
 def test_a_repeated_call_with_another_seed_is_refused() -> None:
     """Checkpointing that does not preserve the state of the generator draws another one."""
     torch.manual_seed(0)
-    conv, x = SBMAttentionConv(8, 4, 2, num_blocks=3, target_density=0.3), draw(1, 30, 8).float().requires_grad_()
+    conv, x = SBMAttentionConv(8, 4, 2, num_clusters=3, target_density=0.3), draw(1, 30, 8).float().requires_grad_()
     out = checkpoint(conv, x, use_reentrant=False, preserve_rng_state=False)
     with pytest.raises(RuntimeError, match="leave `preserve_rng_state` True, or pass a seed"):
         out.sum().backward()
@@ -286,7 +286,7 @@ def test_a_compiled_layer_keeps_its_auxiliary_loss() -> None:
 def test_the_running_mean_of_dense_steps_under_activation_checkpointing(use_reentrant: bool) -> None:
     """The reentrant form predicts in the backward pass alone, so only trial and sparse steps count."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3)
+    conv = SBMAttentionConv(8, 4, 2, num_clusters=3)
     source: Any = conv.source
     sparsifier, x = Sparsifier(conv, 0.2, total_steps=10, every=3), draw(1, 30, 8).float().requires_grad_()
     for step in range(3):
@@ -418,7 +418,7 @@ def test_two_processes_have_the_gradients_and_states_of_one(tmp_path: Path) -> N
 
 
 def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:
-    model = SequenceEncoder(10, 8, attention_options={"num_blocks": 3, "target_density": 0.2})
+    model = SequenceEncoder(10, 8, attention_options={"num_clusters": 3, "target_density": 0.2})
     assert sync_statistics(model) is model
     assert all(each.synced for each in model.modules() if isinstance(each, SBMSource))
     with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got int\)"):

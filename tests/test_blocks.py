@@ -529,7 +529,7 @@ def _split(
 def pair_of_layers(is_causal: bool, **options: Any) -> tuple[Any, Tensor, Tensor]:
     """A layer with blocks in float64, and two ragged sequences."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, heads=2, num_blocks=3, is_causal=is_causal, **options).double()
+    conv = SBMAttentionConv(6, 4, heads=2, num_clusters=3, is_causal=is_causal, **options).double()
     return conv, torch.randn(21, 6, dtype=torch.float64), torch.tensor([0, 8, 21])
 
 
@@ -646,7 +646,7 @@ def test_estimators_that_gate_and_normalizers_attend_over_the_tokens() -> None:
         out.square().sum().backward()
         assert isinstance(choice.graph, BlockGraph)
         assert conv.source.head.clusters.grad.abs().sum() > 0
-        given = SBMAttentionConv(6, 4, heads=2, num_blocks=None, **options).double()
+        given = SBMAttentionConv(6, 4, heads=2, num_clusters=None, **options).double()
         given.load_state_dict({k: v for k, v in conv.state_dict().items() if "source" not in k})
         if options.get("estimator") != "relaxed":
             torch.testing.assert_close(given(x, choice.graph.expand_tokens(), seed=1), out, atol=1e-12, rtol=1e-12)
@@ -670,7 +670,7 @@ def test_what_blocks_cannot_do_is_refused() -> None:
         SBMAttentionConv(6, 4, block_size=0)
     with pytest.raises(ValueError, match="a head that is not tied"):
         SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
-    source = SBMSource(SBMHead(4, num_blocks=3, tied=True), block_size=4)
+    source = SBMSource(SBMHead(4, num_clusters=3, tied=True), block_size=4)
     with pytest.raises(ValueError, match="a head that is not tied"):
         source(Tokens(torch.randn(1, 8, 4), is_causal=True))
     with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):
@@ -678,7 +678,7 @@ def test_what_blocks_cannot_do_is_refused() -> None:
 
 
 def test_an_encoder_takes_blocks() -> None:
-    encoder = SequenceEncoder(16, 8, max_length=32, attention_options={"block_size": 4, "num_blocks": 4})
+    encoder = SequenceEncoder(16, 8, max_length=32, attention_options={"block_size": 4, "num_clusters": 4})
     x, ptr = torch.randint(0, 16, (40,)), torch.tensor([0, 13, 40])
     out, trace = encoder(x, ptr=ptr, seed=0, return_trace=True)
     out.sum().backward()

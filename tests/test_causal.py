@@ -223,7 +223,7 @@ def test_nothing_of_a_layer_depends_on_a_later_token(cut: int, source: str, esti
 
 def test_the_control_without_causality_sees_later_tokens() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, 2, num_blocks=5)
+    conv = SBMAttentionConv(6, 4, 2, num_clusters=5)
     x = draw(1, 25, 6)
     changed = x.clone()
     changed[14:24] += 1
@@ -264,7 +264,7 @@ def test_full_attention_is_the_layer_over_all_earlier_pairs() -> None:
 
 def test_multihead_attention_samples_earlier_pairs_alone() -> None:
     torch.manual_seed(0)
-    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=4)
+    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_clusters=4)
     x = draw(1, 2, 9, 8)
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[0, 6:] = True

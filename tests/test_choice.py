@@ -376,7 +376,7 @@ def test_rules_and_sources_take_tokens_alone(name: str) -> None:
 
 
 TRANSFORMED: dict[str, Any] = {
-    "block model": lambda: SBMSource(SBMHead(3, heads=2, num_blocks=4)),
+    "block model": lambda: SBMSource(SBMHead(3, heads=2, num_clusters=4)),
     "indexer": lambda: indexer.IndexerSource(indexer.Indexer(3, 2), select="top_k", k=3),
     "key selection": lambda: indexer.IndexerSource(indexer.KeyScorer(3, 2), select="bernoulli", target_density=0.5),
     "routing": lambda: selectors.RoutingSource(3, 2, num_clusters=2),
@@ -488,7 +488,7 @@ def test_a_layer_refuses_a_graph_over_other_tokens() -> None:
 
 def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -> None:
     data = Data(x=torch.randn(30, 4))
-    transform = SourceGraph(SBMSource(SBMHead(4, num_blocks=4)))
+    transform = SourceGraph(SBMSource(SBMHead(4, num_clusters=4)))
     torch.manual_seed(0)
     first, second = (transform(data.clone()).edge_index for _ in range(2))
     assert not torch.equal(first, second)

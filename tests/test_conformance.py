@@ -35,7 +35,7 @@ PTR = torch.tensor([0, 10, 17, 30])
 
 def layer(in_channels: int | tuple[int, int] = 16, **options: Any) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(in_channels, 8, heads=2, num_blocks=4, **options).double()
+    return SBMAttentionConv(in_channels, 8, heads=2, num_clusters=4, **options).double()
 
 
 def tokens(n: int = 30, channels: int = 16, seed: int = 1) -> Tensor:
@@ -153,7 +153,7 @@ def test_edges_of_each_head_as_pyg_writes_them(fuse: bool) -> None:
 
 @pytest.mark.parametrize("in_channels", [-1, (-1, -1), (-1, 16)])
 def test_sizes_are_inferred(in_channels: Any) -> None:
-    lazy = SBMAttentionConv(in_channels, 8, heads=2, num_blocks=4)
+    lazy = SBMAttentionConv(in_channels, 8, heads=2, num_clusters=4)
     lazy.reset_parameters()
     untouched, unpickled = copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))
     x = tokens().float() if in_channels == -1 else (tokens(20, 12).float(), tokens().float())
@@ -165,7 +165,7 @@ def test_sizes_are_inferred(in_channels: Any) -> None:
         assert clone(x, graph).shape == out.shape
         clone.load_state_dict(lazy.state_dict())
         assert torch.equal(clone(x, graph), out)
-    fresh = SBMAttentionConv(in_channels, 8, heads=2, num_blocks=4)
+    fresh = SBMAttentionConv(in_channels, 8, heads=2, num_clusters=4)
     fresh.load_state_dict(lazy.state_dict())  # into sizes not known yet
     assert torch.equal(fresh(x, graph), out)
 
@@ -173,7 +173,7 @@ def test_sizes_are_inferred(in_channels: Any) -> None:
 def test_copies_state_and_repr() -> None:
     conv, x = layer(), tokens()
     out = conv(x, seed=1)
-    other = SBMAttentionConv(16, 8, heads=2, num_blocks=4).double()
+    other = SBMAttentionConv(16, 8, heads=2, num_clusters=4).double()
     other.load_state_dict(conv.state_dict())
     for clone in (other, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
         assert torch.equal(clone(x, seed=1), out)
@@ -193,9 +193,9 @@ def test_batch_vector_is_ptr() -> None:
 def test_seed_everything_fixes_everything() -> None:
     def everything() -> list[Tensor]:
         seed_everything(3)
-        conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, dropout=0.2)
+        conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, dropout=0.2)
         out, graph = conv(tokens().float(), ptr=PTR, return_graph=True)
-        model = SequenceEncoder(15, 16, attention_options={"num_blocks": 4, "dropout": 0.1})
+        model = SequenceEncoder(15, 16, attention_options={"num_clusters": 4, "dropout": 0.1})
         sbm = conv.sbm(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8))) if conv.sbm is not None else None
         assert sbm is not None
         return [
@@ -246,7 +246,7 @@ class Net(BasicGNN):
     supports_norm_batch: bool
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> SBMAttentionConv:
-        return SBMAttentionConv(in_channels, out_channels // 2, heads=2, num_blocks=4, **kwargs)
+        return SBMAttentionConv(in_channels, out_channels // 2, heads=2, num_clusters=4, **kwargs)
 
 
 def test_basic_gnn() -> None:
@@ -262,8 +262,8 @@ def test_to_hetero() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = SBMAttentionConv((-1, -1), 8, heads=2, num_blocks=None)
-            self.second = SBMAttentionConv((-1, -1), 4, heads=2, num_blocks=None)
+            self.first = SBMAttentionConv((-1, -1), 8, heads=2, num_clusters=None)
+            self.second = SBMAttentionConv((-1, -1), 4, heads=2, num_clusters=None)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -314,8 +314,8 @@ class Explained(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = SBMAttentionConv(16, 8, heads=2, num_blocks=4, **options).double()
-        self.second = SBMAttentionConv(16, 2, heads=2, num_blocks=None).double()
+        self.first = SBMAttentionConv(16, 8, heads=2, num_clusters=4, **options).double()
+        self.second = SBMAttentionConv(16, 2, heads=2, num_clusters=None).double()
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         return self.second(self.first(x, edge_index, edge_head=edge_head).relu(), edge_index, edge_head=edge_head)
@@ -356,7 +356,7 @@ def test_explainers_of_a_class_whose_base_was_made_before() -> None:
 
     torch.manual_seed(0)
     SBMAttentionConv(8, 8)
-    layer = Later(16, 3, heads=1, num_blocks=None).double()
+    layer = Later(16, 3, heads=1, num_clusters=None).double()
     explanation = explain(layer, GNNExplainer(epochs=3), tokens(), edges())
     assert explanation.edge_mask.shape == (edges().size(1),)
     assert explanation.edge_mask.any()
@@ -521,7 +521,7 @@ def test_a_graph_of_many_sequences_is_not_one_item() -> None:
 
 def test_transform_loader_and_layer_in_a_row() -> None:
     """Features in a data set, a graph by the transform, a batch by the loader, attention over it per head."""
-    transform = SourceGraph(SBMSource(SBMHead(8, heads=2, num_blocks=4)), heads=2, seed=3)
+    transform = SourceGraph(SBMSource(SBMHead(8, heads=2, num_clusters=4)), heads=2, seed=3)
     items = [Data(x=tokens(n).float()) for n in (4, 7)]
     (batch,) = DataLoader([transform(item) for item in items], batch_size=2)
     conv = layer().float()

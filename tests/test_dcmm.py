@@ -146,7 +146,7 @@ def test_the_regulariser_adds_the_gradient_of_the_mean_entropy(tied: bool) -> No
 def test_over_sampled_edges_both_models_learn(estimator: str) -> None:
     torch.manual_seed(4)
     bias = DCMMBias(CHANNELS, HEADS, BLOCKS, degree="softplus")
-    conv: Any = SBMAttentionConv(6, CHANNELS, HEADS, num_blocks=4, estimator=estimator, score_bias=bias).double()
+    conv: Any = SBMAttentionConv(6, CHANNELS, HEADS, num_clusters=4, estimator=estimator, score_bias=bias).double()
     x = draw(6, 20, 6)
     out, graph = conv(x, seed=1, return_graph=True)
     mask = dense_mask(graph)
@@ -203,7 +203,7 @@ def test_errors_name_the_argument() -> None:
         ({"squash": 1}, "Expected 'squash'"),
         ({"scale": math.nan}, "Expected 'scale'"),
         ({"entropy_weight": -1.0}, "Expected 'entropy_weight'"),
-        ({"num_blocks": 0}, "Expected 'num_blocks'"),
+        ({"num_clusters": 0}, "Expected 'num_clusters'"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             DCMMBias(4, **options)
@@ -218,11 +218,11 @@ def test_errors_name_the_argument() -> None:
 
 
 def test_an_encoder_takes_it_by_name() -> None:
-    encoder: Any = SequenceEncoder(9, 8, attention="dcmm", attention_options={"num_blocks": 6, "degree": "softplus"})
+    encoder: Any = SequenceEncoder(9, 8, attention="dcmm", attention_options={"num_clusters": 6, "degree": "softplus"})
     out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), return_trace=True)
     assert out.shape == (30, 8)
     assert bool((trace.density == 1).all())
-    assert encoder.layers[0].attention.score_bias.num_blocks == 6
+    assert encoder.layers[0].attention.score_bias.num_clusters == 6
     assert encoder.layers[0].attention.score_bias.degree == "softplus"
 
 

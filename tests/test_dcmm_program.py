@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {"patch": 4, "channels": 8, "layers": 2, "heads": 2, "ff
 RUN = train.Run(
     "digits", "full", 1, "last", None, **SIZES, steps=6, batch_size=4, learning_rate=1e-3, validation=0.2, evaluations=3
 )
-FEW = "num_blocks=3"
+FEW = "num_clusters=3"
 METHODS = (
     "full",
     f"dcmm:{FEW}",
@@ -141,10 +141,10 @@ def test_plain_attention_is_that_over_all_pairs() -> None:
 
 
 def test_options_reach_the_layers(small: data.Images) -> None:
-    words = "dcmm:degree=softplus,squash=0,symmetric=1,tied=0,num_blocks=5,entropy_weight=0.3"
+    words = "dcmm:degree=softplus,squash=0,symmetric=1,tied=0,num_clusters=5,entropy_weight=0.3"
     bias: Any = model.make_attention(words, 8, 4, 2).score_bias
     assert (bias.degree, bias.squash, bias.symmetric, bias.tied) == ("softplus", False, True, False)
-    assert (bias.num_blocks, bias.entropy_weight) == (5, 0.3)
+    assert (bias.num_clusters, bias.entropy_weight) == (5, 0.3)
     assert bias.scale == 10
     usual: Any = model.make_attention("dcmm-sbm", 8, 4, 2)
     assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == (

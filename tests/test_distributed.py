@@ -53,7 +53,7 @@ COUNTS = {2: [20, 13], 4: [20, 0, 5, 8]}
 
 
 def sbm(**options: Any) -> SBMAttentionConv:
-    return SBMAttentionConv(8, CHANNELS, HEADS, num_blocks=3, **options)
+    return SBMAttentionConv(8, CHANNELS, HEADS, num_clusters=3, **options)
 
 
 def conv(source: Any, **options: Any) -> AttentionConv:
@@ -240,7 +240,7 @@ TEXT = torch.arange(33) * 7 % 20
 
 def classifier() -> SequenceClassifier:
     torch.manual_seed(0)
-    options = {"num_blocks": 3, "target_density": 0.4}
+    options = {"num_clusters": 3, "target_density": 0.4}
     encoder = SequenceEncoder(20, 8, heads=2, num_layers=1, attention_options=options, dropout=0.0)
     return SequenceClassifier(encoder, num_classes=3).double()
 
@@ -337,8 +337,8 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "scores of keys by rank": lambda: conv(scored("top_k", KeyScorer, k=2)),
     "ranks of dot products": lambda: conv(selectors.TopKSource()),
     "centroids": lambda: conv(selectors.RoutingSource(CHANNELS, HEADS, 3)),
-    "learned graph": lambda: Graphs(SBMSource(SBMHead(8, num_blocks=3))),
-    "learned graph among candidates": lambda: Graphs(SBMSource(SBMHead(8, num_blocks=3), candidates=2), AMONG),
+    "learned graph": lambda: Graphs(SBMSource(SBMHead(8, num_clusters=3))),
+    "learned graph among candidates": lambda: Graphs(SBMSource(SBMHead(8, num_clusters=3), candidates=2), AMONG),
     "learned graph of an indexer": lambda: Graphs(pairs()),
     "learned graph of an indexer among candidates": lambda: Graphs(pairs(), AMONG),
 }
@@ -376,7 +376,7 @@ def check_errors(rank: int, world: int) -> None:
     )
     refused(
         r"Expected 'conv' with heads that are a multiple of 2, the number of processes \(got 3\)",
-        lambda: HeadParallel(SBMAttentionConv(8, 4, 3, num_blocks=2)),
+        lambda: HeadParallel(SBMAttentionConv(8, 4, 3, num_clusters=2)),
     )
     refused(r"Expected 'conv' with a source \(got None\)", lambda: HeadParallel(AttentionConv(8, 4, 4)))
     refused(r"Expected 'conv' without 'edge_dim' \(got one\)", lambda: HeadParallel(sbm(edge_dim=3)))

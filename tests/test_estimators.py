@@ -607,7 +607,7 @@ def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=message):
         draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
     with pytest.raises(ValueError, match=r"Expected 'sbm' to ask for no more than memory holds"):
-        SBMAttentionConv(4, 4, num_blocks=2, estimator="relaxed")(torch.ones(60_000, 4), seed=0)
+        SBMAttentionConv(4, 4, num_clusters=2, estimator="relaxed")(torch.ones(60_000, 4), seed=0)
     with pytest.raises(
         ValueError, match=r"Expected 'graph' to ask for no more than memory holds \(got 3,600,000,000 pairs"
     ):
@@ -757,7 +757,7 @@ def test_the_number_of_probes_may_change_between_steps() -> None:
     grads = []
     for first in (2.0, 30.0):
         torch.manual_seed(0)
-        conv = SBMAttentionConv(6, 4, num_blocks=3, probes=first)
+        conv = SBMAttentionConv(6, 4, num_clusters=3, probes=first)
         for probes in (first, 30.0):
             cast(Local, conv.estimator).probes = probes
             conv.zero_grad()
@@ -811,7 +811,7 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
     for keys in (5, 6):  # other tokens, even if they are as many
         with pytest.raises(ValueError, match="with tied memberships"):
             head(Tokens(query, draw(2, 1, keys, 8, dtype=torch.float32)))
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_blocks=3, sbm_options={"tied": True}), torch.randn(6, 8)
+    conv, x = SBMAttentionConv(8, 4, heads=2, num_clusters=3, sbm_options={"tied": True}), torch.randn(6, 8)
     assert conv(x).shape == (6, 8)
     with pytest.raises(ValueError, match="Use tied=False"):
         conv((x, x.clone()))

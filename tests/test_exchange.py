@@ -99,7 +99,7 @@ def test_graphs_are_trees(name: str) -> None:
 @pytest.mark.slow
 def test_a_graph_may_be_an_input_of_a_program() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(16, 8, heads=2, num_blocks=None).eval()
+    conv = SBMAttentionConv(16, 8, heads=2, num_clusters=None).eval()
     any_size = torch.export.Dim.AUTO
     graph, more = (
         {"rowptr": {0: any_size}, "col": {0: any_size}, "query_ptr": {0: any_size}, "num_queries": any_size},

@@ -259,7 +259,7 @@ def test_padding_changes_no_loss(
 def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts, glue = write_texts(tmp_path / "texts.txt"), write_glue(tmp_path / "GLUE")
     out = ["--output", str(tmp_path / "out")]
-    methods = ["--methods", "full", "sbm:num_blocks=4", "random", "window", "--density", "0.3"]
+    methods = ["--methods", "full", "sbm:num_clusters=4", "random", "window", "--density", "0.3"]
     tuned = [word for word in SIZES if word not in ("--batch-tokens", "256")]
     program.main(["pretrain", "--texts", str(texts), "--steps", "20", *methods, *SIZES, *out])
     program.main(["finetune", "--glue", str(glue), *methods, *tuned, *out])
@@ -268,7 +268,7 @@ def test_a_small_job_from_texts_to_tables(tmp_path: Path, capsys: pytest.Capture
     program.main(["table", *out])
     shown = capsys.readouterr().out
     rows = [line.split("|")[1].strip() for line in shown.splitlines() if line.startswith("| ")]
-    assert rows.count("sbm:num_blocks=4 30 %") == 2
+    assert rows.count("sbm:num_clusters=4 30 %") == 2
     assert rows.count("full") == 3
     pretrained = report.read(tmp_path / "out" / "pretrain" / "rows.csv")
     for row in pretrained:

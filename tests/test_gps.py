@@ -47,7 +47,9 @@ def full(heads: int = 4) -> AttentionConv:
 @pytest.mark.parametrize("form", ["full", "density", "edges", "one graph"])
 def test_full_graphs_are_gps_conv(training: bool, norm: str | None, form: str) -> None:
     theirs = gps(norm=norm).train(training)
-    options: dict[str, Any] = {"num_blocks": None} if form != "density" else {"num_blocks": 3, "target_density": 1.0}
+    options: dict[str, Any] = (
+        {"num_clusters": None} if form != "density" else {"num_clusters": 3, "target_density": 1.0}
+    )
     ours = SparseGPSConv.from_gps(copy.deepcopy(theirs), **options)
     assert isinstance(ours, GPSConv)
     assert ours.training is training
@@ -68,7 +70,7 @@ def test_full_graphs_are_gps_conv(training: bool, norm: str | None, form: str) -
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_layer_over_a_batch_compiles_as_one_graph() -> None:
-    layer = SparseGPSConv(16, GINConv(nn.Linear(16, 16)), SBMAttentionConv(16, 4, 4, num_blocks=3)).double()
+    layer = SparseGPSConv(16, GINConv(nn.Linear(16, 16)), SBMAttentionConv(16, 4, 4, num_clusters=3)).double()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for batch in (BATCH, BATCH.int().clamp(max=2), 2 * BATCH):
         out, expected = (each(nodes(), EDGES, batch, attn_kwargs={"seed": 0}) for each in (compiled, layer))
@@ -78,7 +80,7 @@ def test_a_layer_over_a_batch_compiles_as_one_graph() -> None:
 
 
 def test_a_graph_of_a_batch_knows_nothing_of_the_others() -> None:
-    layer = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_blocks=3), norm=None).double().eval()
+    layer = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_clusters=3), norm=None).double().eval()
     x = nodes()
     out = layer(x, EDGES, BATCH, attn_kwargs={"seed": 0})
     other = torch.where(BATCH[:, None] == 2, x, nodes(2))
@@ -93,13 +95,13 @@ def test_graphs_without_nodes_are_those_of_pyg(batch: list[int], norm: str | Non
     theirs = gps(norm=norm).eval()
     x, edge_index = nodes()[: len(batch)], EDGES[:, : min(len(batch), 2)]
     number = torch.tensor(batch, dtype=torch.int64)
-    for options in ({"num_blocks": None}, {"num_blocks": 3}, {"source": "top_k", "k": 2}):
+    for options in ({"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}):
         ours = SparseGPSConv.from_gps(theirs, **options).eval()
         if norm == "layer_norm" and not batch:
             continue  # PyG's norm of graphs asks for the largest of their numbers
         out = ours(x, edge_index, number)
         assert out.shape == x.shape
-        if batch and options == {"num_blocks": None}:
+        if batch and options == {"num_clusters": None}:
             torch.testing.assert_close(out, theirs(x, edge_index, number))
 
 
@@ -109,7 +111,7 @@ def test_a_whole_model_is_replaced_and_made_sparse() -> None:
         {"convs": nn.ModuleList([gps(), gps()]), "other": nn.TransformerEncoderLayer(16, 4)}
     ).float()
     parameters = {*model["convs"][0].mlp.parameters(), *model["convs"][0].conv.parameters()}
-    assert replace_attention(model, num_blocks=4) == ["convs.0", "convs.1", "other.self_attn"]
+    assert replace_attention(model, num_clusters=4) == ["convs.0", "convs.1", "other.self_attn"]
     assert parameters < {*model.parameters()}
     layers = model["convs"]
     sparsifier = Sparsifier(layers, density=0.4, total_steps=8, dense_part=0.5)
@@ -150,7 +152,7 @@ def test_attention_of_other_models_of_pyg() -> None:
     torch.manual_seed(0)
     model = SGFormer(16, 16, 3, trans_num_layers=2)
     assert all(isinstance(each, SGFormerAttention) for each in model.trans_conv.attns)
-    model.trans_conv.attns = nn.ModuleList(PaddedAttention(16, 2, batch_first=True, num_blocks=4) for _ in range(2))
+    model.trans_conv.attns = nn.ModuleList(PaddedAttention(16, 2, batch_first=True, num_clusters=4) for _ in range(2))
     model.reset_parameters()
     model(nodes().float(), EDGES, BATCH).sum().backward()
     assert model.trans_conv.attns[0].conv.source.head.clusters.grad.abs().sum() > 0
@@ -158,9 +160,9 @@ def test_attention_of_other_models_of_pyg() -> None:
 
 def test_attention_is_described_as_that_of_pyg() -> None:
     torch.manual_seed(0)
-    layer = SparseGPSConv(16, None, heads=4, attn_kwargs={"num_blocks": 3, "dropout": 0.1})
+    layer = SparseGPSConv(16, None, heads=4, attn_kwargs={"num_clusters": 3, "dropout": 0.1})
     torch.manual_seed(0)
-    same = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_blocks=3, dropout=0.1))
+    same = SparseGPSConv(16, None, SBMAttentionConv(16, 4, 4, num_clusters=3, dropout=0.1))
     assert layer.attn.dropout == 0.1
     x = nodes().float()
     same.load_state_dict(layer.state_dict())

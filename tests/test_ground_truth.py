@@ -128,7 +128,7 @@ def test_a_given_graph_and_padding_count_as_in_the_layer() -> None:
     assert bool(near.expand(2).contains(graph.edge_index, graph.edge_head).all())
     assert graph.num_edges < 2 * near.num_edges
     assert not bool(ground_truth_graph(Tokens(query, key, query_ptr=PTR)).num_edges == graph.num_edges)
-    padded = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=2, normalizer="entmax15").eval()
+    padded = SBMMultiheadAttention(8, 2, batch_first=True, num_clusters=2, normalizer="entmax15").eval()
     tokens, mask = draw(2, 2, 6, 8), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     with record(padded) as found:
         padded(tokens, tokens, tokens, key_padding_mask=mask)

@@ -45,7 +45,7 @@ def by_matrices(conv: AttentionConv, graph: AttentionGraph, x: Tensor, is_causal
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_numbers_are_those_of_matrices(is_causal: bool) -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3, target_density=0.3, is_causal=is_causal).double().eval()
+    conv = SBMAttentionConv(8, 4, 2, num_clusters=3, target_density=0.3, is_causal=is_causal).double().eval()
     with compare_heads(conv, rows=math.inf) as table:
         graph = conv(9 * X, ptr=PTR, seed=3, return_graph=True)[1]
     for head, wanted in zip(table.heads, by_matrices(conv, graph, 9 * X, is_causal), strict=True):
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_matrices(is_causal: bool) -> None:
 
 def test_outputs_are_what_they_are_without_the_context() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3, target_density=0.3).double()
+    conv = SBMAttentionConv(8, 4, 2, num_clusters=3, target_density=0.3).double()
     wanted = conv(X, ptr=PTR, seed=3)
     with compare_heads(conv) as table:
         assert torch.equal(conv(X, ptr=PTR, seed=3), wanted)
@@ -90,7 +90,7 @@ def test_calls_add_up_and_a_sample_of_rows_is_near_to_all() -> None:
 
 
 def test_dense_attention_loses_nothing() -> None:
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3).double()
+    conv = SBMAttentionConv(8, 4, 2, num_clusters=3).double()
     Sparsifier(conv, 0.3, 10)
     with compare_heads(conv) as table:
         conv(X, ptr=PTR)
@@ -104,7 +104,7 @@ def test_dense_attention_loses_nothing() -> None:
 
 def test_dense_and_sparse_calls_count_alike() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, 2, num_blocks=3).double()
+    conv = SBMAttentionConv(8, 4, 2, num_clusters=3).double()
     Sparsifier(conv, 0.3, 10)
     with compare_heads(conv, rows=math.inf) as both:
         conv(X, ptr=PTR, seed=0)
@@ -117,7 +117,7 @@ def test_dense_and_sparse_calls_count_alike() -> None:
 
 def test_padding_and_masks_are_not_pairs() -> None:
     torch.manual_seed(0)
-    attention = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=3, window=1, dtype=torch.float64)
+    attention = SBMMultiheadAttention(8, 2, batch_first=True, num_clusters=3, window=1, dtype=torch.float64)
     x, padding = X[:10].view(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     mask = torch.ones(5, 5, dtype=torch.bool).triu(2)
     with compare_heads(attention, rows=math.inf) as table:
@@ -158,7 +158,7 @@ def test_recorded_weights_are_those_of_the_layer(how: str) -> None:
         "dense": {"target_density": 1.0}, "blocks": {"block_size": 2}, "rotary": {"rotary": Rotary(4)},
         "entmax": {"normalizer": "entmax15"},
     }  # fmt: skip
-    conv = SBMAttentionConv(8, 4, heads=2, num_blocks=3, **options.get(how, {})).double().eval()
+    conv = SBMAttentionConv(8, 4, heads=2, num_clusters=3, **options.get(how, {})).double().eval()
     given: tuple[Any, ...] = (patterns.window(None, 2, ptr=PTR),) if how == "given" else ()
     out, graph, (_, weight) = conv(X, *given, ptr=PTR, seed=1, return_graph=True, return_attention_weights=True)
     with record_attention(nn.ModuleDict({"layer": conv})) as calls, compare_heads(conv) as table:
@@ -181,7 +181,7 @@ def test_recorded_weights_are_those_of_the_layer(how: str) -> None:
 
 def test_weights_of_padded_layers_are_those_of_real_tokens() -> None:
     torch.manual_seed(0)
-    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_blocks=None).double().eval()
+    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_clusters=None).double().eval()
     x, padding = X[:10].view(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
     with record_attention(layer) as calls:
         _, weights = layer(x, x, x, key_padding_mask=padding, average_attn_weights=False)

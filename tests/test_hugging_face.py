@@ -42,7 +42,7 @@ TEXT: dict[str, Any] = SIZES | {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
-OPTIONS: dict[str, Any] = {"num_blocks": 4}
+OPTIONS: dict[str, Any] = {"num_clusters": 4}
 LENGTH = 12
 REAL = torch.arange(LENGTH) < torch.tensor([[12], [7], [5], [1]])
 
@@ -560,7 +560,7 @@ def generate(model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_evaluation_and_greedy_generation_repeat(use_cache: bool, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).eval()
-    replace_attention(model, num_blocks=4, target_density=0.3)
+    replace_attention(model, num_clusters=4, target_density=0.3)
     tokens = torch.randint(3, 50, (2, 20))
     logits = model(tokens).logits
     texts = [model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=use_cache) for _ in range(2)]
@@ -620,7 +620,7 @@ class AllTokens(GraphSource):
 FIXED: list[dict[str, Any]] = [  # sources whose graphs are not random
     {"source": "full"}, {"source": "window", "size": 2}, {"source": "global_tokens", "num_global": 2},
     {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2, "seed": 0}, {"source": "top_k", "k": 3},
-    {"source": "top_k", "k": 2, "window": 1}, {"num_blocks": 4},
+    {"source": "top_k", "k": 2, "window": 1}, {"num_clusters": 4},
 ]  # fmt: skip
 
 
@@ -738,10 +738,10 @@ def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: P
     dense = bert()
     dense.save_pretrained(tmp_path)
     load: Any = AutoModelForSequenceClassification.from_pretrained
-    model, report = load(tmp_path, attn_implementation="sbm", sbm={"num_blocks": 4}, output_loading_info=True)
+    model, report = load(tmp_path, attn_implementation="sbm", sbm={"num_clusters": 4}, output_loading_info=True)
     assert report["missing_keys"]
     assert all(".sbm." in key for key in report["missing_keys"])
-    assert model.config.sbm == {"source": "sbm", "num_blocks": 4}
+    assert model.config.sbm == {"source": "sbm", "num_clusters": 4}
     given = inputs(model)
     torch.testing.assert_close(run(model, given).logits, run(dense, given).logits, rtol=0, atol=1e-5)
     for source in sources(model):
@@ -758,7 +758,7 @@ def test_a_dense_model_from_a_folder_gets_sources_while_it_is_loaded(tmp_path: P
     half = load(tmp_path, attn_implementation="sbm", dtype=torch.bfloat16)
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
     assert run(half, given).logits.isfinite().all()
-    assert sources(half)[0].head.num_blocks == 64
+    assert sources(half)[0].head.num_clusters == 64
 
 
 def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path: Path) -> None:
@@ -785,8 +785,8 @@ def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path
         {"source": "top_k", "k": 3},
         {"source": "top_k", "target_density": 0.3},
         {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
-        {"num_blocks": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
-        {"num_blocks": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},
+        {"num_clusters": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
+        {"num_clusters": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},
     ],
     ids=lambda options: f"{options.get('source', 'sbm')}-{len(options)}",
 )
@@ -877,12 +877,12 @@ def test_options_are_checked() -> None:
         replace_attention(model, score_bias=lambda *_: 0)
     with pytest.raises(TypeError, match=r"Expected 'options' without \['dropout'\]"):
         replace_attention(model, dropout=0.1)
-    with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be a number \(got None\)"):
-        replace_attention(model, num_blocks=None)
+    with pytest.raises(ValueError, match=r"Expected 'num_clusters' to be a number \(got None\)"):
+        replace_attention(model, num_clusters=None)
     assert model.config.sbm is None
     assert not sources(model)
-    replace_attention(model, num_blocks=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))
-    assert model.config.sbm == {"source": "sbm", "num_blocks": 4, "target_density": 0.25, "window": 0}
+    replace_attention(model, num_clusters=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))
+    assert model.config.sbm == {"source": "sbm", "num_clusters": 4, "target_density": 0.25, "window": 0}
     json.dumps(model.config.sbm)
 
 

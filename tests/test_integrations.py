@@ -43,7 +43,7 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv = SBMAttentionConv(8, 4, heads=2, num_blocks=4)
+        self.conv = SBMAttentionConv(8, 4, heads=2, num_clusters=4)
         self.seen: list[tuple[bool, set[float | None]]] = []
 
     def training_step(self, batch: Tensor, number: int) -> Tensor:
@@ -349,7 +349,7 @@ def small_bert() -> Any:
     sizes: Any = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout_prob": 0.0}
     model = BertForSequenceClassification(BertConfig(**sizes, attention_probs_dropout_prob=0.0))
-    replace_attention(model, num_blocks=4)
+    replace_attention(model, num_clusters=4)
     return model
 
 
@@ -481,7 +481,7 @@ def test_hugging_face_notes_the_loss_of_the_trainer(accumulate: int, tmp_path: P
         is_llama = kind is LlamaForCausalLM
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)) if is_llama else small_bert()
         if is_llama:
-            replace_attention(model, num_blocks=4)
+            replace_attention(model, num_clusters=4)
         callback = HuggingFaceCallback(0.2, total_steps=10)
         arguments = TrainingArguments(
             str(tmp_path), max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=accumulate,

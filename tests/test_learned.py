@@ -78,7 +78,7 @@ def test_keys_compete_for_a_density() -> None:
 def test_a_layer_with_a_target_density_samples_so_many_edges() -> None:
     torch.manual_seed(0)
     head = {"parameterization": "overlapping"}
-    conv = SBMAttentionConv(8, 8, heads=2, num_blocks=8, target_density=0.1, exploration=0.0, sbm_options=head)
+    conv = SBMAttentionConv(8, 8, heads=2, num_clusters=8, target_density=0.1, exploration=0.0, sbm_options=head)
     out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
     assert float(choice.probability.expected_density().detach().mean()) == pytest.approx(0.1, rel=1e-5)
     assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
@@ -259,7 +259,7 @@ def test_a_density_is_a_part_of_the_pairs(wrong: float) -> None:
 
 def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     torch.manual_seed(0)
-    head = SBMHead(6, heads=2, num_blocks=300, cluster_init="kaiming", initial_density=0.4, temperature=0.5)
+    head = SBMHead(6, heads=2, num_clusters=300, cluster_init="kaiming", initial_density=0.4, temperature=0.5)
     query, key = draw(1, 2, 9, 6, dtype=torch.float32), draw(2, 2, 7, 6, dtype=torch.float32)
     sbm = head(Tokens(query, key))
     torch.testing.assert_close(sbm.query_membership.sum(2), torch.ones(2, 9))
@@ -271,7 +271,7 @@ def test_keys_of_overlapping_blocks_may_be_in_none() -> None:
     watched = head.mlp.register_forward_hook(lambda *_: None)  # then each layer is called
     torch.testing.assert_close(head(Tokens(query, key)).rate, sbm.rate)
     watched.remove()
-    tied = SBMHead(6, heads=2, num_blocks=4, parameterization="overlapping", tied=True)
+    tied = SBMHead(6, heads=2, num_clusters=4, parameterization="overlapping", tied=True)
     both = tied(Tokens(query, key.new_zeros(2, 9, 6), bipartite=False))
     assert not torch.equal(both.query_membership, both.key_membership)
 
@@ -358,7 +358,7 @@ def test_distillation_is_least_where_probabilities_follow_the_weights() -> None:
 def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> None:
     torch.manual_seed(0)
     x = torch.randn(30, 8)
-    layers = [SBMAttentionConv(8, 8, 2, num_blocks=4, estimator=each) for each in (Local(), Distill(0.7))]
+    layers = [SBMAttentionConv(8, 8, 2, num_clusters=4, estimator=each) for each in (Local(), Distill(0.7))]
     layers[1].load_state_dict(layers[0].state_dict())
     outs = [layer(x, seed=1) for layer in layers]
     assert torch.equal(*outs)
@@ -420,7 +420,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
     found = []
     for reentrant in (None, False, True):
         torch.manual_seed(0)
-        layer: Any = SBMAttentionConv(4, 4, num_blocks=3, target_density=0.4)
+        layer: Any = SBMAttentionConv(4, 4, num_clusters=3, target_density=0.4)
         for step in range(2):
             x = draw(step, 60, 4, dtype=torch.float32).requires_grad_()
             y = x
@@ -437,7 +437,7 @@ def test_a_call_that_is_computed_again_sees_the_mean_of_its_time() -> None:
 
 @pytest.mark.parametrize("density", [0, 7.0, -1.0, math.nan, "a"])
 def test_a_target_density_that_is_none(density: Any) -> None:
-    for source in (SBMSource(SBMHead(4, num_blocks=3)), IndexerSource(Indexer(4), select="bernoulli")):
+    for source in (SBMSource(SBMHead(4, num_clusters=3)), IndexerSource(Indexer(4), select="bernoulli")):
         with pytest.raises((TypeError, ValueError), match="Expected 'target_density'"):
             source.target_density = density
         assert source.target_density is None
@@ -473,7 +473,7 @@ def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, b
     x, ptr, grads = 3 * draw(1, 20, 8).float(), torch.tensor([0, 8, 20]), []
     for detach in (False, True):
         torch.manual_seed(0)
-        options = {"num_blocks": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
+        options = {"num_clusters": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
         layer = SBMAttentionConv(8, 4, 2, **cast(Any, options))
         out, graph = layer(x, ptr=ptr, seed=3, return_graph=True)
         (out.square().sum() + auxiliary_loss(layer)).backward()
@@ -720,7 +720,7 @@ def test_a_dense_choice_that_is_changed_is_stored() -> None:
 
 
 def test_a_trace_of_dense_layers_has_density_1() -> None:
-    encoder = SequenceEncoder(9, 8, attention_options={"num_blocks": 4, "target_density": 1.0})
+    encoder = SequenceEncoder(9, 8, attention_options={"num_clusters": 4, "target_density": 1.0})
     trace = encoder(torch.randint(9, (60,)), return_trace=True)[1]
     assert trace.density.eq(1).all()
     assert trace.expected_density.eq(1).all()
@@ -737,7 +737,7 @@ def test_all_pairs_that_memory_does_not_hold_are_refused(monkeypatch: pytest.Mon
 def warnings_of(options: dict[str, Any], lengths: list[int], **more: Any) -> list[str]:
     """Warnings of a dense call of a layer, and of two at its target density."""
     torch.manual_seed(0)
-    make: Any = TopKSource if "k" in options else partial(SBMSource, SBMHead(4, 2, num_blocks=3))
+    make: Any = TopKSource if "k" in options else partial(SBMSource, SBMHead(4, 2, num_clusters=3))
     source, ptr = make(**options), torch.tensor([0, *lengths]).cumsum(0)
     conv, x = AttentionConv(8, 4, 2, source, **more), torch.randn(int(ptr[-1]), 8)
     with warnings.catch_warnings(record=True) as caught:

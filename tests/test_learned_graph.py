@@ -77,7 +77,7 @@ class PairSource(LearnedSource):
 
 def block_source(channels: int = 8, **options: Any) -> SBMSource:
     torch.manual_seed(0)
-    return SBMSource(SBMHead(channels, num_blocks=4), **options)
+    return SBMSource(SBMHead(channels, num_clusters=4), **options)
 
 
 def clusters(learned: LearnedGraph) -> Any:

@@ -88,7 +88,7 @@ RANDOM = torch.Generator().manual_seed(0)
 TOKENS = torch.randn(1, N, 4, generator=RANDOM)
 ONE, EIGHT = torch.zeros(1, 1, 4), torch.randn(1, 8, 4, generator=RANDOM)
 LIKELY = SBM(torch.ones(1, N, 1), torch.ones(1, N, 1), 0.9 * torch.ones(1, 1, 1))
-DENSE = SBMMultiheadAttention(4, 1, num_blocks=None, batch_first=True)
+DENSE = SBMMultiheadAttention(4, 1, num_clusters=None, batch_first=True)
 
 
 def dense(**options: Any) -> Any:
@@ -98,7 +98,7 @@ def dense(**options: Any) -> Any:
 
 def soft(estimator: str) -> None:
     torch.manual_seed(0)
-    SBMAttentionConv(4, 4, num_blocks=2, estimator=estimator)(TOKENS[0], seed=0).sum().backward()
+    SBMAttentionConv(4, 4, num_clusters=2, estimator=estimator)(TOKENS[0], seed=0).sum().backward()
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {

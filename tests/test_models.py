@@ -35,10 +35,10 @@ from sbm_pyg.sources import patterns
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1}, "full": {"dropout": 0.1}, "window": {"size": 2},
+    "sbm": {"num_clusters": 4, "dropout": 0.1}, "full": {"dropout": 0.1}, "window": {"size": 2},
     "bigbird": {"num_random": 1, "dropout": 0.1}, "top_k": {"k": 3, "dropout": 0.1}, "block_top_k": {"k": 2, "block_size": 4},
     "lsh": {"chunk_size": 4}, "routing": {"num_clusters": 3}, "indexer": {"index_heads": 2, "target_density": 0.5},
-    "key_selection": {"hidden": 4, "target_density": 0.3}, "dcmm": {"num_blocks": 4, "dropout": 0.1},
+    "key_selection": {"hidden": 4, "target_density": 0.3}, "dcmm": {"num_clusters": 4, "dropout": 0.1},
 }  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_full_attention_takes_sequences_of_other_lengths_apart(
         [dense(x[start:end], ptr=torch.tensor([0, end - start])) for start, end in itertools.pairwise(ptr)]
     )
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
-    conv = SBMAttentionConv(16, 8, 2, num_blocks=None).double()
+    conv = SBMAttentionConv(16, 8, 2, num_clusters=None).double()
     conv.load_state_dict(dense.state_dict())
     torch.testing.assert_close(
         out, conv(x, patterns.full(None, ptr=ptr, is_causal=is_causal), ptr=ptr), rtol=1e-12, atol=1e-12
@@ -144,7 +144,7 @@ def test_layers_sample_apart_and_seeds_fix_them() -> None:
 
 
 def test_evaluation_of_a_model_repeats_and_its_layers_draw_apart() -> None:
-    encoder = SequenceEncoder(15, 16, attention_options={"num_blocks": 4}).eval()
+    encoder = SequenceEncoder(15, 16, attention_options={"num_clusters": 4}).eval()
     tokens = torch.randint(15, (30,))
     first, second = (encoder(tokens, return_trace=True)[1].choices for _ in range(2))
     assert [choice.graph for choice in first] == [choice.graph for choice in second]
@@ -165,7 +165,7 @@ def test_evaluation_of_a_model_repeats_and_its_layers_draw_apart() -> None:
 @pytest.mark.parametrize("encoding", ["learned", "rotary"])
 def test_texts_may_be_empty(attention: str, encoding: str) -> None:
     torch.manual_seed(0)
-    options = {"num_blocks": 3} if attention in ("sbm", "dcmm") else {}
+    options = {"num_clusters": 3} if attention in ("sbm", "dcmm") else {}
     encoder = SequenceEncoder(15, 16, attention=attention, attention_options=options, position_encoding=encoding).eval()
     heads = SequenceClassifier(encoder, 3).eval(), TokenClassifier(encoder, 3).eval(), MaskedLM(encoder).eval()
     tokens, ptr, ids = torch.randint(15, (9,)), torch.tensor([0, 0, 4, 4, 9]), torch.tensor([1, 3])
@@ -232,7 +232,7 @@ def test_token_classifier_learns_to_copy_a_neighbor() -> None:
             max_length=12,
             dropout=0.0,
             attention="sbm",
-            attention_options={"num_blocks": 8, "window": 1},
+            attention_options={"num_clusters": 8, "window": 1},
         ),
         2,
     )
@@ -378,8 +378,8 @@ def test_constructor_errors() -> None:
         ({"attention_options": {"concat": False}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)"),
         ({"attention": "window", "attention_options": {"window": 3}}, ValueError,
          r"Expected 'attention_options' of 'window' to be known \(got \['window'\]\)"),
-        ({"attention": "full", "attention_options": {"num_blocks": 3}}, ValueError,
-         r"Expected 'attention_options' of 'full' to be known \(got \['num_blocks'\]\)"),
+        ({"attention": "full", "attention_options": {"num_clusters": 3}}, ValueError,
+         r"Expected 'attention_options' of 'full' to be known \(got \['num_clusters'\]\)"),
         ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
         ({"attention": "window", "attention_options": {"size": -1}}, ValueError, r"Expected 'size' to be at least 0 \(got -1\)"),
         ({"attention": "bigbird", "attention_options": {"num_random": 1.5}}, TypeError,

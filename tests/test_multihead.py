@@ -45,7 +45,7 @@ def torch_layer(**options: Any) -> nn.MultiheadAttention:
 
 def sampling_layer(**options: Any) -> SBMMultiheadAttention:
     torch.manual_seed(0)
-    return SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4, dtype=torch.float64, **options)
+    return SBMMultiheadAttention(16, 2, batch_first=True, num_clusters=4, dtype=torch.float64, **options)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -72,7 +72,7 @@ def nested(x: Tensor, lengths: tuple[int, ...] = (7, 5, 2)) -> Tensor:
 @pytest.mark.parametrize(("batch_first", "mask", "average"), [*product([True, False], MASKS, [True, False])])
 def test_self_attention_equals_torch(batch_first: bool, mask: str | None, average: bool) -> None:
     theirs = torch_layer(batch_first=batch_first)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
     arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 3, 7, 7), "average_attn_weights": average}
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf) if mask == "floating" else PADDING
@@ -95,7 +95,7 @@ def test_self_attention_equals_torch(batch_first: bool, mask: str | None, averag
 )
 def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict[str, int]) -> None:
     theirs = torch_layer(batch_first=batch_first, bias=bias, **sizes)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     query, key, value = (
         draw(3, 4, 16),
         draw(3, 7, sizes.get("kdim", 16), seed=2),
@@ -111,7 +111,7 @@ def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict
 
 def test_single_precision_equals_torch() -> None:
     theirs, x = torch_layer(batch_first=True).float(), draw(3, 7, 16).float()
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     expected, _ = theirs(x, x, x, key_padding_mask=PADDING)
     out, _ = ours(x, x, x, key_padding_mask=PADDING)
     torch.testing.assert_close(out[~PADDING], expected[~PADDING], rtol=0, atol=1e-6)
@@ -120,7 +120,7 @@ def test_single_precision_equals_torch() -> None:
 @pytest.mark.parametrize(("mask", "average"), [*product(MASKS, [True, False])])
 def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) -> None:
     theirs, query, memory = torch_layer(), draw(4, 16), draw(7, 16, seed=2)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 1, 4, 7), "average_attn_weights": average}
     padding = (
         torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
@@ -132,7 +132,7 @@ def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) ->
 
 def test_causality_without_a_mask() -> None:
     theirs, x = torch_layer(batch_first=True), draw(2, 7, 16)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
     expected, _ = theirs(x, x, x, attn_mask=mask, is_causal=True)
     for arguments in ({"is_causal": True}, {"is_causal": True, "attn_mask": mask}):
@@ -182,7 +182,7 @@ def test_restored_layers_are_those_of_torch_and_pyg() -> None:
     model = restorable()
     kinds, expected = [type(part) for part in model.modules()], copy.deepcopy(model.state_dict())
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    names = replace_attention(model, num_blocks=3)
+    names = replace_attention(model, num_clusters=3)
     assert restore_attention(model) == names == ["pair.0", "sizes", "gps", "small"]
     assert [type(part) for part in model.modules()] == kinds
     pair = cast(Any, model["pair"])
@@ -202,7 +202,7 @@ def test_restored_layers_are_those_of_torch_and_pyg() -> None:
 @pytest.mark.filterwarnings("ignore:Attention is dense")  # and stays so
 def test_restored_layers_keep_what_was_trained() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    replace_attention(layer, num_blocks=3)
+    replace_attention(layer, num_clusters=3)
     x = draw(3, 7, 16).float()
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     layer(x).square().sum().backward()
@@ -214,7 +214,7 @@ def test_restored_layers_keep_what_was_trained() -> None:
 
 def test_a_second_call_replaces_the_sources_alone() -> None:
     model, again = restorable(), restorable()
-    replace_attention(model, num_blocks=3)
+    replace_attention(model, num_clusters=3)
     before = {name: value for name, value in model.state_dict().items() if ".source." not in name}
     with pytest.raises(TypeError, match="num_bloks"):
         replace_attention(model, num_bloks=3)
@@ -245,7 +245,7 @@ def test_what_cannot_be_restored_is_named() -> None:
 
 def test_layers_of_one_model_are_replaced_where_they_are() -> None:
     model = encoder().eval()
-    names = replace_attention(model, num_blocks=4, window=2)
+    names = replace_attention(model, num_clusters=4, window=2)
     assert names == ["layers.0.self_attn", "layers.1.self_attn"]
     assert all(cast(Any, model.get_submodule(name)).conv.source.window == 2 for name in names)
     assert not any(module.training for module in model.modules())
@@ -254,11 +254,11 @@ def test_layers_of_one_model_are_replaced_where_they_are() -> None:
 def test_a_shared_layer_stays_shared() -> None:
     attention = torch_layer()
     model = nn.ModuleDict({"one": attention, "two": attention, "other": torch_layer()})
-    assert replace_attention(model, num_blocks=4) == ["one", "other"]
+    assert replace_attention(model, num_clusters=4) == ["one", "other"]
     assert isinstance(model["one"], SBMMultiheadAttention)
     assert model["one"] is model["two"] is not model["other"]
     layer = nn.TransformerEncoderLayer(16, 2)
-    assert replace_attention(nn.ModuleList([layer, layer]), num_blocks=4) == ["0.self_attn"]
+    assert replace_attention(nn.ModuleList([layer, layer]), num_clusters=4) == ["0.self_attn"]
     assert isinstance(layer.self_attn, SBMMultiheadAttention)
 
 
@@ -324,7 +324,7 @@ class Wrapper(nn.Module):
 
 def test_projections_may_be_wrapped() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
-    replace_attention(encoder, num_blocks=4)
+    replace_attention(encoder, num_clusters=4)
     x, attention = draw(2, 5, 16).float(), cast(Any, encoder.layers[0].self_attn)
     with torch.no_grad():
         wanted = encoder(x)
@@ -335,12 +335,12 @@ def test_projections_may_be_wrapped() -> None:
 def test_what_users_of_the_layer_of_torch_set_and_call() -> None:
     """PyG's aggregations call ``_reset_parameters``."""
     model = SetTransformerAggregation(16, 2, 2, 2, heads=2)
-    names = replace_attention(model, num_blocks=4)
+    names = replace_attention(model, num_clusters=4)
     before = [each.clone() for each in model.get_submodule(names[0]).parameters()]
     model.reset_parameters()
     changed = [not torch.equal(*pair) for pair in zip(before, model.get_submodule(names[0]).parameters(), strict=True)]
     assert any(changed)
-    layer = SBMMultiheadAttention(16, 2, dropout=0.5, num_blocks=4)
+    layer = SBMMultiheadAttention(16, 2, dropout=0.5, num_clusters=4)
     layer.dropout = 0.25
     assert layer.conv.dropout == layer.dropout == 0.25
 
@@ -366,7 +366,7 @@ def test_copies_of_frozen_projections_are_frozen() -> None:
         for name, parameter in theirs.named_parameters():
             parameter.requires_grad_(name not in names)
         with torch.no_grad():  # which is not to freeze others
-            ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=4)
+            ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=4)
         return {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
 
     same, other = nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2, kdim=12, vdim=8)
@@ -380,10 +380,10 @@ def test_copies_of_frozen_projections_are_frozen() -> None:
 def test_replaced_layers_are_dense_at_first() -> None:
     model, x = encoder().eval(), draw(2, 7, 16)
     wanted = model(x)
-    replace_attention(model, num_blocks=4)
+    replace_attention(model, num_clusters=4)
     torch.testing.assert_close(model(x), wanted)
     model = encoder().eval()
-    replace_attention(model, num_blocks=4, target_density=0.2)
+    replace_attention(model, num_clusters=4, target_density=0.2)
     assert not torch.allclose(model(x), wanted, atol=1e-3)
 
 
@@ -533,7 +533,7 @@ def test_a_query_without_keys_gives_the_bias() -> None:
 def test_state_copies_and_reset() -> None:
     layer, x = sampling_layer(), draw(2, 7, 16)
     out = layer(x, x, x, seed=1)[0]
-    other = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4, dtype=torch.float64)
+    other = SBMMultiheadAttention(16, 2, batch_first=True, num_clusters=4, dtype=torch.float64)
     other.load_state_dict(layer.state_dict())
     for clone in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(clone(x, x, x, seed=1)[0], out)
@@ -575,7 +575,7 @@ def test_transformer_encoder(batch_first: bool, norm_first: bool, mask: str | No
     """In evaluation without gradients torch bypasses the forward pass of a layer it knows, and makes padded batches nested: not of this one."""
     theirs = encoder(batch_first=batch_first, norm_first=norm_first)
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_blocks=None)) == 2
+    assert len(replace_attention(ours, num_clusters=None)) == 2
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
     arguments: dict[str, Any] = {"src_key_padding_mask": PADDING if mask else None}
     arguments["mask"] = forbidden_pairs("shared", 3, 7, 7) if mask == "both" else None
@@ -601,7 +601,7 @@ def test_an_encoder_with_a_layer_of_either_kind(which: int) -> None:
     theirs = encoder().eval()
     ours, x = copy.deepcopy(theirs), draw(3, 7, 16)
     layer: Any = ours.layers[which]
-    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, num_blocks=None)
+    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, num_clusters=None)
     calls, inputs = count_calls(ours), [x, nested(x)]
     with torch.no_grad():
         for tokens in inputs:
@@ -647,7 +647,7 @@ def test_transformer(batch_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_blocks=None)) == 3
+    assert len(replace_attention(ours, num_clusters=None)) == 3
     source, target = (x if batch_first else x.transpose(0, 1) for x in (draw(3, 7, 16), draw(3, 5, 16, seed=2)))
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
@@ -663,7 +663,7 @@ def test_a_transformer_with_a_window_becomes_sparse() -> None:
     """The window is one of self-attention; cross attention has the pairs that are drawn."""
     torch.manual_seed(0)
     model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    replace_attention(model, num_blocks=4, window=1)
+    replace_attention(model, num_clusters=4, window=1)
     sparsifier = Sparsifier(model, density=0.5, total_steps=4, dense_part=0.5, every=2)
     source, target = draw(3, 12, 16).float(), draw(3, 8, 16, seed=2).float()
     for _ in range(4):  # dense, a trial step, sparse
@@ -683,7 +683,7 @@ def test_transformer_decoder_layer() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True).double()
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_blocks=None)) == 2
+    assert len(replace_attention(ours, num_clusters=None)) == 2
     arguments = {
         "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
         "tgt_is_causal": True,
@@ -731,10 +731,10 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exc
         ({"vdim": 0}, ValueError, "vdim", "got 0"),
         ({"vdim": -1}, ValueError, "vdim", "got -1"),
         ({"vdim": 2.5}, TypeError, "vdim", "got float"),
-        ({"num_blocks": 0}, ValueError, "num_blocks", "got 0"),
-        ({"num_blocks": -4}, ValueError, "num_blocks", "got -4"),
-        ({"num_blocks": True}, TypeError, "num_blocks", "got bool"),
-        ({"num_blocks": "8"}, TypeError, "num_blocks", "got str"),
+        ({"num_clusters": 0}, ValueError, "num_clusters", "got 0"),
+        ({"num_clusters": -4}, ValueError, "num_clusters", "got -4"),
+        ({"num_clusters": True}, TypeError, "num_clusters", "got bool"),
+        ({"num_clusters": "8"}, TypeError, "num_clusters", "got str"),
         ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"),
         ({"dropout": -0.1}, ValueError, "dropout", "got -0.1"),
         ({"dropout": float("nan")}, ValueError, "dropout", "got nan"),
@@ -763,7 +763,7 @@ def test_option_errors(options: dict[str, Any], error: type[Exception], name: st
 
 
 def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
-    layer = SBMMultiheadAttention(np.int64(16), np.int32(2), 0, kdim=np.int8(12), num_blocks=np.int64(4))  # type: ignore[arg-type]
+    layer = SBMMultiheadAttention(np.int64(16), np.int32(2), 0, kdim=np.int8(12), num_clusters=np.int64(4))  # type: ignore[arg-type]
     assert [type(size) for size in (layer.embed_dim, layer.num_heads, layer.kdim, layer.vdim)] == [int] * 4
     assert layer(draw(4, 3, 16).float(), draw(5, 3, 12).float(), draw(5, 3, 16).float())[0].shape == (4, 3, 16)
 
@@ -856,7 +856,7 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
             {"sequence_ids": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
             ValueError,
             "sequence_ids",
-            "got a 'graph', or num_blocks=None",
+            "got a 'graph', or num_clusters=None",
         ),
     ],
 )
@@ -866,25 +866,25 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: st
 
 
 def test_streams_of_a_layer_without_blocks() -> None:
-    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=None, dtype=torch.float64)
+    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_clusters=None, dtype=torch.float64)
     refused(
         layer,
         {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)},
         ValueError,
         "sequence_ids",
-        "num_blocks=None",
+        "num_clusters=None",
     )
 
 
 def test_autocast_takes_what_it_converts() -> None:
-    layer, x = SBMMultiheadAttention(16, 2, batch_first=True, num_blocks=4), draw(3, 7, 16)
+    layer, x = SBMMultiheadAttention(16, 2, batch_first=True, num_clusters=4), draw(3, 7, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x.bfloat16(), x.float(), x.half(), seed=0)[0].dtype == torch.bfloat16
         refused(layer, {"query": x, "key": x, "value": x}, TypeError, "query", "got torch.float64")
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_blocks": None}, {"num_blocks": 3}, {"source": "top_k", "k": 2}, {"source": "indexer"}]
+    "options", [{"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}, {"source": "indexer"}]
 )
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("batch", "length"), [(0, 5), (3, 0), (0, 0)])
@@ -907,7 +907,7 @@ def test_empty_batches_have_the_shapes_of_torch(
     assert not weights.any()
 
 
-@pytest.mark.parametrize("options", [{"num_blocks": None}, {"num_blocks": 3}, {"source": "top_k", "k": 2}])
+@pytest.mark.parametrize("options", [{"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}])
 def test_a_sequence_may_be_all_padding(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer, x = (
@@ -935,7 +935,7 @@ def test_a_sequence_may_be_all_padding(options: dict[str, Any]) -> None:
 def test_evaluation_of_a_replaced_model_repeats() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3, enable_nested_tensor=False)
-    replace_attention(model, num_blocks=4, target_density=0.4)
+    replace_attention(model, num_clusters=4, target_density=0.4)
     layers = [part for part in model.modules() if isinstance(part, SBMMultiheadAttention)]
     assert [layer.conv.eval_seed for layer in layers] == [0, 1, 2]
     x = torch.randn(2, 7, 16)
@@ -974,7 +974,7 @@ def test_nested_queries_or_keys() -> None:
     expected = layer(x, memory, memory, PADDING, seed=3)
     for wanted, got in zip(expected, layer(x, *[nested(memory)] * 2, seed=3), strict=True):
         assert torch.equal(got.to_dense(), wanted.to_dense())
-    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), num_blocks=None)
+    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), num_clusters=None)
     out = torch.cat(dense(nested(x), memory, memory, PADDING)[0].unbind())
     torch.testing.assert_close(out, dense(x, memory, memory, PADDING)[0][~PADDING], rtol=1e-12, atol=1e-14)
 
@@ -1009,7 +1009,7 @@ def test_nested_errors() -> None:
 
 def test_causality_among_other_tokens_counts_places_with_padding() -> None:
     theirs, query, memory = torch_layer(batch_first=True), draw(2, 7, 16), draw(2, 7, 16, seed=2)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_blocks=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
     padding, later = torch.zeros(2, 7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).triu(1)
     padding[:, 2], padding[1, 4] = True, True  # not at the end, or places would be the same
     expected, _ = theirs(query, memory, memory, padding, attn_mask=later)
@@ -1018,7 +1018,7 @@ def test_causality_among_other_tokens_counts_places_with_padding() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, "shared", "per head"])
-@pytest.mark.parametrize("source", [{"num_blocks": None}, {"source": "top_k", "k": 9}, {"source": "full"}])
+@pytest.mark.parametrize("source", [{"num_clusters": None}, {"source": "top_k", "k": 9}, {"source": "full"}])
 def test_a_causal_layer_is_causal_where_padding_shifts_keys(source: dict[str, Any], mask: str | None) -> None:
     theirs, query, memory = torch_layer(batch_first=True).eval(), draw(3, 7, 16), draw(3, 7, 16, seed=2)
     ours = SBMMultiheadAttention.from_torch(theirs, is_causal=True, **source)
@@ -1040,5 +1040,5 @@ def test_a_causal_layer_is_causal_where_padding_shifts_keys(source: dict[str, An
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_layer_made_of_torchs_is_in_its_mode(training: bool) -> None:
-    made = SBMMultiheadAttention.from_torch(torch_layer().train(training), num_blocks=4)
+    made = SBMMultiheadAttention.from_torch(torch_layer().train(training), num_clusters=4)
     assert all(module.training is training for module in made.modules())

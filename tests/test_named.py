@@ -195,8 +195,8 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
         (lambda: replace_attention(torch_model(), source="nothing"), ValueError,
          r"Expected 'source' to be one of \['sbm', 'routing', 'indexer', .*\(got 'nothing'\)\. Call `sbm_pyg\.register_source`"),
         (lambda: SBMMultiheadAttention(16, 2, source=cast(str, 3)), ValueError, r"\(got 3\)"),
-        (lambda: replace_attention(torch_model(), source="indexer", num_blocks=4), TypeError,
-         r"Expected options of source='indexer' to be known \(got \['num_blocks'\]\)\. They are \['aggr'.*'index_heads'"),
+        (lambda: replace_attention(torch_model(), source="indexer", num_clusters=4), TypeError,
+         r"Expected options of source='indexer' to be known \(got \['num_clusters'\]\)\. They are \['aggr'.*'index_heads'"),
         (lambda: replace_attention(torch_model(), density=0.1), TypeError, r"\(got \['density'\]\)\. Give the density to a Sp"),
         (lambda: replace_attention(torch_model(), self_loops=True), TypeError, r"to be known \(got \['self_loops'\]\)"),
         (lambda: replace_attention(torch_model(), edge_dim=4), TypeError,
@@ -256,7 +256,7 @@ EMPTY += [("sbm", {"method": "fastrg"}), ("indexer", {}), ("top_k", {})]
 def test_sequences_without_tokens_change_nothing(source: str, options: dict[str, Any], is_causal: bool) -> None:
     torch.manual_seed(0)
     if source == "sbm":
-        options = {"num_blocks": 3} | options
+        options = {"num_clusters": 3} | options
     conv = named.make_attention(source, 8, 4, 2, is_causal=is_causal, **options)
     x, ptr, ids = torch.randn(10, 8), torch.tensor([0, 0, 4, 4, 10, 10]), torch.tensor([1, 3])
     draws_rows = source in ("indexer", "key_selection") or options.get("target_density") == 1.0  # among all sequences
@@ -285,7 +285,7 @@ def test_sequences_without_tokens_change_nothing(source: str, options: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("source", "options"), [("sbm", {"num_blocks": 3}), ("top_k", {"k": 2}), ("indexer", {"k": 2})]
+    ("source", "options"), [("sbm", {"num_clusters": 3}), ("top_k", {"k": 2}), ("indexer", {"k": 2})]
 )
 def test_queries_without_keys_give_zeros(source: str, options: dict[str, Any]) -> None:
     conv = named.make_attention(source, 8, 4, 2, **options)

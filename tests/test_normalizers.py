@@ -124,10 +124,10 @@ def test_a_sampled_graph_under_entmax_trains_graph_and_alpha(parameterization: s
 
 def test_every_layer_and_model_takes_it(tmp_path: Path) -> None:
     x = tokens(10).float()[:, None]
-    attention: Any = SBMMultiheadAttention(6, 2, num_blocks=3, normalizer=Entmax(2, 1.3))
+    attention: Any = SBMMultiheadAttention(6, 2, num_clusters=3, normalizer=Entmax(2, 1.3))
     attention(x, x, x, seed=0)[0].sum().backward()
     assert attention.conv.normalizer.raw_alpha.grad.isfinite().all()
-    encoder: Any = SequenceEncoder(9, 8, attention_options={"num_blocks": 3, "normalizer": "entmax"})
+    encoder: Any = SequenceEncoder(9, 8, attention_options={"num_clusters": 3, "normalizer": "entmax"})
     first, second = (block.attention.normalizer for block in encoder.layers)
     assert first is not second
     model: Any = SequenceClassifier(encoder, 2).eval()

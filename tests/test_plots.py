@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def trace() -> EncoderTrace:
     torch.manual_seed(0)
-    encoder = SequenceEncoder(10, 8, attention_options={"num_blocks": 4})
+    encoder = SequenceEncoder(10, 8, attention_options={"num_clusters": 4})
     with torch.no_grad():
         return encoder(torch.arange(64) % 10, torch.tensor([0, 16, 32, 48, 64]), seed=0, return_trace=True)[1]
 

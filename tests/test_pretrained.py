@@ -41,7 +41,7 @@ from sbm_pyg.layers.dense import FullAttention
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": {"num_blocks": 4, "dropout": 0.1, "target_density": 0.4, "sbm_options": {"cluster_init": "orthogonal"}}, "full": {"dropout": 0.1},
+    "sbm": {"num_clusters": 4, "dropout": 0.1, "target_density": 0.4, "sbm_options": {"cluster_init": "orthogonal"}}, "full": {"dropout": 0.1},
     "window": {"size": 2}, "bigbird": {"num_random": 1},
 }  # fmt: skip
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -141,7 +141,7 @@ def test_parts_that_are_shared_or_not_saved_come_back(tmp_path: Path) -> None:
 
 def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     attention: dict[str, Any] = {
-        "num_blocks": np.int64(2),
+        "num_clusters": np.int64(2),
         "exploration": 0.5,
         "estimator": "local",
         "probes": math.inf,
@@ -160,7 +160,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     model = SequenceEncoder(9, attention_options=attention, is_causal=True, position_encoding="alibi", **sizes)  # type: ignore[arg-type]
     attention["sbm_options"]["parameterization"] = "overlapping"  # later changes do not count
     model.save_pretrained(tmp_path)
-    plain = attention | {"num_blocks": 2, "budget": 3.5, "sbm_options": {"parameterization": "assortative"}}
+    plain = attention | {"num_clusters": 2, "budget": 3.5, "sbm_options": {"parameterization": "assortative"}}
     wanted = sizes | {
         "num_tokens": 9,
         "attention": "sbm",
@@ -298,7 +298,7 @@ class Counting(Doubled):
     ("make", "error", "message"),
     [
         (lambda: SequenceClassifier(encoder(attend), 2), TypeError, "Expected 'SequenceClassifier.encoder.attention' to be plain data (got <function attend"),
-        (lambda: encoder(attention_options={"num_blocks": 2, "score_bias": max}), TypeError,
+        (lambda: encoder(attention_options={"num_clusters": 2, "score_bias": max}), TypeError,
          "Expected 'SequenceEncoder.attention_options.score_bias' to be plain data (got <built-in function max>). A config holds no code"),
         (lambda: Odd([encoder(attend)]), TypeError, "Expected 'Odd.encoders[0].attention' to be plain data (got <function attend"),
         (lambda: Odd([], torch.tanh), TypeError, "Expected 'Odd.activation' to be plain data (got <built-in method tanh"),

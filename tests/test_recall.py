@@ -159,11 +159,11 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
         run = train.Run("mqar-small", method, 0.05, 0, 10, 4, 1e-3)
         return run.name, *train.make_model(run)
 
-    name, dense, schedule = made("dcmm:num_blocks=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2")
+    name, dense, schedule = made("dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2")
     bias = dense.layers[0].attention.score_bias
-    assert name == "dcmm:num_blocks=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
+    assert name == "dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
     assert schedule is None
-    assert (bias.num_blocks, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
+    assert (bias.num_clusters, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
         7,
         "softplus",
         False,
@@ -175,7 +175,7 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
     name, sampled, schedule = made("sbm:bias=5,degree_corrected=1")
     assert name == "sbm:bias=5,degree_corrected=1 5 %"
     assert schedule is not None
-    assert sampled.layers[1].attention.score_bias.num_blocks == 5
+    assert sampled.layers[1].attention.score_bias.num_clusters == 5
     assert sampled.layers[1].attention.source.head.degree_corrected
     plain = made("sbm")[1].layers[0].attention
     assert plain.score_bias is None
@@ -422,18 +422,18 @@ def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--lengths", "16", "--batch-tokens", "64", "--vocabulary", "50", "--channels", "16", "--rounds", "2"]
-    words += ["--methods", "sbm:num_blocks=4", "top-k", "--density", "0.2", "--csv", str(tmp_path / "steps.csv")]
+    words += ["--methods", "sbm:num_clusters=4", "top-k", "--density", "0.2", "--csv", str(tmp_path / "steps.csv")]
     steps.main(words)
     table = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in table[3:]] == ["| full", "| sbm:num_blocks=4", "| top-k"]
+    assert [line.split(" | ")[0] for line in table[3:]] == ["| full", "| sbm:num_clusters=4", "| top-k"]
     rows = (tmp_path / "steps.csv").read_text().splitlines()
     assert [row.split(",")[1:3] for row in rows[2:]] == [
-        ["sbm:num_blocks=4", "1.0"], ["sbm:num_blocks=4", "0.2"], ["top-k", "1.0"], ["top-k", "0.2"]
+        ["sbm:num_clusters=4", "1.0"], ["sbm:num_clusters=4", "0.2"], ["top-k", "1.0"], ["top-k", "0.2"]
     ]  # fmt: skip
     monkeypatch.setattr(hybrid, "FullAttention", lambda *sizes, is_causal: FullAttention(*sizes))
     with pytest.raises(SystemExit):
         steps.main(words)
-    assert "Expected sbm:num_blocks=4 at a target density of 1 to have the loss" in capsys.readouterr().err
+    assert "Expected sbm:num_clusters=4 at a target density of 1 to have the loss" in capsys.readouterr().err
 
 
 def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:

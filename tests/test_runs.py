@@ -45,7 +45,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
     ),
     "trained": (
         "examples.dense_to_sparse",
-        "--model recall --length 32 --steps 40 --batch-size 4 --channels 16 --layers 1 --heads 1 --num-blocks 4",
+        "--model recall --length 32 --steps 40 --batch-size 4 --channels 16 --layers 1 --heads 1 --num-clusters 4",
     ),
     "sparsefinder": (
         "examples.sparsefinder.__main__",
@@ -54,17 +54,17 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
     ),
     "dcmm": (
         "examples.dcmm.__main__",
-        "--methods full dcmm:num_blocks=3 sbm:num_blocks=3 --steps 20 --channels 8 --layers 2 --heads 2 --batch-size 8 --patch 4",
+        "--methods full dcmm:num_clusters=3 sbm:num_clusters=3 --steps 20 --channels 8 --layers 2 --heads 2 --batch-size 8 --patch 4",
     ),
     "glue": (
         "examples.glue.__main__",
         "pretrain --texts TEXT --test TEXT --vocabulary 300 --length 32 --steps 24 --batch-tokens 64 --channels 16 --layers 1 "
-        "--heads 2 --window 1 --methods full sbm:num_blocks=4 --density 0.2",
+        "--heads 2 --window 1 --methods full sbm:num_clusters=4 --density 0.2",
     ),
     "repeated": ("examples.repeated_tokens", "--quick --sparse --steps 30"),
     "lra": (
         "examples.lra.__main__",
-        "--steps 30 --validate-every 10 --log-every 5 --save-every 3 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16 "
+        "--steps 30 --validate-every 10 --log-every 5 --save-every 3 --layers 1 --batch-size 8 --accumulate 2 --num-clusters 8 --channels 16 "
         "--head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu --data DATA",
     ),
 }
@@ -113,7 +113,7 @@ def make_small() -> dict[tuple[Any, str], Any]:
         (tasks, "TASKS"): {**tasks.TASKS, "mqar-small": task},
         (train, "TASKS"): {**tasks.TASKS, "mqar-small": task},
         (data, "load"): lambda *given: images,
-        (repeated_tokens, "QUICK"): repeated_tokens.Settings(tokens=12, batch_size=4, num_blocks=4, evaluate_every=5),
+        (repeated_tokens, "QUICK"): repeated_tokens.Settings(tokens=12, batch_size=4, num_clusters=4, evaluate_every=5),
     }
     before = {(place, name): getattr(place, name) for place, name in small}
     for (place, name), value in small.items():

@@ -743,7 +743,7 @@ def test_bipartite_edges_of_a_batch_separate_again() -> None:
     batch = Batch.from_data_list([item(5, 7), item(3, 2)])
     query, key = (batch[name].x.unflatten(1, (2, 8)).transpose(0, 1) for name in ("query", "key"))
     tokens = Tokens(query, key, query_ptr=batch["query"].ptr, key_ptr=batch["key"].ptr)
-    graph = sample_edges(SBMHead(8, heads=2, num_blocks=4)(tokens), seed=1)
+    graph = sample_edges(SBMHead(8, heads=2, num_clusters=4)(tokens), seed=1)
     for number, part in enumerate(graph.replace_edges(batch, ("key", "to", "query")).to_data_list()):
         assert torch.equal(part["key", "to", "query"].edge_index, graph.sequence(number).edge_index)
         assert torch.equal(part["key", "to", "query"].edge_head, graph.sequence(number).edge_head)

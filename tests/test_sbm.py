@@ -148,7 +148,7 @@ def test_edge_prob_and_its_gradients() -> None:
 @pytest.mark.parametrize(("cluster_init", "ratio"), [("kaiming", 1.016), ("orthogonal", math.e)])
 def test_head_starts_as_documented(cluster_init: str, ratio: float) -> None:
     torch.manual_seed(0)
-    head = SBMHead(32, heads=2, num_blocks=128, cluster_init=cluster_init).requires_grad_(False)
+    head = SBMHead(32, heads=2, num_clusters=128, cluster_init=cluster_init).requires_grad_(False)
     sbm = head(Tokens(torch.randn(2, 50, 32), torch.randn(2, 60, 32)))
     prob = sbm.edge_prob_dense()
     assert prob.shape == (2, 50, 60)
@@ -165,7 +165,7 @@ def test_orthogonal_clusters_begin_in_any_default_dtype(dtype: torch.dtype) -> N
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        clusters = SBMHead(8, heads=2, num_blocks=5, cluster_init="orthogonal").clusters.detach()
+        clusters = SBMHead(8, heads=2, num_clusters=5, cluster_init="orthogonal").clusters.detach()
     finally:
         torch.set_default_dtype(before)
     assert clusters.dtype == dtype
@@ -244,7 +244,7 @@ def test_a_head_with_groups_is_the_product_of_small_heads(
     want = torch.autograd.grad((weight * prob).sum(), learnt, retain_graph=True)
     for _ in range(2):
         sbm = head(tokens)
-        assert sbm.num_blocks == side**groups
+        assert sbm.num_clusters == side**groups
         torch.testing.assert_close(sbm.edge_prob_dense(), prob, rtol=1e-12, atol=1e-12)
         got = torch.autograd.grad((weight * sbm.edge_prob_dense()).sum(), learnt)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -269,7 +269,7 @@ def test_degrees_of_a_head_without() -> None:
 
 
 def test_head_is_equations_5_to_7() -> None:
-    head = SBMHead(4, heads=2, num_blocks=3)
+    head = SBMHead(4, heads=2, num_clusters=3)
     q, k = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
     sbm = head(Tokens(q, k))
     for h in range(2):
@@ -326,7 +326,7 @@ def test_head_trains_with_changed_layers(change: str) -> None:
 def test_repr_and_sizes() -> None:
     assert repr(ragged()) == "SBM(2 sequences, 2 heads, 9 queries, 7 keys, 3 blocks)"
     assert repr(SBM(Y[:1, :1, :1], Z[:1, :1, :1], S[:1, :1, :1])) == "SBM(1 sequence, 1 head, 1 query, 1 key, 1 block)"
-    assert "num_blocks=3" in repr(SBMHead(4, 2, 3))
+    assert "num_clusters=3" in repr(SBMHead(4, 2, 3))
     assert "groups" not in repr(SBMHead(4, 2, 3))
     assert "block_size" not in repr(SBMSource(SBMHead(4, 2, 3)))
     assert "block_size=2" in repr(SBMSource(SBMHead(4, 2, 3), block_size=2))
@@ -370,7 +370,7 @@ def test_other_errors() -> None:
         sbm.on(AttentionGraph.from_dense(torch.eye(2)))
     with pytest.raises(TypeError, match=r"Expected 'query_ptr' to be a tensor \(got list\)"):
         SBM(Y, Z, S, cast(Any, [0, 2, 6]))
-    with pytest.raises(ValueError, match=r"Expected 'num_blocks' to be at least 1 \(got 0\)"):
+    with pytest.raises(ValueError, match=r"Expected 'num_clusters' to be at least 1 \(got 0\)"):
         SBMHead(4, 1, 0)
     with pytest.raises(ValueError, match=r"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
         SBMHead(4, cluster_init="normal")
@@ -384,7 +384,7 @@ def test_other_errors() -> None:
         ({"heads": True}, TypeError, r"Expected 'heads' to be an int \(got bool\)"),
         ({"heads": -1}, ValueError, r"Expected 'heads' to be at least 1 \(got -1\)"),
         ({"channels": None}, TypeError, r"Expected 'channels' to be an int \(got NoneType\)"),
-        ({"num_blocks": 2.5}, TypeError, r"Expected 'num_blocks' to be an int \(got float\)"),
+        ({"num_clusters": 2.5}, TypeError, r"Expected 'num_clusters' to be an int \(got float\)"),
         ({"initial_density": math.nan}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got nan\)"),
         ({"initial_density": 1.0}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got 1.0\)"),
         ({"initial_density": "0.5"}, TypeError, r"Expected 'initial_density\' to be a number in \(0, 1\) \(got str\)"),
@@ -409,12 +409,12 @@ def test_other_errors() -> None:
         ),
         ({"groups": 2, "parameterization": "mixed"}, ValueError, r"with groups=2 \(got 'mixed'\)"),
         (
-            {"groups": 3, "num_blocks": 100, "parameterization": "overlapping"},
+            {"groups": 3, "num_clusters": 100, "parameterization": "overlapping"},
             ValueError,
             r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3",
         ),
         (
-            {"groups": 2, "num_blocks": 48, "parameterization": "assortative"},
+            {"groups": 2, "num_clusters": 48, "parameterization": "assortative"},
             ValueError,
             r"Take 36 = 6\*\*2 or 49 = 7\*\*2",
         ),

@@ -313,7 +313,7 @@ def test_a_source_shares_draws() -> None:
 
 def test_layers_share_draws_by_default() -> None:
     cases: list[dict[str, Any]] = [{}, {"row_group": 1}, {"block_size": 2}, {"method": "fastrg"}]
-    sources: list[Any] = [SBMAttentionConv(8, 4, 2, num_blocks=4, **options).source for options in cases]
+    sources: list[Any] = [SBMAttentionConv(8, 4, 2, num_clusters=4, **options).source for options in cases]
     assert [source.row_group for source in sources] == [16, 1, 1, 1]
 
 

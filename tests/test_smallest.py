@@ -49,20 +49,20 @@ def tokens(heads: int = 1) -> Tokens:
 
 
 def encoder(**options: Any) -> SequenceEncoder:
-    return SequenceEncoder(**({"num_tokens": 1} | TINY | options), attention_options={"num_blocks": 1})
+    return SequenceEncoder(**({"num_tokens": 1} | TINY | options), attention_options={"num_clusters": 1})
 
 
 LAYERS: dict[str, Callable[[], Tensor]] = {
-    "SBMAttentionConv": lambda: SBMAttentionConv(1, 1, 1, num_blocks=1)(X),
+    "SBMAttentionConv": lambda: SBMAttentionConv(1, 1, 1, num_clusters=1)(X),
     "AttentionConv with an edge feature": lambda: AttentionConv(1, 1, edge_dim=1)(
         X, torch.tensor([[0, 1, 2], [0, 1, 2]]), edge_attr=torch.ones(3, 1)
     ),
     "FullAttention": lambda: FullAttention(1, 1, 1)(X, ptr=PTR),
-    "DCMMBias": lambda: DCMMBias(1, 1, num_blocks=1)(X[None], X[None], patterns.full(3))[:3, None],
+    "DCMMBias": lambda: DCMMBias(1, 1, num_clusters=1)(X[None], X[None], patterns.full(3))[:3, None],
     "SparseGPSConv": lambda: SparseGPSConv(1, GraphConv(1, 1), AttentionConv(1, 1, source=selectors.TopKSource(1)))(
         X, torch.tensor([[0, 1], [1, 2]])
     ),
-    "SBMMultiheadAttention": lambda: SBMMultiheadAttention(1, 1, kdim=1, vdim=1, num_blocks=1)(X, X, X)[0],
+    "SBMMultiheadAttention": lambda: SBMMultiheadAttention(1, 1, kdim=1, vdim=1, num_clusters=1)(X, X, X)[0],
     "Rotary": lambda: Rotary()(X.repeat(1, 2)[None], torch.arange(3))[0, :, :1],
     "SequenceEncoder": lambda: encoder()(WORDS, PTR),
     "SequenceEncoder of vectors": lambda: encoder(num_tokens=None, in_channels=1)(X, PTR),
@@ -123,10 +123,10 @@ def test_buckets_and_centroids_of_one() -> None:
 
 
 def test_one_step_of_training() -> None:
-    sparsifier = Sparsifier(SBMAttentionConv(2, 2, num_blocks=1), 0.5, total_steps=1)
+    sparsifier = Sparsifier(SBMAttentionConv(2, 2, num_clusters=1), 0.5, total_steps=1)
     assert sparsifier.step(1.0) == 0.5
-    again = Sparsifier(SBMAttentionConv(2, 2, num_blocks=1), 0.5, total_steps=1, dense_part=0)
-    again.load_state_dict(Sparsifier(SBMAttentionConv(2, 2, num_blocks=1), 0.5, 1, dense_part=0).state_dict())
+    again = Sparsifier(SBMAttentionConv(2, 2, num_clusters=1), 0.5, total_steps=1, dense_part=0)
+    again.load_state_dict(Sparsifier(SBMAttentionConv(2, 2, num_clusters=1), 0.5, 1, dense_part=0).state_dict())
     assert again.is_sparse
 
 

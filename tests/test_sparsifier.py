@@ -38,7 +38,7 @@ ANNOTATIONS = "Failing to pass a value to the 'type_params' parameter"  # what t
 
 def layer(**options: Any) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(8, 4, heads=2, num_blocks=4, **options)
+    return SBMAttentionConv(8, 4, heads=2, num_clusters=4, **options)
 
 
 def densities(sparsifier: Sparsifier, dense: Callable[[int], float], sparse: Callable[[int], float], steps: int) -> str:
@@ -372,7 +372,7 @@ def test_calls_of_one_pass_share_its_weight(how: str) -> None:
         return [parameter.grad.clone() for parameter in model[0].source.parameters()]
 
     torch.manual_seed(0)
-    model: Any = nn.ModuleList([SBMAttentionConv(8, 4, heads=2, num_blocks=4) for _ in range(2)])
+    model: Any = nn.ModuleList([SBMAttentionConv(8, 4, heads=2, num_clusters=4) for _ in range(2)])
     model[1].source = model[0].source
     sparsifier = Sparsifier(model, 0.3, 100, every=50)
     for calls in ([0, 0], [0, 1]):
@@ -504,7 +504,7 @@ def test_a_compiled_model_trains_alike() -> None:
     ends = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        encoder = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_blocks": 4})
+        encoder = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_clusters": 4})
         sparsifier = Sparsifier(encoder, 0.2, total_steps=12, every=3)
         run: Any = torch.compile(encoder, backend="aot_eager") if compiled else encoder
         optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
@@ -525,7 +525,7 @@ def _train(rank: int, folder: str) -> None:
     """Two processes whose losses differ, each over its own sequences."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_blocks": 4})
+    model = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_clusters": 4})
     sparsifier, parallel = Sparsifier(model, 0.2, total_steps=12, every=3), DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(12):
@@ -557,7 +557,7 @@ def test_a_restored_sparsifier_continues_alike() -> None:
         return 3 / (1 + step) + 0.1 * math.sin(step)
 
     for stop in (9, 23, 40, 70):
-        encoders = [SequenceEncoder(9, 8, num_layers=1, attention_options={"num_blocks": 4}) for _ in range(2)]
+        encoders = [SequenceEncoder(9, 8, num_layers=1, attention_options={"num_clusters": 4}) for _ in range(2)]
         one, other = (Sparsifier(encoder, 0.2, total_steps=80, every=5) for encoder in encoders)
         for step in range(stop):
             one.step(loss(step))
@@ -634,7 +634,7 @@ def test_a_sparse_model_stays_sparse_in_a_longer_training() -> None:
 @pytest.mark.parametrize("how", ["lazy", "inference", "meta"])
 def test_parameters_of_any_kind_are_taken(how: str) -> None:
     with torch.inference_mode(how == "inference"), torch.device("meta" if how == "meta" else "cpu"):
-        conv = SBMAttentionConv(-1 if how == "lazy" else 8, 4, heads=2, num_blocks=4)
+        conv = SBMAttentionConv(-1 if how == "lazy" else 8, 4, heads=2, num_clusters=4)
     sparsifier = Sparsifier(conv, 0.2, total_steps=2, dense_part=0.5)
     if how == "lazy":
         conv(torch.randn(9, 8)).sum().backward()
@@ -685,7 +685,7 @@ def test_an_optimizer_from_before_the_replacement_is_noticed() -> None:
         nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2, enable_nested_tensor=False
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    replace_attention(model, num_blocks=4)
+    replace_attention(model, num_clusters=4)
     sparsifier, x = Sparsifier(model, 0.2, total_steps=20), torch.randn(2, 12, 16)
 
     def step() -> None:
@@ -771,7 +771,7 @@ def test_a_loss_is_one_finite_number(loss: Any) -> None:
 def test_the_block_model_finds_the_key_of_each_query() -> None:
     """Each query must read the one key with its mark among 32, and ends with three keys or fewer."""
     torch.manual_seed(0)
-    conv, read = SBMAttentionConv((24, 16), 32, num_blocks=32), nn.Linear(32, 8)
+    conv, read = SBMAttentionConv((24, 16), 32, num_clusters=32), nn.Linear(32, 8)
     model = nn.ModuleList([conv, read])
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     sparsifier = Sparsifier(model, 0.08, total_steps=300)

@@ -41,14 +41,14 @@ PTR = torch.tensor([0, 10, 17, 30])
 
 def layer(**options: Any) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(16, 8, heads=2, **{"num_blocks": 4, **options})
+    return SBMAttentionConv(16, 8, heads=2, **{"num_clusters": 4, **options})
 
 
 def classifier(**options: Any) -> SequenceClassifier:
     torch.manual_seed(0)
     return SequenceClassifier(
         SequenceEncoder(
-            15, 16, num_layers=1, dropout=0.0, max_length=64, attention_options={"num_blocks": 4, **options}
+            15, 16, num_layers=1, dropout=0.0, max_length=64, attention_options={"num_clusters": 4, **options}
         ),
         10,
     )
@@ -166,15 +166,15 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
 @pytest.mark.parametrize(
     ("attention", "options"),
     [
-        ("sbm", {"num_blocks": 4, "target_density": 0.3}),
-        ("sbm", {"num_blocks": 4, "target_density": 0.3, "candidates": 2}),
-        ("sbm", {"num_blocks": 4, "block_size": 4}),
+        ("sbm", {"num_clusters": 4, "target_density": 0.3}),
+        ("sbm", {"num_clusters": 4, "target_density": 0.3, "candidates": 2}),
+        ("sbm", {"num_clusters": 4, "block_size": 4}),
         ("full", {}),
         ("window", {"size": 3}),
         ("top_k", {"k": 4}),
         ("lsh", {}),
         ("indexer", {"select": "bernoulli"}),
-        ("dcmm", {"num_blocks": 4}),
+        ("dcmm", {"num_clusters": 4}),
     ],
 )
 def test_sources_that_look_at_values_break_the_graph(attention: str, options: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def test_one_graph_with_forced_edges(compile_whole: Callable[..., Any]) -> None:
 
 def padded(**options: Any) -> SBMMultiheadAttention:
     torch.manual_seed(0)
-    return SBMMultiheadAttention(16, 2, batch_first=True, **{"num_blocks": 4, **options})
+    return SBMMultiheadAttention(16, 2, batch_first=True, **{"num_clusters": 4, **options})
 
 
 def padded_call(kind: str, n: int) -> dict[str, Any]:
@@ -265,16 +265,16 @@ def equal_over_padded_batches(compiled: Any, attention: SBMMultiheadAttention, k
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("kind", "num_blocks"),
+    ("kind", "num_clusters"),
     [("boolean masks", 4), ("floating masks", 4), ("a graph", 4), ("no padding", 4), ("floating masks", None)],
 )
-def test_one_graph_for_padded_batches(kind: str, num_blocks: int | None, compile_whole: Callable[..., Any]) -> None:
-    attention = padded(num_blocks=num_blocks)
+def test_one_graph_for_padded_batches(kind: str, num_clusters: int | None, compile_whole: Callable[..., Any]) -> None:
+    attention = padded(num_clusters=num_clusters)
     equal_over_padded_batches(compile_whole(attention), attention, kind)
 
 
 def test_one_graph_for_padded_memories(compile_whole: Callable[..., Any]) -> None:
-    attention = padded(num_blocks=None)
+    attention = padded(num_clusters=None)
     equal_over_padded_batches(compile_whole(attention), attention, "key padding", cross=True)
 
 
@@ -360,18 +360,18 @@ class Twice(torch.nn.Module):
         return x
 
 
-def encoder(num_blocks: int) -> torch.nn.TransformerEncoder:
+def encoder(num_clusters: int) -> torch.nn.TransformerEncoder:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     made = torch.nn.TransformerEncoder(layer, 2)
     for each in made.layers:
-        each.self_attn = SBMMultiheadAttention.from_torch(each.self_attn, num_blocks=num_blocks)
+        each.self_attn = SBMMultiheadAttention.from_torch(each.self_attn, num_clusters=num_clusters)
     return made
 
 
 STACKS: dict[str, Callable[[], torch.nn.Module]] = {
-    "key padding": lambda: Twice(padded), "boolean masks": lambda: Twice(lambda: padded(num_blocks=None)),
-    "no padding": lambda: Twice(lambda: padded(num_blocks=None)), "a graph": lambda: Twice(lambda: padded(num_blocks=None)),
-    "edge_index": lambda: Twice(lambda: layer(num_blocks=None)), "encoder": lambda: encoder(4),
+    "key padding": lambda: Twice(padded), "boolean masks": lambda: Twice(lambda: padded(num_clusters=None)),
+    "no padding": lambda: Twice(lambda: padded(num_clusters=None)), "a graph": lambda: Twice(lambda: padded(num_clusters=None)),
+    "edge_index": lambda: Twice(lambda: layer(num_clusters=None)), "encoder": lambda: encoder(4),
 }  # fmt: skip
 
 
@@ -443,7 +443,7 @@ def test_export_with_dynamic_length() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("attention", ["full", "sbm"])
 def test_dense_attention_exports_with_dynamic_lengths(attention: str, is_causal: bool) -> None:
-    options = {"num_blocks": 4, "target_density": 1.0} if attention == "sbm" else {}
+    options = {"num_clusters": 4, "target_density": 1.0} if attention == "sbm" else {}
     made = SequenceEncoder(15, 8, attention=attention, attention_options=options, is_causal=is_causal, max_length=64)
     model = SequenceClassifier(made, 3).eval()
     shapes = {"tokens": {0: torch.export.Dim("length", min=2, max=64)}, "ptr": {0: torch.export.Dim("batch", min=3)}}
@@ -491,7 +491,7 @@ def test_export_without_a_seed_has_the_one_of_the_model_or_draws_one_in_each_cal
 
 
 def test_second_derivatives_edge_by_edge_are_those_of_dense_attention() -> None:
-    conv, graph = SBMAttentionConv(16, 8, 2, num_blocks=4).double(), patterns.window(30, 2)
+    conv, graph = SBMAttentionConv(16, 8, 2, num_clusters=4).double(), patterns.window(30, 2)
     x = tokens().double().requires_grad_()
 
     def dense(x: Tensor) -> Tensor:
@@ -605,7 +605,7 @@ def test_vmap_over_what_decides_the_number_of_edges_is_refused() -> None:
 
 
 def test_vmap_over_tokens_without_a_seed_is_refused_alike() -> None:
-    many, conv = torch.randn(2, 10, 6), SBMAttentionConv(6, 4, 2, num_blocks=3)
+    many, conv = torch.randn(2, 10, 6), SBMAttentionConv(6, 4, 2, num_clusters=3)
     for randomness in ("error", "different"):
         with pytest.raises(ValueError, match=r"Expected 'query' outside of `torch.vmap`"):
             torch.func.vmap(conv, randomness=randomness)(many)

@@ -32,13 +32,13 @@ def measure() -> dict[str, Any]:
 
     torch.manual_seed(0)
     conv, ptr = (
-        SBMAttentionConv(8, 4, heads=2, num_blocks=4, target_density=0.3, dropout=0.1),
+        SBMAttentionConv(8, 4, heads=2, num_clusters=4, target_density=0.3, dropout=0.1),
         torch.tensor([0, 10, 30]),
     )
     x = torch.randn(30, 8, requires_grad=True)
     out, graph = conv(x, ptr=ptr, seed=1, return_graph=True)
     (grad,) = torch.autograd.grad(out.sum(), x)
-    blocks = SBMAttentionConv(8, 4, heads=2, num_blocks=4, target_density=0.3, block_size=4)
+    blocks = SBMAttentionConv(8, 4, heads=2, num_clusters=4, target_density=0.3, block_size=4)
     ring = patterns.window(40, 1) | patterns.random(40, 2, seed=0)
     path = analysis.hamiltonian_path(ring, seed=0).path
     return {

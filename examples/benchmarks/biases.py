@@ -51,7 +51,7 @@ def layer(name: str, density: float) -> SBMAttentionConv:
     options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
     added = None if name == "sbm" else bias
     return SBMAttentionConv(
-        64, CHANNELS, num_blocks=32, sbm_options=options, target_density=density, score_bias=added, window=None
+        64, CHANNELS, num_clusters=32, sbm_options=options, target_density=density, score_bias=added, window=None
     )
 
 

@@ -77,7 +77,7 @@ def build(arm: str, tokens: int, given: argparse.Namespace) -> nn.Module:
     if arm == "window":
         options = {"size": _keys(given.density, tokens) // 2}
     if arm.startswith("sbm"):
-        options = {"num_blocks": BLOCKS, "block_size": 16 if arm == "sbm-blocks" else 1, "window": None}
+        options = {"num_clusters": BLOCKS, "block_size": 16 if arm == "sbm-blocks" else 1, "window": None}
     encoder = SequenceEncoder(
         given.vocabulary, given.channels, num_layers=given.layers, heads=given.heads, ffn_channels=4 * given.channels,
         max_length=max(tokens, WARM), attention="sbm" if arm.startswith("sbm") else arm, attention_options=options,
@@ -104,7 +104,7 @@ def _hugging_face(arm: str, tokens: int, given: argparse.Namespace) -> nn.Module
     if arm == "hf-sdpa":
         return Encoder(BertModel(bert(attn_implementation="sdpa", **sizes), False), given.channels)
     import_module("sbm_pyg.integrations.hugging_face")  # registers "sbm"
-    options = {"num_blocks": BLOCKS, "window": None}
+    options = {"num_clusters": BLOCKS, "window": None}
     return Encoder(BertModel(bert(attn_implementation="sbm", sbm=options, **sizes), False), given.channels)
 
 

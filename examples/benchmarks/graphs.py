@@ -63,7 +63,7 @@ def layer(name: str) -> nn.Module:
     if name.startswith("GPSConv"):
         return GPSConv(CHANNELS, None, HEADS, attn_type=name.split(", ")[1])
     if name.startswith("learned"):
-        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_blocks=32, budget=float(EDGES), window=None)
+        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_clusters=32, budget=float(EDGES), window=None)
     elif name.startswith("random"):
         attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.random, num_keys_per_query=EDGES, heads=HEADS))
     else:
@@ -104,7 +104,7 @@ def gate() -> None:
     """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
     theirs = layer("GPSConv, multihead")
     assert isinstance(theirs, GPSConv)
-    ours = SparseGPSConv.from_gps(theirs, num_blocks=None)
+    ours = SparseGPSConv.from_gps(theirs, num_clusters=None)
     batch = torch.repeat_interleave(torch.tensor([9, 40, 21]))
     found = []
     for module in (theirs, ours):

@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {"steps": 1000, "evaluate_every": 50}
 LONG: dict[str, Any] = {"position_scale": 1.0}
 SORTED: dict[str, Any] = {**LONG, "parameterization": "assortative", "cluster_init": "orthogonal", "temperature": 0.3}
 SORTED["tied"] = 1
-PAPER: dict[str, Any] = {"tokens": 256, "batch_size": 256, "num_blocks": 128, "learning_rate": 1e-3, "decay": 0}
+PAPER: dict[str, Any] = {"tokens": 256, "batch_size": 256, "num_clusters": 128, "learning_rate": 1e-3, "decay": 0}
 MASK: dict[str, Any] = {**SHORT, "estimator": "mask", "exploration": 0.01}
 RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated_tokens --quick`
     "full": {**SHORT, "attention": "full"},
@@ -45,8 +45,8 @@ RUNS: dict[str, dict[str, Any]] = {  # by name, how a run differs from `repeated
     "local, long, assortative, 0.1": {**SORTED, "density_weight": 0.1},
     "mask, long, assortative, 0.1": {**SORTED, "density_weight": 0.1, "estimator": "mask", "exploration": 0.01},
     "local, long, assortative": SORTED,
-    "local, longer, 64 blocks, 0.1": {**SORTED, "steps": 4000, "num_blocks": 64, "density_weight": 0.1},
-    "local, longer, 64 blocks, 0.3": {**SORTED, "steps": 4000, "num_blocks": 64, "density_weight": 0.3},
+    "local, longer, 64 blocks, 0.1": {**SORTED, "steps": 4000, "num_clusters": 64, "density_weight": 0.1},
+    "local, longer, 64 blocks, 0.3": {**SORTED, "steps": 4000, "num_clusters": 64, "density_weight": 0.3},
     "literal, full": {**PAPER, "attention": "full"},
     "literal, local": PAPER,
     "256 tokens, local": {**PAPER, "batch_size": 32, "learning_rate": 3e-3, "decay": 1, "sbm_rate": 4.0},

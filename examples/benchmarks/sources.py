@@ -53,7 +53,7 @@ def sources(n: int) -> dict[str, Graph]:
     share, groups = EDGES / n, max(2, n // EDGES)
     projection, centroids = sparsefinder.Projection(CHANNELS, dim=DIM), torch.randn(1, math.isqrt(n), CHANNELS)
     modules = {
-        "sbm": SBMSource(SBMHead(CHANNELS, num_blocks=64), target_density=share, window=None),
+        "sbm": SBMSource(SBMHead(CHANNELS, num_clusters=64), target_density=share, window=None),
         "indexer": IndexerSource(Indexer(CHANNELS), select="bernoulli", target_density=share),
         "indexer_top_k": IndexerSource(Indexer(CHANNELS), k=EDGES),
     }

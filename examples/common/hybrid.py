@@ -43,7 +43,7 @@ DENSE = ("full", "dcmm")  # attend to all pairs
 CONTROLS = ("sparsifier", "fixed", "none")
 BLOCK = 4  # keys of a block
 SBM_OPTIONS: dict[str, Any] = {
-    "estimator": "distill", "parameterization": "overlapping", "cluster_init": "orthogonal", "num_blocks": 64,
+    "estimator": "distill", "parameterization": "overlapping", "cluster_init": "orthogonal", "num_clusters": 64,
     "groups": 1,  # of blocks, whose product they are
     "probes": 16.0,
     "degree_corrected": 0,
@@ -56,7 +56,7 @@ SBM_OPTIONS: dict[str, Any] = {
     "frozen": 0,  # 1: what chooses stays as it began, so that learning to choose is all that differs from a run without
 }  # fmt: skip
 DCMM_OPTIONS: dict[str, Any] = {
-    "num_blocks": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",
+    "num_clusters": 100, "degree": "relu", "squash": 1, "tied": 1, "entropy_weight": 0.1, "control": "none",
 }  # fmt: skip
 INDEX_OPTIONS: dict[str, Any] = {
     "select": "bernoulli",  # or "top_k"
@@ -191,7 +191,7 @@ def _window(degree: float, length: int) -> int:
 
 def make_bias(channels: int, heads: int, options: dict[str, Any]) -> DCMMBias:
     """A bias by options, in which flags are 0 or 1."""
-    own = {name: options[name] for name in ("num_blocks", "degree", "entropy_weight")}
+    own = {name: options[name] for name in ("num_clusters", "degree", "entropy_weight")}
     own |= {name: bool(options[name]) for name in ("squash", "symmetric", "tied") if name in options}
     return DCMMBias(channels, heads, **own)
 
@@ -226,7 +226,9 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         return freeze(conv) if options["frozen"] else conv
     head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
     head["degree_corrected"] = bool(options["degree_corrected"])
-    layer_options = {name: options[name] for name in ("num_blocks", "estimator", "probes", "block_size", "candidates")}
+    layer_options = {
+        name: options[name] for name in ("num_clusters", "estimator", "probes", "block_size", "candidates")
+    }
     layer_options["row_group"] = options["row_group"] or None
     layer_options["detach"] = bool(options["detach"])
     layer_options["score_bias"] = (

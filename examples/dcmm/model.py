@@ -20,10 +20,10 @@ from sbm_pyg import AttentionConv, FullAttention, SBMAttentionConv, SequenceEnco
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
 BIAS: dict[str, Any] = {
-    "degree": "relu", "squash": 1, "symmetric": 0, "tied": 1, "num_blocks": 32, "entropy_weight": 0.1,
+    "degree": "relu", "squash": 1, "symmetric": 0, "tied": 1, "num_clusters": 32, "entropy_weight": 0.1,
 }  # fmt: skip
 GRAPH = {
-    "estimator": "local", "probes": 16.0, "num_blocks": 32, "parameterization": "overlapping", "cluster_init": "orthogonal",
+    "estimator": "local", "probes": 16.0, "num_clusters": 32, "parameterization": "overlapping", "cluster_init": "orthogonal",
     "density": 0.25,  # target density; 0: probabilities as they are
     "control": "sparsifier",  # dense first; "fixed": sparse from the start
 }  # fmt: skip
@@ -43,7 +43,7 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
         return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
     head = {name: options[name] for name in ("parameterization", "cluster_init")}
     head |= {"degree_corrected": True} if kind == "dcsbm" else {}
-    rest = {name: options[name] for name in ("num_blocks", "estimator", "probes")}
+    rest = {name: options[name] for name in ("num_clusters", "estimator", "probes")}
     rest |= {"sbm_options": head, "target_density": options["density"] or None, "score_bias": bias}
     return SBMAttentionConv(channels, width, heads, **rest)
 

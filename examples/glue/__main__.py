@@ -8,7 +8,7 @@
 
 Texts are files, plain or gzip, with an empty line between documents, or a folder of `datasets`. GLUE is a folder with SST-2, QQP, QNLI
 and MNLI as released. Methods are full, sbm, random (block models that do not learn), window, dcmm, bigbird, lsh and routing; options
-follow a colon, as in sbm:num_blocks=64. sbm and random have a window too (--window, or sbm:window=0); --density is that of their
+follow a colon, as in sbm:num_clusters=64. sbm and random have a window too (--window, or sbm:window=0); --density is that of their
 sampled edges. The same command goes on after a kill, and skips what is in rows.csv.
 """
 

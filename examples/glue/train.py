@@ -25,10 +25,10 @@ from sbm_pyg.sources.interface import Choice
 
 METHODS = ("full", "sbm", "random", "window", "dcmm", "bigbird", "lsh", "routing")
 LEARNED: dict[str, Any] = {
-    "num_blocks": 128, "parameterization": "overlapping", "degree_corrected": 0, "window": -1, "estimator": "local",
+    "num_clusters": 128, "parameterization": "overlapping", "degree_corrected": 0, "window": -1, "estimator": "local",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": LEARNED, "random": {"window": -1}, "window": {"size": -1}, "dcmm": {"num_blocks": 100},
+    "sbm": LEARNED, "random": {"window": -1}, "window": {"size": -1}, "dcmm": {"num_clusters": 100},
     "bigbird": {"size": -1, "num_global": 2, "num_random": 3}, "lsh": {"num_buckets": 16, "chunk_size": 16},
     "routing": {"num_clusters": 8},
 }  # fmt: skip

@@ -22,7 +22,7 @@ from examples.long_documents.data import Batch, Documents, Texts
 from sbm_pyg import SequenceEncoder, Sparsifier, TokenClassifier
 
 METHODS = ("full", "sbm", "random", "indexer", "window", "global")
-OPTIONS: dict[str, dict[str, Any]] = {"sbm": {"num_blocks": 64}, "random": {"num_blocks": 64}}
+OPTIONS: dict[str, dict[str, Any]] = {"sbm": {"num_clusters": 64}, "random": {"num_clusters": 64}}
 SAMPLED = ("sbm", "random", "indexer")
 WINDOW = 8  # tokens on each side that sampled graphs have too
 SHORTEST, LARGEST_BATCH = 15, 48  # tokens of a part, documents of a step

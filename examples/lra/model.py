@@ -61,7 +61,7 @@ class Classifier(LightningModule):
         self.settings, self.arity = settings, task.arity
         options: dict[str, Any] = {"dropout": settings.attention_dropout}
         if settings.attention == "sbm":
-            names: tuple[str, ...] = ("num_blocks", "estimator", "probes", "exploration", "block_size")
+            names: tuple[str, ...] = ("num_clusters", "estimator", "probes", "exploration", "block_size")
             options |= {name: getattr(settings, name) for name in names}
             options["row_group"] = settings.row_group or None
             model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
@@ -77,7 +77,7 @@ class Classifier(LightningModule):
         elif settings.attention == "top_k" and not settings.target_density:
             options["k"] = 16
         elif settings.attention == "dcmm":
-            options["num_blocks"] = settings.num_blocks
+            options["num_clusters"] = settings.num_clusters
         elif settings.attention == "window":
             options["size"] = settings.window
         attention: Any = settings.attention

@@ -57,7 +57,7 @@ class Settings:
         "gradient of 'sbm' and indexers; with imitate and none, indexers choose by rank", choices=ESTIMATORS
     )
     probes: float = _option("pairs per query that the estimator 'local' looks at in addition to the edges", least=0.0)
-    num_blocks: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
+    num_clusters: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
     block_size: int = _option("tokens that 'sbm' chooses keys for, and among, together", least=1)
     row_group: int = _option(
         "consecutive queries of 'sbm' that share their draws; 0: the default of the layer", least=0, default=0
@@ -136,7 +136,7 @@ class Preset:
 LISTOPS = Settings(
     layers=2, heads=2, channels=64, head_channels=32, ffn_channels=128, max_length=2048, split="release", level="none",
     dropout=0.1, attention_dropout=0.1,
-    attention="sbm", estimator="mask", probes=16.0, num_blocks=128, block_size=1, row_group=1, cluster_init="kaiming",
+    attention="sbm", estimator="mask", probes=16.0, num_clusters=128, block_size=1, row_group=1, cluster_init="kaiming",
     parameterization="paper", initial_density=0.25, temperature=1.0, tied=0, exploration=0.01, window=64, density_weight=0.0,
     batch_size=128, accumulate=1, steps=5000, warmup=1000, learning_rate=5e-4, weight_decay=0.0, clip_norm=0.0,
     precision="32-true", seed=0, validate_every=250, log_every=10,
@@ -156,7 +156,7 @@ QUICK: dict[str, Any] = {
     "estimator": "local", "row_group": 0, "exploration": 0.0, "dropout": 0.0, "attention_dropout": 0.0, "learning_rate": 2e-3, "clip_norm": 1.0,
     "linformer_rank": 64, "random_features": 64, "landmarks": 64,
 }  # fmt: skip
-LONG: dict[str, Any] = {**QUICK, "num_blocks": 32, "initial_density": 0.05, "evaluate": 1_000}
+LONG: dict[str, Any] = {**QUICK, "num_clusters": 32, "initial_density": 0.05, "evaluate": 1_000}
 BYTES: dict[str, Any] = {**LONG, "max_length": 512, "steps": 400, "warmup": 50, "validate_every": 200}
 SMALL: dict[str, Any] = {"linformer_rank": 8, "landmarks": 8, "hash_chunk": 8, "value_kernel": 5, "window": 8}
 LISTS: dict[str, Any] = {"max_length": 128, "batch_size": 64, "steps": 800, "warmup": 100, "validate_every": 100}
@@ -235,8 +235,8 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
 def method_words(method: str) -> list[str]:
     """Reads the name of a method: a kind of attention, and after a colon settings of its own.
 
-    >>> method_words("sbm:density-weight=0.1,num-blocks=64")
-    ['--attention', 'sbm', '--density-weight', '0.1', '--num-blocks', '64']
+    >>> method_words("sbm:density-weight=0.1,num-clusters=64")
+    ['--attention', 'sbm', '--density-weight', '0.1', '--num-clusters', '64']
     """
     attention, _, own = method.partition(":")
     require(attention in METHODS, f"'methods' among {', '.join(METHODS)}", repr(attention), "See --help.")

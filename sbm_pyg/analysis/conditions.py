@@ -370,14 +370,14 @@ class Lemma2:
 
     Args:
         num_tokens: Number of tokens n.
-        num_blocks: Number of communities, and of relay tokens, K.
+        num_clusters: Number of communities, and of relay tokens, K.
         sbms: The models of the three patterns: communities, relay keys, relay queries; all probabilities are 0 or 1.
         graphs: The three patterns with self-loops.
         path: A Hamiltonian path of their union.
     """
 
     num_tokens: int
-    num_blocks: int
+    num_clusters: int
     sbms: tuple[SBM, SBM, SBM]
     graphs: tuple[AttentionGraph, AttentionGraph, AttentionGraph]
     path: tuple[int, ...]
@@ -396,7 +396,7 @@ class Lemma2:
         return spread_steps([self.graphs[number - 1] for number in order])
 
 
-def lemma2(n: int, num_blocks: int) -> Lemma2:
+def lemma2(n: int, num_clusters: int) -> Lemma2:
     r"""Lemma 2 of Cho et al. (2022): three block models whose patterns satisfy the conditions.
 
     The patterns have O(nK + n^2/K) edges. With r the position of a token from 0, and K communities: (1) :math:`Y = Z =
@@ -412,7 +412,7 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
 
     Args:
         n: Number of tokens, at least 1.
-        num_blocks: Number of communities K in 1 .. n.
+        num_clusters: Number of communities K in 1 .. n.
 
     Returns:
         Models, graphs and path.
@@ -432,33 +432,33 @@ def lemma2(n: int, num_blocks: int) -> Lemma2:
     all entries sums to 1).
     """
     n = checks.integer("n", n, 1, "It is the number of tokens.")
-    num_blocks = checks.integer("num_blocks", num_blocks, 1, "Each community needs a token.")
-    if num_blocks > n:
+    num_clusters = checks.integer("num_clusters", num_clusters, 1, "Each community needs a token.")
+    if num_clusters > n:
         raise ValueError(
-            f"Expected 'num_blocks' in 1..n = 1..{short(n)} (got {short(num_blocks)}). Each community needs a token."
+            f"Expected 'num_clusters' in 1..n = 1..{short(n)} (got {short(num_clusters)}). A community needs a token."
         )
-    edges = n * n // num_blocks + 2 * n * (num_blocks + 1)
-    needed = 12 * n * num_blocks + 4 * num_blocks**2 + 16 * edges
+    edges = n * n // num_clusters + 2 * n * (num_clusters + 1)
+    needed = 12 * n * num_clusters + 4 * num_clusters**2 + 16 * edges
     way_out = "About the square root of n / 2 communities give the fewest edges."
     checks.memory("n", needed, 1, torch.device("cpu"), way_out, "bytes of models and graphs")
     position = torch.arange(n)
-    block = torch.nn.functional.one_hot(position * num_blocks // n, num_blocks).float()[None]
-    relay = (position >= n - num_blocks).float()[None, :, None]
+    block = torch.nn.functional.one_hot(position * num_clusters // n, num_clusters).float()[None]
+    relay = (position >= n - num_clusters).float()[None, :, None]
     ones, link = torch.ones(1, n, 1), torch.ones(1, 1, 1)
-    sbms = (SBM(block, block, torch.eye(num_blocks)[None]), SBM(ones, relay, link), SBM(relay, ones, link))
+    sbms = (SBM(block, block, torch.eye(num_clusters)[None]), SBM(ones, relay, link), SBM(relay, ones, link))
     loops = fixed.self_loops(n)
     graphs = (
-        fixed.block_diagonal(n, num_blocks),
-        fixed.relay_keys(n, num_blocks) | loops,
-        fixed.relay_queries(n, num_blocks) | loops,
+        fixed.block_diagonal(n, num_clusters),
+        fixed.relay_keys(n, num_clusters) | loops,
+        fixed.relay_queries(n, num_clusters) | loops,
     )
     path: list[int] = []
-    relays = iter(range(n - num_blocks, n))
-    for number in range(num_blocks):
-        first, end = (-(-side * n // num_blocks) for side in (number, number + 1))
-        members = range(first, min(end, n - num_blocks))
+    relays = iter(range(n - num_clusters, n))
+    for number in range(num_clusters):
+        first, end = (-(-side * n // num_clusters) for side in (number, number + 1))
+        members = range(first, min(end, n - num_clusters))
         path += [next(relays), *members] if path and members else members
-    return Lemma2(n, num_blocks, sbms, graphs, (*path, *relays))
+    return Lemma2(n, num_clusters, sbms, graphs, (*path, *relays))
 
 
 # ------------------------------------------------------------------------------------------------------------- Lemma 1

@@ -126,7 +126,7 @@ def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, target_density=0.25)
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, target_density=0.25)
         >>> with compare_heads(conv) as table:
         ...     out = conv(torch.randn(40, 16), seed=0)
         >>> head = table.heads[1]
@@ -162,7 +162,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, target_density=0.25).eval()
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, target_density=0.25).eval()
         >>> with record_attention(conv) as calls:
         ...     out = conv(torch.randn(40, 16), seed=0)
         >>> graph, weight = calls[0].graph, calls[0].weight

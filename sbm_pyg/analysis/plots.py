@@ -350,7 +350,7 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
         spots = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 12)).round().astype(int))
         axis.set_ticks(spots, [str(numbers[spot]) for spot in spots])
     right.set(xlabel="community of keys", ylabel="community of queries")
-    right.set_title(f"block matrix S, {sbm.num_blocks} communities, those in use", fontsize=10)
+    right.set_title(f"block matrix S, {sbm.num_clusters} communities, those in use", fontsize=10)
     span = f"weight between two communities\n(colors span {low:.4g} to {high:.4g})"
     figure.colorbar(matrix, ax=right, label=span, shrink=0.8)
     words = (
@@ -432,7 +432,7 @@ def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv, Sparsifier
-        >>> sparsifier = Sparsifier(SBMAttentionConv(8, 4, num_blocks=4), 0.1, total_steps=100)
+        >>> sparsifier = Sparsifier(SBMAttentionConv(8, 4, num_clusters=4), 0.1, total_steps=100)
         >>> for step in range(100):
         ...     density = sparsifier.step(1 / (step + 1))
         >>> print(plot_losses(sparsifier.history).get_label()[:57])

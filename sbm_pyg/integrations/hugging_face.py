@@ -58,7 +58,7 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     A learned source begins at a target density of 1, dense attention, so the outputs of the model do not change. A
     :class:`SparsifierCallback` or :class:`~sbm_pyg.Sparsifier` then trains it and makes the model sparse.
 
-    ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_blocks": 16})`` does the same while it loads a model.
+    ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_clusters": 16})`` does the same as a model is loaded.
 
     Args:
         model: Model of ``transformers`` whose attention can be selected by ``attn_implementation``.
@@ -76,7 +76,7 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2))
-        >>> replace_attention(model, num_blocks=4)
+        >>> replace_attention(model, num_clusters=4)
         ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
     way_out = "For torch's layers take `sbm_pyg.replace_attention`."
@@ -110,7 +110,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2))
-        >>> _ = replace_attention(model, num_blocks=4)
+        >>> _ = replace_attention(model, num_clusters=4)
         >>> restore_attention(model), model.config._attn_implementation
         (['encoder.layer.0.attention.self'], 'sdpa')
     """
@@ -304,7 +304,7 @@ def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> Attention
         density = options.pop("target_density", 1.0)
         layer = named.make_attention(source, -1, channels, heads, target_density=1.0, **options)
         if layer.source is None:
-            raise ValueError("Expected 'num_blocks' to be a number (got None). Take source='full' for all pairs.")
+            raise ValueError("Expected 'num_clusters' to be a number (got None). Take source='full' for all pairs.")
         layer.source.target_density = density  # after 1, so that the running mean is there to be loaded
     else:
         layer = named.make_attention(source, -1, channels, heads, **options)

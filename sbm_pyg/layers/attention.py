@@ -417,7 +417,7 @@ class AttentionConv(EdgeAttention):
         """The choice of the source, expanded to the heads of the layer."""
         if self.source is None:
             raise ValueError(
-                "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_blocks' is None). "
+                "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_clusters' is None). "
                 "Pass a graph, or give the layer a source."
             )
         choice = self.source(tokens).expand(self.heads)
@@ -478,7 +478,7 @@ class SBMAttentionConv(AttentionConv):
 
     Args:
         in_channels, out_channels, heads: As :class:`AttentionConv`.
-        num_blocks: Number of communities K of each head's block model. None: no source; every call needs a graph.
+        num_clusters: Number of communities K of each head's block model. None: no source; every call needs a graph.
         sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
             "assortative"}``.
         estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also
@@ -498,7 +498,7 @@ class SBMAttentionConv(AttentionConv):
 
     Example:
         >>> import torch
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4)
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4)
         >>> x, ptr = torch.randn(30, 16), torch.tensor([0, 10, 30])  # two sequences
         >>> out, choice = conv(x, ptr=ptr, seed=0, return_choice=True)
         >>> out.shape, choice.graph.density.shape, choice.probability
@@ -514,7 +514,7 @@ class SBMAttentionConv(AttentionConv):
         in_channels: int | tuple[int, int],
         out_channels: int,
         heads: int = 1,
-        num_blocks: int | None = 64,
+        num_clusters: int | None = 64,
         *,
         sbm_options: Mapping[str, Any] | None = None,
         estimator: Estimator | str | None = None,
@@ -528,14 +528,14 @@ class SBMAttentionConv(AttentionConv):
         checks.one_of("method", method, METHODS)
         estimator = resolve_estimator(estimator, normalizer, method, probes)
         super().__init__(in_channels, out_channels, heads, estimator=estimator, **options)
-        self.num_blocks = num_blocks
+        self.num_clusters = num_clusters
         checks.kind("sbm_options", sbm_options, Mapping | None, "a dict of arguments of SBMHead", "Name each option.")
-        if num_blocks is not None:
+        if num_clusters is not None:
             if of_source.get("exploration") is None:
                 of_source["exploration"] = self.estimator.exploration
             if row_group is None:
                 row_group = 16 if method == "bernoulli" and of_source.get("block_size", 1) == 1 else 1
-            head = SBMHead(self.out_channels, self.heads, num_blocks, **(sbm_options or {}))
+            head = SBMHead(self.out_channels, self.heads, num_clusters, **(sbm_options or {}))
             self.source = SBMSource(head, row_group=row_group, **of_source)
             if self.is_causal and self.source.block_size > 1 and head.tied:
                 raise ValueError(

@@ -76,7 +76,7 @@ class DCMMBias(nn.Module):
     Args:
         channels: Channels of a head C.
         heads: Number of heads H.
-        num_blocks: Number of communities K.
+        num_clusters: Number of communities K.
         degree: Function that makes degrees positive: ``"relu"``, as in the authors' code, with which half of the
             degrees are 0 at the start and have no gradient; ``"sigmoid"``, as in its help text; or ``"softplus"``.
         squash: Apply the tanh, which is in the authors' code but not in their figure.
@@ -95,11 +95,11 @@ class DCMMBias(nn.Module):
 
     Example:
         >>> from sbm_pyg import AttentionConv, SBMAttentionConv, patterns
-        >>> bias = DCMMBias(8, heads=2, num_blocks=5)
+        >>> bias = DCMMBias(8, heads=2, num_clusters=5)
         >>> conv = AttentionConv(16, 8, 2, patterns.PatternSource(patterns.full), score_bias=bias)  # as published
         >>> conv(torch.randn(10, 16)).shape
         torch.Size([10, 16])
-        >>> sampled = SBMAttentionConv(16, 8, 2, num_blocks=4, score_bias=bias)  # over the edges of a sampled graph
+        >>> sampled = SBMAttentionConv(16, 8, 2, num_clusters=4, score_bias=bias)  # over the edges of a sampled graph
         >>> out, graph = sampled(torch.randn(10, 16), seed=0, return_graph=True)
 
     Reference: Cheng et al., "DCMM-Transformer: Degree-Corrected Mixed-Membership Attention for Medical Imaging", AAAI
@@ -112,7 +112,7 @@ class DCMMBias(nn.Module):
         self,
         channels: int,
         heads: int = 1,
-        num_blocks: int = 100,
+        num_clusters: int = 100,
         *,
         degree: str = "relu",
         squash: bool = True,
@@ -122,7 +122,7 @@ class DCMMBias(nn.Module):
         entropy_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        given = {"channels": channels, "heads": heads, "num_blocks": num_blocks}
+        given = {"channels": channels, "heads": heads, "num_clusters": num_clusters}
         for name, size in given.items():
             checks.integer(name, size, 1, "The paper has 64 channels, 6 heads and 100 blocks.")
         checks.one_of("degree", degree, tuple(DEGREES))
@@ -130,16 +130,16 @@ class DCMMBias(nn.Module):
             checks.flag(name, flag, "See the docstring of DCMMBias.")
         checks.number("scale", scale, "(-inf, inf)", "It is the initial factor of the bias.")
         checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is the weight of the entropy in the loss.")
-        checks.parameters("num_blocks", num_blocks * (channels + num_blocks), "Take fewer.")
-        checks.parameters("heads", heads * num_blocks**2, "Take fewer heads or communities.")
-        self.channels, self.heads, self.num_blocks = given.values()
+        checks.parameters("num_clusters", num_clusters * (channels + num_clusters), "Take fewer.")
+        checks.parameters("heads", heads * num_clusters**2, "Take fewer heads or communities.")
+        self.channels, self.heads, self.num_clusters = given.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight
         self.auxiliary_losses = AuxiliaryLosses()
-        self.lin_group, self.lin_degree = nn.Linear(channels, num_blocks), nn.Linear(channels, 1)
-        self.lin_key_group = None if tied else nn.Linear(channels, num_blocks)
+        self.lin_group, self.lin_degree = nn.Linear(channels, num_clusters), nn.Linear(channels, 1)
+        self.lin_key_group = None if tied else nn.Linear(channels, num_clusters)
         self.lin_key_degree = None if tied else nn.Linear(channels, 1)
-        self.affinity = nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
+        self.affinity = nn.Parameter(torch.empty(heads, num_clusters, num_clusters))
         self.scale = nn.Parameter(torch.empty(()))
         self._reset_affinity_and_scale()
 
@@ -213,6 +213,6 @@ class DCMMBias(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, degree={self.degree!r}, "
+            f"{self.channels}, heads={self.heads}, num_clusters={self.num_clusters}, degree={self.degree!r}, "
             f"squash={self.squash}, symmetric={self.symmetric}, tied={self.tied}"
         )

@@ -56,8 +56,8 @@ class SparseGPSConv(GPSConv):
         heads: Without ``attn``: number of heads, which divides ``channels``. None: 1.
         attn_type: Without ``attn``: name of the source, as in :func:`replace_attention`. ``"multihead"``, as in PyG, is
             ``"full"``. None: ``"sbm"``, a block model.
-        attn_kwargs: Without ``attn``: options of the source and of :class:`AttentionConv`, such as ``{"num_blocks": 16,
-            "dropout": 0.1}``.
+        attn_kwargs: Without ``attn``: options of the source and of :class:`AttentionConv`, such as
+            ``{"num_clusters": 16, "dropout": 0.1}``.
 
     Raises:
         TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`, or options of one come with it.
@@ -71,8 +71,8 @@ class SparseGPSConv(GPSConv):
         >>> from torch_geometric.nn import GINEConv
         >>> from sbm_pyg import SBMAttentionConv
         >>> conv = GINEConv(nn.Linear(32, 32), edge_dim=4)
-        >>> layer = SparseGPSConv(32, conv, heads=4, attn_kwargs={"num_blocks": 16})
-        >>> layer = SparseGPSConv(32, conv, SBMAttentionConv(32, 8, heads=4, num_blocks=16))  # the same
+        >>> layer = SparseGPSConv(32, conv, heads=4, attn_kwargs={"num_clusters": 16})
+        >>> layer = SparseGPSConv(32, conv, SBMAttentionConv(32, 8, heads=4, num_clusters=16))  # the same
         >>> edge_index, batch = torch.tensor([[0, 1, 3], [1, 2, 4]]), torch.tensor([0, 0, 0, 1, 1])
         >>> layer(torch.randn(5, 32), edge_index, batch, edge_attr=torch.randn(3, 4)).shape
         torch.Size([5, 32])
@@ -127,7 +127,7 @@ class SparseGPSConv(GPSConv):
 
         Args:
             gps: PyG's layer, with ``attn_type="multihead"``.
-            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``num_blocks=None``
+            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``num_clusters=None``
                 attention is over all pairs of a graph.
 
         Raises:
@@ -160,7 +160,7 @@ class SparseGPSConv(GPSConv):
                 f"(got {attn}). It has no dense counterpart: leave it as it is."
             )
         attention = SBMMultiheadAttention(
-            width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, num_blocks=None
+            width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, num_clusters=None
         )
         attention.conv, attention.out_proj = attn, self.lin_out
         made = GPSConv(self.channels, self.conv, attn.heads, self.dropout, norm=None)
@@ -231,7 +231,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
             rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
             of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
-        **options: Of the source and of :class:`AttentionConv`, such as ``num_blocks``, the communities of a block
+        **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters``, the communities of a block
             model.
 
     Returns:
@@ -245,7 +245,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     Example:
         >>> from sbm_pyg import Sparsifier
         >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-        >>> replace_attention(layer, num_blocks=16)
+        >>> replace_attention(layer, num_clusters=16)
         ['self_attn']
         >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
     """
@@ -297,7 +297,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
                 "`torch.nn.utils.parametrize.remove_parametrizations`, and register them on the new layer."
             )
         _check_hooks(name, layer, *attention.modules())
-    if source == "sbm" and options.get("num_blocks", 1) is not None:
+    if source == "sbm" and options.get("num_clusters", 1) is not None:
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
     for module in found.values():
@@ -329,7 +329,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-        >>> names = replace_attention(layer, num_blocks=16)
+        >>> names = replace_attention(layer, num_clusters=16)
         >>> restore_attention(layer), type(layer.self_attn).__name__
         (['self_attn'], 'MultiheadAttention')
     """

@@ -87,7 +87,7 @@ class LearnedGraph(nn.Module):
     Example:
         >>> from sbm_pyg import SBMHead, SBMSource
         >>> from torch_geometric.nn import GraphConv
-        >>> learned = LearnedGraph(SBMSource(SBMHead(16, num_blocks=8), target_density=0.1))
+        >>> learned = LearnedGraph(SBMSource(SBMHead(16, num_clusters=8), target_density=0.1))
         >>> conv, x = GraphConv(16, 2), torch.randn(50, 16)
         >>> edge_index, edge_weight = learned(x)
         >>> conv(x, edge_index, edge_weight).square().mean().backward()

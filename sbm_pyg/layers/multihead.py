@@ -56,9 +56,9 @@ class SBMMultiheadAttention(nn.Module):
             :class:`~sbm_pyg.sources.indexer.IndexerSource`, which chooses by rank; a pattern of
             :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of :mod:`~sbm_pyg.sources.selectors` such as
             ``"top_k"``; or your own, see :func:`~sbm_pyg.register_source`.
-        **options: Of the source and of :class:`AttentionConv`, such as ``num_blocks`` of a block model, ``estimator``,
-            ``window`` or ``score_bias``. With ``num_blocks=None`` there is no source, and attention is dense unless the
-            call passes a graph.
+        **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters`` of a block model,
+            ``estimator``, ``window`` or ``score_bias``. With ``num_clusters=None`` there is no source, and attention is
+            dense unless the call passes a graph.
 
     Raises:
         TypeError: A size is not an integer, a flag not a bool, ``dtype`` not floating, or an option unknown.
@@ -69,7 +69,7 @@ class SBMMultiheadAttention(nn.Module):
           ...]`` without, ``[L, ...]`` for one sequence, or nested, ``[B, *, ...]``. The output is shaped as the query.
 
     Example:
-        >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_blocks=8)
+        >>> attention = SBMMultiheadAttention(32, num_heads=4, batch_first=True, num_clusters=8)
         >>> x, padding = torch.randn(2, 10, 32), torch.arange(10) >= torch.tensor([[10], [7]])
         >>> out, weights = attention(x, x, x, key_padding_mask=padding, seed=0)
         >>> out.shape, weights.shape
@@ -278,7 +278,7 @@ class SBMMultiheadAttention(nn.Module):
         self._check_tensors({"query": query, "key": key, "value": value}, masks, graph)
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
-                "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or num_blocks=None). Leave them out."
+                "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or num_clusters=None). Omit them."
             )
         self_attention, batched, nested = _is_self_attention(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)

@@ -37,7 +37,7 @@ class Rotary(nn.Module):
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, rotary=Rotary())
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, rotary=Rotary())
         >>> conv(torch.randn(30, 16), ptr=torch.tensor([0, 10, 30])).shape  # positions are counted in each sequence
         torch.Size([30, 16])
 
@@ -115,7 +115,7 @@ class ALiBi(nn.Module):
 
     Example:
         >>> from sbm_pyg import SBMAttentionConv
-        >>> conv = SBMAttentionConv(16, 8, heads=2, num_blocks=4, score_bias=ALiBi(2))
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, score_bias=ALiBi(2))
         >>> conv(torch.randn(10, 16)).shape
         torch.Size([10, 16])
 

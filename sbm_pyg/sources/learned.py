@@ -373,9 +373,9 @@ class LearnedSource(DensitySource):
     Example:
         >>> from sbm_pyg import SBM, SBMAttentionConv, Sparsifier, sample_edges
         >>> class Linear(LearnedSource):
-        ...     def __init__(self, channels, num_blocks):
+        ...     def __init__(self, channels, num_clusters):
         ...         super().__init__()
-        ...         self.query, self.key = (torch.nn.Linear(channels, num_blocks) for _ in range(2))
+        ...         self.query, self.key = (torch.nn.Linear(channels, num_clusters) for _ in range(2))
         ...     def predict(self, tokens):
         ...         members = self.query(tokens.query).softmax(-1), self.key(tokens.key).sigmoid()
         ...         return SBM(*members, query_ptr=tokens.query_ptr, key_ptr=tokens.key_ptr)

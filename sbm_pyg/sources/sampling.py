@@ -207,7 +207,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     Example:
         >>> from sbm_pyg import SBMHead
-        >>> source = SBMSource(SBMHead(8, heads=2, num_blocks=4), window=1)
+        >>> source = SBMSource(SBMHead(8, heads=2, num_clusters=4), window=1)
         >>> choice = source(Tokens(torch.randn(2, 10, 8)))
         >>> choice.probability, int(choice.forced.sum())
         (SBM(1 sequence, 2 heads, 10 queries, 10 keys, 4 blocks), 56)
@@ -404,7 +404,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
         torch.repeat_interleave(ptr.diff(), output_size=count)
         for ptr, count in ((sbm.key_ptr, sbm.num_keys), (sbm.query_ptr, sbm.num_queries))
     )
-    top = sbm.key_membership.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_blocks)
+    top = sbm.key_membership.new_zeros(sbm.heads, sbm.num_sequences, sbm.num_clusters)
     top = top.scatter_reduce(1, keys[None, :, None].expand_as(sbm.key_membership), sbm.key_membership, "amax")
     power = torch.where(top > 0, top / top.frexp().mantissa, 1)
     rate = sbm.rate * power[:, queries]

@@ -156,7 +156,7 @@ class SBM(EdgeProbability):
         """The identity as block matrix, where none was given, made when it is first read."""
         if name != "block_matrix" or "rate" not in self.__dict__:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
-        identity = torch.eye(self.num_blocks, dtype=self.rate.dtype, device=self.rate.device)
+        identity = torch.eye(self.num_clusters, dtype=self.rate.dtype, device=self.rate.device)
         self.__dict__[name] = identity.expand(self.heads, -1, -1)
         return self.__dict__[name]
 
@@ -193,8 +193,8 @@ class SBM(EdgeProbability):
         return self.key_membership.size(1)
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks K."""
+    def num_clusters(self) -> int:
+        """Number of communities K."""
         return self.query_membership.size(2)
 
     @property
@@ -204,7 +204,7 @@ class SBM(EdgeProbability):
 
     def __repr__(self) -> str:
         named = {"sequence": self.num_sequences, "head": self.heads, "querie": self.num_queries, "key": self.num_keys}
-        named["block"] = self.num_blocks
+        named["block"] = self.num_clusters
         parts = ", ".join(f"{count:,} {noun}{'s' * (count != 1)}" for noun, count in named.items())
         return f"SBM({parts.replace('1 querie,', '1 query,')})"
 
@@ -453,13 +453,13 @@ def check_sbm(sbm: SBM) -> float:
         if low < 0:
             raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax.")
         largest[name] = high
-    bound = sbm.num_blocks * largest["query_membership"] * largest["block_matrix"]
+    bound = sbm.num_clusters * largest["query_membership"] * largest["block_matrix"]
     if bound > torch.finfo(sbm.rate.dtype).max and not bool(sbm.rate.isfinite().all()):
         raise ValueError(
             f"Expected 'query_membership @ block_matrix' to be finite (got a bound of {bound:.4g}). "
             "Scale memberships to at most 1."
         )
-    return sbm.num_blocks**2 * math.prod([max(1.0, size) for size in largest.values()])
+    return sbm.num_clusters**2 * math.prod([max(1.0, size) for size in largest.values()])
 
 
 def product_bound(sbm: SBM) -> float:
@@ -469,7 +469,7 @@ def product_bound(sbm: SBM) -> float:
     """
     if sbm._membership_bound is None:
         return check_sbm(sbm)
-    return sbm.num_blocks**2 * sbm._membership_bound
+    return sbm.num_clusters**2 * sbm._membership_bound
 
 
 class SBMHead(torch.nn.Module):
@@ -505,7 +505,7 @@ class SBMHead(torch.nn.Module):
     Args:
         channels: Channels per head C.
         heads: Number of heads H.
-        num_blocks: Number of blocks K of all groups together: a whole number to the power of ``groups``.
+        num_clusters: Number of communities K of all groups together: a whole number to the power of ``groups``.
         cluster_init: Initial value of :math:`C`. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with
             groups, as the authors' code has it; then S is flat and every probability at the start the same.
             ``"orthogonal"``: unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
@@ -539,7 +539,7 @@ class SBMHead(torch.nn.Module):
         self,
         channels: int,
         heads: int = 1,
-        num_blocks: int = 64,
+        num_clusters: int = 64,
         cluster_init: str = "orthogonal",
         *,
         parameterization: str = "overlapping",
@@ -550,9 +550,9 @@ class SBMHead(torch.nn.Module):
         groups: int = 1,
     ) -> None:
         super().__init__()
-        sizes = {"channels": channels, "heads": heads, "num_blocks": num_blocks}
+        sizes = {"channels": channels, "heads": heads, "num_clusters": num_clusters}
         usual = "The paper has 32 channels and 128 blocks."
-        channels, heads, num_blocks = (checks.integer(*size, 1, usual) for size in sizes.items())
+        channels, heads, num_clusters = (checks.integer(*size, 1, usual) for size in sizes.items())
         if cluster_init not in CLUSTER_INITS:
             raise ValueError(
                 f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
@@ -575,20 +575,20 @@ class SBMHead(torch.nn.Module):
                 f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
                 f"(got {parameterization!r}). Others are not products; leave out 'groups'."
             )
-        clusters = groups * _blocks_per_group(num_blocks, groups)
-        self.channels, self.heads, self.num_blocks, self.cluster_init = channels, heads, num_blocks, cluster_init
+        clusters = groups * _clusters_per_group(num_clusters, groups)
+        self.channels, self.heads, self.num_clusters, self.cluster_init = channels, heads, num_clusters, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density
         self.temperature, self.tied, self.degree_corrected, self.groups = temperature, tied, degree_corrected, groups
         self.start = initial_density ** (0.5 if degree_corrected else 1)  # of Y S Z; two degrees make the rest
         self.shift = log_odds(self.start ** (1 / groups if parameterization == "overlapping" else 0.5))
-        matrix = num_blocks**2 if parameterization == "mixed" else 0
+        matrix = num_clusters**2 if parameterization == "mixed" else 0
         total = 2 * channels * (channels + heads) + heads * (clusters * channels + matrix)
-        checks.parameters({"channels": channels, "heads": heads, "num_blocks": num_blocks}, total)
+        checks.parameters({"channels": channels, "heads": heads, "num_clusters": num_clusters}, total)
         first, second = (torch.nn.Linear(channels, channels) for _ in range(2))
         self.mlp = torch.nn.Sequential(first, torch.nn.ReLU(), second)
         self.clusters = torch.nn.Parameter(torch.empty(heads, clusters, channels))
         if parameterization == "mixed":
-            self.block = torch.nn.Parameter(torch.empty(heads, num_blocks, num_blocks))
+            self.block = torch.nn.Parameter(torch.empty(heads, num_clusters, num_clusters))
         if degree_corrected:  # of queries, and of keys
             self.degree_weight = torch.nn.Parameter(torch.empty(heads, 2, channels))
             self.degree_bias = torch.nn.Parameter(torch.empty(heads, 2))
@@ -599,7 +599,7 @@ class SBMHead(torch.nn.Module):
         for layer in self.mlp:
             if isinstance(layer, torch.nn.Linear):
                 layer.reset_parameters()
-        blocks = self.num_blocks
+        blocks = self.num_clusters
         with torch.no_grad():
             if self.cluster_init == "kaiming":
                 torch.nn.init.kaiming_normal_(self.clusters)  # fan-in of [H, K, C] is K * C
@@ -712,7 +712,7 @@ class SBMHead(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"channels={self.channels}, heads={self.heads}, num_blocks={self.num_blocks}, "
+            f"channels={self.channels}, heads={self.heads}, num_clusters={self.num_clusters}, "
             f"cluster_init={self.cluster_init!r}, parameterization={self.parameterization!r}"
             f"{', degree_corrected=True' * self.degree_corrected}"
             f"{f', groups={self.groups}' * (self.groups > 1)}"
@@ -738,15 +738,15 @@ def _outer_products(left: Tensor, right: Tensor) -> Tensor:
     return (left[..., None] * right[..., None, :]).flatten(-2)
 
 
-def _blocks_per_group(num_blocks: int, groups: int) -> int:
-    """Blocks of each group, ``num_blocks ** (1 / groups)``."""
+def _clusters_per_group(num_clusters: int, groups: int) -> int:
+    """Communities of each group, ``num_clusters ** (1 / groups)``."""
     if groups == 1:
-        return num_blocks
-    root = round(num_blocks ** (1 / groups))
-    if root**groups != num_blocks:
-        low = root - (root**groups > num_blocks)
+        return num_clusters
+    root = round(num_clusters ** (1 / groups))
+    if root**groups != num_clusters:
+        low = root - (root**groups > num_clusters)
         raise ValueError(
-            f"Expected 'num_blocks' to be a whole number to the power of groups={groups} (got {num_blocks}). "
+            f"Expected 'num_clusters' to be a whole number to the power of groups={groups} (got {num_clusters}). "
             f"Take {low**groups} = {low}**{groups} or {(low + 1) ** groups} = {low + 1}**{groups}."
         )
     return root

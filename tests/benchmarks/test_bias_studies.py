@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Checkpoints of a dense and of a sampled model, untrained."""
     small = dataclasses.replace(tasks.TASKS["mqar-small"], train={(20, 3): 60}, test={(20, 3): 4})
     monkeypatch.setitem(tasks.TASKS, "mqar-small", small)
-    for method in ("dcmm:num_blocks=3", "sbm:num_blocks=4,estimator=local"):
+    for method in ("dcmm:num_clusters=3", "sbm:num_clusters=4,estimator=local"):
         run = train.Run("mqar-small", method, 0.2, 0, 10, 4, 1e-3, channels=8)
         model, schedule = train.make_model(run)
         state = {"run": dataclasses.asdict(run), "model": model.state_dict()}
@@ -39,7 +39,7 @@ def test_only_sampled_graphs_make_noise(folder: Path, capsys: pytest.CaptureFixt
         assert row["total"] > 0
         assert (row["graphs"] > 1e-3 * row["total"]) == row["run"].startswith("sbm")
         assert row["ms"] > 0
-    assert "| dcmm:num_blocks=3 | start | rest | 1 | 0.0 % |" in capsys.readouterr().out
+    assert "| dcmm:num_clusters=3 | start | rest | 1 | 0.0 % |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         spread.main([str(folder / "nothing")])
 
@@ -53,7 +53,7 @@ def test_models_have_less_noise_with_more_probes(folder: Path, capsys: pytest.Ca
         assert 0 < row["graphs"] < 2 * row["total"]
     for first in (0, 4):  # a query has 20 keys at most
         assert rows[first]["graphs"] > 1.5 * rows[first + 3]["graphs"]
-    assert "| sbm:num_blocks=4,estimator=local 20 % | start | 1 |" in capsys.readouterr().out
+    assert "| sbm:num_clusters=4,estimator=local 20 % | start | 1 |" in capsys.readouterr().out
     spread.main(words)
     assert read(folder / "trained.csv") == rows
     with pytest.raises(SystemExit):

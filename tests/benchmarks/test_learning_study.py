@@ -16,7 +16,7 @@ from examples.benchmarks import learning as study
 from examples.benchmarks.gradients import gradient_errors
 from examples.common.tables import read
 
-TINY = task.Settings(tokens=12, batch_size=4, steps=6, num_blocks=4, evaluate_every=3)
+TINY = task.Settings(tokens=12, batch_size=4, steps=6, num_clusters=4, evaluate_every=3)
 DOCS = Path(study.__file__).parents[2] / "docs"
 
 pytestmark = pytest.mark.usefixtures("one_thread")

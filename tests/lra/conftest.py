@@ -30,7 +30,7 @@ def untrained() -> Callable[..., Path]:
 
     def make(folder: Path, data: Path, **changes: Any) -> Path:
         folder.mkdir()
-        small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 8}
+        small: dict[str, Any] = {"channels": 16, "head_channels": 8, "ffn_channels": 16, "num_clusters": 8}
         settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small | changes)
         torch.manual_seed(0)
         weights = Classifier(TASKS["listops"], settings).state_dict()

@@ -609,7 +609,7 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
         128,
         32,
     )
-    assert (settings.dropout, settings.attention_dropout, settings.num_blocks, settings.weight_decay) == (
+    assert (settings.dropout, settings.attention_dropout, settings.num_clusters, settings.weight_decay) == (
         0.1,
         0.1,
         128,

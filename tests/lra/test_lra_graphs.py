@@ -154,7 +154,7 @@ def test_pixels_are_drawn_where_they_are_unless_some_are_masked(
         "channels": 16,
         "head_channels": 8,
         "ffn_channels": 16,
-        "num_blocks": 4,
+        "num_clusters": 4,
         "initial_density": 0.01,
     }
     module = Classifier(task, dataclasses.replace(PRESETS[task.name]["laptop"].settings, **small)).eval()

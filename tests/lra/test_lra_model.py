@@ -15,7 +15,7 @@ from examples.lra.settings import PRESETS, Settings, parse, resolve
 
 
 def settings(task: str = "pathfinder", **changes: Any) -> Settings:
-    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_blocks": 4}
+    small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "num_clusters": 4}
     return dataclasses.replace(PRESETS[task]["laptop"].settings, **small, **changes)
 
 

@@ -45,7 +45,7 @@ FILES = [
     "mask-layer0-head1.png",
 ]
 FILES += ["results.json", "settings.json", "tensorboard", "train.csv", "val.csv"]
-TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-blocks 8 --channels 16"
+TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-clusters 8 --channels 16"
 TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu"
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -578,7 +578,7 @@ def test_settings_reach_the_model() -> None:
     indexer = attention(attention="indexer", target_density=0.2, estimator="distill", density_weight=0.0)
     assert indexer.source.target_density == 1  # dense attention first
     assert type(indexer.estimator).__name__ == "Distill"
-    assert attention(attention="dcmm", num_blocks=7, density_weight=0.0).score_bias.num_blocks == 7
+    assert attention(attention="dcmm", num_clusters=7, density_weight=0.0).score_bias.num_clusters == 7
 
 
 @quick

@@ -28,7 +28,7 @@ TINY = [
     "1",
     "--batch-size",
     "8",
-    "--num-blocks",
+    "--num-clusters",
     "4",
     "--channels",
     "8",
