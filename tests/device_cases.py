@@ -351,7 +351,7 @@ def graphs_in_other_forms(device: Device) -> Any:
         "global tokens": partial(patterns.global_tokens, num_global=2),
         "random": partial(patterns.random, num_keys_per_query=3, seed=1),
         "bigbird": partial(patterns.bigbird, size=1, num_global=2, num_random=2, seed=1),
-        "block diagonal": partial(patterns.block_diagonal, num_clusters=3),
+        "block diagonal": partial(patterns.block_diagonal, num_blocks=3),
         "relay keys": partial(patterns.relay_keys, num_relays=2),
         "relay queries": partial(patterns.relay_queries, num_relays=2),
         "self-loops": patterns.self_loops,
