@@ -36,7 +36,7 @@ class Settings:
     sbm_rate: float = 1.0  # learning rate of the block model, as a multiple
     position_scale: float = 0.1  # standard deviation of position embeddings at the start; that of tokens is 1
     num_clusters: int = 128
-    estimator: str = "local"  # see sbm_pyg.estimators, or "score-function"
+    estimator: str = "local"  # see sbm_pyg.training.estimators, or "score-function"
     probes: float = 16.0  # pairs per token in addition to the edges ("local")
     exploration: float = 0.0  # added to each probability in training
     parameterization: str = "paper"  # or "mixed", "assortative"
@@ -69,8 +69,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from examples.common.pictures import save_figure
 from examples.common.runs import claim, random_word, read_state, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
-from sbm_pyg.estimators import Concrete
-from sbm_pyg.gradients import score_function
+from sbm_pyg.training.estimators import Concrete
+from sbm_pyg.training.gradients import score_function
 
 
 def make_batch(sequences: int, tokens: int, word: int) -> tuple[Tensor, Tensor, Tensor]:

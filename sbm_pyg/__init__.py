@@ -5,35 +5,44 @@ __version__ = "0.1.0"
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import estimators, gradients, ops
-from . import exchange as exchange  # registers graphs with pickle and torch.export
-from .auxiliary import auxiliary_loss
-from .blocks import BlockGraph, BlockPool
-from .distributed import HeadParallel
-from .graph import AttentionGraph
+from . import ops
+from .graphs import exchange as exchange  # registers graphs with pickle and torch.export
+from .graphs.blocks import BlockGraph, BlockPool
+from .graphs.graph import AttentionGraph
+from .graphs.ragged import Tokens, pad, unpad
 from .layers.attention import AttentionConv, SBMAttentionConv
 from .layers.dcmm import DCMM, DCMMBias
 from .layers.dense import FullAttention
-from .layers.gps import SparseGPSConv, replace_attention, restore_attention
+from .layers.distributed import HeadParallel
+from .layers.gps import SparseGPSConv
 from .layers.learned_graph import LearnedGraph
 from .layers.multihead import SBMMultiheadAttention
 from .layers.named import register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
-from .ragged import Tokens, pad, unpad
+from .layers.replace import replace_attention, restore_attention
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
 from .sources.interface import Choice, EdgeProbability, GraphSource, SourceGraph
 from .sources.learned import DensitySource, LearnedSource
 from .sources.sampling import SBMGraph, SBMSource, sample_edges
 from .sources.sbm import SBM, SBMHead
-from .sparsifier import Sparsifier
+from .training import estimators, gradients
+from .training.auxiliary import auxiliary_loss
+from .training.sparsifier import Sparsifier
 
 if TYPE_CHECKING:
     from . import analysis, sparsefinder
-    from .encoder import EncoderTrace, SequenceEncoder
-    from .models import MaskedLM, PairClassifier, SequenceClassifier, TokenClassifier, mask_tokens
-    from .pretrained import Pretrained
+    from .models import (
+        EncoderTrace,
+        MaskedLM,
+        PairClassifier,
+        Pretrained,
+        SequenceClassifier,
+        SequenceEncoder,
+        TokenClassifier,
+        mask_tokens,
+    )
 
 __all__ = [
     "DCMM", "SBM", "ALiBi", "AttentionConv", "AttentionGraph", "BlockGraph", "BlockPool", "Choice", "DCMMBias",

@@ -72,8 +72,8 @@ from sbm_pyg import (
     sparsefinder,
 )  # fmt: skip
 from sbm_pyg.analysis import plots
+from sbm_pyg.graphs.rows import CompressedRows
 from sbm_pyg.layers.attention import Returns
-from sbm_pyg.rows import CompressedRows
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 

@@ -30,10 +30,10 @@ from sbm_pyg import (
     auxiliary_loss,
     sync_statistics,
 )
-from sbm_pyg.estimators import Imitate
 from sbm_pyg.sources import patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.selectors import RoutingSource
+from sbm_pyg.training.estimators import Imitate
 
 PTR = torch.tensor([0, 9, 14, 30, 33])
 PARTS = (slice(0, 2), slice(2, 4))

@@ -36,11 +36,11 @@ from sbm_pyg import (
     sample_edges,
 )
 from sbm_pyg.analysis import graph_statistics, plots, to_networkx
-from sbm_pyg.blocks import block_means, pool_blocks
+from sbm_pyg.graphs.blocks import block_means, pool_blocks
+from sbm_pyg.graphs.ragged import offsets
 from sbm_pyg.layers.normalizers import normalize
 from sbm_pyg.ops.reference import blocks as meaning
 from sbm_pyg.ops.reference.blocks import Cut
-from sbm_pyg.ragged import offsets
 from sbm_pyg.sources import patterns
 
 block_attention: Any = ops.block_attention  # called with `rows`

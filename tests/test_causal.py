@@ -31,12 +31,12 @@ from sbm_pyg import (
     ops,
     sample_edges,
 )
-from sbm_pyg.estimators import ESTIMATORS
-from sbm_pyg.gradients import attach_local_expectation, draw_probes, score_function
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource
 from sbm_pyg.sparsefinder.predictors import distance
+from sbm_pyg.training.estimators import ESTIMATORS
+from sbm_pyg.training.gradients import attach_local_expectation, draw_probes, score_function
 
 FALSE_ALARM = 1e-6
 PTR = torch.tensor([0, 5, 24, 25])

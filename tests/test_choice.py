@@ -30,10 +30,10 @@ from sbm_pyg import (
     ops,
     sparsefinder,
 )
-from sbm_pyg.estimators import ESTIMATORS, Estimator, Local
-from sbm_pyg.gradients import attach_local_expectation, draw_probes, score_function
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
+from sbm_pyg.training.estimators import ESTIMATORS, Estimator, Local
+from sbm_pyg.training.gradients import attach_local_expectation, draw_probes, score_function
 
 
 class FreeProbability(EdgeProbability):

@@ -40,9 +40,9 @@ from sbm_pyg import (
     selectors,
     sync_statistics,
 )
-from sbm_pyg.estimators import Imitate
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, predictors
+from sbm_pyg.training.estimators import Imitate
 
 ROOT = Path(sbm_pyg.__file__).parents[1]
 HEADS, CHANNELS = 4, 4

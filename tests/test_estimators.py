@@ -26,8 +26,12 @@ from sbm_pyg import (
     ops,
     sample_edges,
 )  # fmt: skip
-from sbm_pyg.estimators import Local, Mask
-from sbm_pyg.gradients import (
+from sbm_pyg.ops import schemas
+from sbm_pyg.ops.reference import effects as reference_effects
+from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.sources import patterns
+from sbm_pyg.training.estimators import Local, Mask
+from sbm_pyg.training.gradients import (
     attach_local_expectation,
     concrete_bias,
     distillation,
@@ -36,10 +40,6 @@ from sbm_pyg.gradients import (
     score_function,
     straight_through,
 )
-from sbm_pyg.ops import schemas
-from sbm_pyg.ops.reference import effects as reference_effects
-from sbm_pyg.ops.reference import systematic as reference_systematic
-from sbm_pyg.sources import patterns
 
 
 def effect_arguments(

@@ -20,10 +20,10 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import AttentionGraph, pad, unpad
+from sbm_pyg.graphs.ragged import resolve_ptr
+from sbm_pyg.graphs.rows import check_sizes, index_type
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.values import can_read
-from sbm_pyg.ragged import resolve_ptr
-from sbm_pyg.rows import check_sizes, index_type
 from sbm_pyg.sources import patterns
 
 

@@ -17,13 +17,13 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, SequenceEncoder, Tokens, auxiliary_loss
-from sbm_pyg.estimators import Imitate
-from sbm_pyg.gradients import distillation, draw_probes
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, philox
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
+from sbm_pyg.training.estimators import Imitate
+from sbm_pyg.training.gradients import distillation, draw_probes
 
 HEADS, CHANNELS = 2, 5
 SIZES = [([9], [9]), ([1, 7, 12, 3], [1, 7, 12, 3]), ([5, 2, 9], [8, 11, 4])]

@@ -26,9 +26,9 @@ from sbm_pyg import (
     register_source,
     replace_attention,
 )
-from sbm_pyg.estimators import Imitate, Local
 from sbm_pyg.layers import named
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
+from sbm_pyg.training.estimators import Imitate, Local
 
 NEEDED = {"random": {"num_keys_per_query": 2}, "global_tokens": {"num_global": 1}, "block_diagonal": {"num_blocks": 2}}
 SPARSE = {"top_k": {"k": 2}, "indexer": {"k": 2}, "key_selection": {"k": 2}, "block_top_k": {"k": 2, "block_size": 2}}

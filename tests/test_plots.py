@@ -17,7 +17,7 @@ from problems import GRAPHS, random_graph
 from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, sample_edges
 from sbm_pyg.analysis import plots
 from sbm_pyg.sources import patterns
-from sbm_pyg.sparsifier import Loss
+from sbm_pyg.training.sparsifier import Loss
 
 LENGTHS = (16, 9, 16, 25)
 

@@ -22,9 +22,9 @@ from sbm_pyg import (
     pad,
     ragged,
 )
-from sbm_pyg.estimators import Local
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
+from sbm_pyg.training.estimators import Local
 
 X, PTR = torch.rand(2, 9, 4) / 4, torch.tensor([0, 4, 9])
 TOKENS, THERE = torch.rand(2, 3, 2, 4), torch.ones(3, 2, dtype=torch.bool)

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from sbm_pyg import SBM, AttentionGraph, SBMGraph, SBMHead, Tokens, ops, sample_edges
+from sbm_pyg.graphs.ragged import draw_seed
 from sbm_pyg.ops.cpu import random_simd, simd
 from sbm_pyg.ops.cpu.threads import numba_kernel
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import systematic as reference_systematic
-from sbm_pyg.ragged import draw_seed
 
 FALSE_ALARM = 1e-6
 

@@ -15,9 +15,9 @@ from test_sampling import FALSE_ALARM, chi_square, joint_law
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, SBMSource, Tokens, ops, sample_edges
-from sbm_pyg.gradients import attach_local_expectation
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
+from sbm_pyg.training.gradients import attach_local_expectation
 
 SAMPLERS = pytest.mark.parametrize("draw", [ops.sample_sbm, reference_sampling.sample_sbm], ids=["numba", "reference"])
 

@@ -16,8 +16,8 @@ from sbm_pyg.layers import named
 
 INTERFACE = Path(__file__).with_name("signatures.txt")
 MODULES = (
-    "analysis", "analysis.plots", "estimators", "gradients", "info", "ops", "sources.indexer", "sources.patterns", "sources.selectors",
-    "sparsefinder", "sparsefinder.ground_truth", "sparsefinder.predictors",
+    "analysis", "analysis.plots", "info", "ops", "sources.indexer", "sources.patterns", "sources.selectors",
+    "sparsefinder", "sparsefinder.ground_truth", "sparsefinder.predictors", "training.estimators", "training.gradients",
 )  # fmt: skip
 
 

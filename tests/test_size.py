@@ -17,12 +17,15 @@ import pytest
 
 import sbm_pyg
 
-ROOT = Path(sbm_pyg.__file__).parents[1]
+PACKAGE = Path(sbm_pyg.__file__).parent
+ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 29_510,
-    "lines of sbm_pyg/ops": 11_450,
+    "lines of sbm_pyg": 29_560,
+    "lines of sbm_pyg/ops": 11_460,
     "lines of examples": 15_000,
     "lines of tests": 38_700,
+    "rooms of sbm_pyg": 10,
+    "arrows between rooms": 32,
     "public names": 315,
     "options of SBMAttentionConv": 26,
     "refusing lines of sbm_pyg, %": 7.0,
@@ -73,6 +76,20 @@ def vague_share(folder: str) -> float:
     return sum(name in VAGUE for name in names) / len(names)
 
 
+def rooms_and_arrows() -> tuple[int, int]:
+    """Folders and files of the top level, and pairs of them of which one imports the other."""
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py") and path.stem.isalpha()}
+    arrows = set()
+    for path in PACKAGE.rglob("*.py"):
+        folder = path.relative_to(PACKAGE).parent.parts
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = (*folder[: len(folder) - node.level + 1], *(node.module or "").split("."))
+                targets = {(*filter(None, base), name.name)[0] for name in node.names}
+                arrows |= {(folder[0] if folder else path.stem, target) for target in targets}
+    return len(rooms), sum(source != target and {source, target} <= rooms for source, target in arrows)
+
+
 def public_names() -> int:
     return sum(line.startswith("sbm_pyg") for line in (ROOT / "tests" / "signatures.txt").read_text().splitlines())
 
@@ -82,6 +99,7 @@ def measures() -> dict[str, float]:
     sizes: dict[str, float] = {}
     for folder in ("sbm_pyg", "sbm_pyg/ops", "examples", "tests"):
         sizes[f"lines of {folder}"] = lines(folder)
+    sizes["rooms of sbm_pyg"], sizes["arrows between rooms"] = rooms_and_arrows()
     sizes["public names"] = public_names()
     sizes["options of SBMAttentionConv"] = len(inspect.signature(sbm_pyg.SBMAttentionConv).parameters)
     sizes["refusing lines of sbm_pyg, %"] = 100 * refusing_lines("sbm_pyg") / lines("sbm_pyg")

@@ -28,10 +28,10 @@ from sbm_pyg import (
     patterns,
     replace_attention,
 )
-from sbm_pyg.estimators import Distill, Local, Mask
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.learned import DenseChoice
 from sbm_pyg.sources.selectors import TopKSource
+from sbm_pyg.training.estimators import Distill, Local, Mask
 
 ANNOTATIONS = "Failing to pass a value to the 'type_params' parameter"  # what torch-geometric warns of on Python 3.13
 

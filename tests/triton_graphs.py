@@ -17,13 +17,13 @@ from triton_contract import COUNTED, INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, 
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, ops
-from sbm_pyg.estimators import Local
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
+from sbm_pyg.training.estimators import Local
 
 pytestmark = QUIET
 

@@ -18,7 +18,7 @@ from examples.common import hybrid
 from examples.common.command import require
 from examples.common.runs import fingerprint
 from sbm_pyg import AttentionConv, GraphSource, LearnedSource
-from sbm_pyg.estimators import AttentionCall, Local, NoEstimator
+from sbm_pyg.training.estimators import AttentionCall, Local, NoEstimator
 
 FROZEN = "frozen=1"
 BLOCK = 2  # keys of a block of MoBA, so that a query takes another block than its own at 5 % of 64 tokens

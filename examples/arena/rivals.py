@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
 from sbm_pyg import AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
-from sbm_pyg.blocks import block_means
-from sbm_pyg.estimators import NoEstimator
-from sbm_pyg.ragged import offsets
+from sbm_pyg.graphs.blocks import block_means
+from sbm_pyg.graphs.ragged import offsets
 from sbm_pyg.sources.pairs import graph_of_ranges
 from sbm_pyg.sources.patterns import full
+from sbm_pyg.training.estimators import NoEstimator
 
 SIZE = 2  # keys of a block
 LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound

@@ -20,7 +20,7 @@ from examples.common.runs import checksums, settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
 from sbm_pyg import AttentionConv, SBMSource, Sparsifier
-from sbm_pyg.estimators import Concrete
+from sbm_pyg.training.estimators import Concrete
 
 LEAST_TEMPERATURE = 0.1
 DENSE_PART = 0.7  # of the steps, where runs begin dense

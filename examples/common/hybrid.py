@@ -29,9 +29,9 @@ from sbm_pyg import (
     Tokens,
     sample_edges,
 )
-from sbm_pyg.estimators import NoEstimator
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
+from sbm_pyg.training.estimators import NoEstimator
 
 # Small densities are what these programs compare, and their tables state them.
 warnings.filterwarnings("ignore", "A target density of .* leaves a query", UserWarning)

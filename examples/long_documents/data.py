@@ -16,7 +16,7 @@ from torch import Tensor
 from examples.common.command import require
 from examples.common.corpus import read_lines, train_tokenizer
 from examples.common.releases import REVIEWS, malformed
-from sbm_pyg.ragged import offsets
+from sbm_pyg.graphs.ragged import offsets
 
 START, SEPARATOR = SPECIAL = ("[CLS]", "[SEP]")
 CLASSES = ("neg", "pos")  # labels 0 and 1

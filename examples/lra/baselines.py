@@ -26,8 +26,8 @@ from torch_geometric.nn.attention.performer import linear_attention, orthogonal_
 
 from examples.common.command import require
 from sbm_pyg import pad
+from sbm_pyg.graphs.ragged import draw_seed
 from sbm_pyg.ops import checks
-from sbm_pyg.ragged import draw_seed
 
 if TYPE_CHECKING:
     from examples.lra.settings import Settings

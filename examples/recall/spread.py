@@ -46,8 +46,8 @@ from examples.common.runs import RunError, read_checkpoint
 from examples.common.tables import Row, Rows, add, by, groups, markdown, read
 from examples.recall.train import Batches, Run, make_model
 from sbm_pyg import auxiliary_loss
-from sbm_pyg.estimators import Local
 from sbm_pyg.info import tqdm
+from sbm_pyg.training.estimators import Local
 
 
 def gradients(model: Recaller, batches: Batches, draws: list[tuple[int, int]]) -> tuple[dict[str, Tensor], list[float]]:

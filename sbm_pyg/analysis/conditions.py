@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import draw_seed, offsets
+from ..graphs.rows import index_type
 from ..ops import checks
 from ..ops.cpu import threads
 from ..ops.reference.segments import EDGES_PER_CHUNK
-from ..ragged import draw_seed, offsets
-from ..rows import index_type
 from ..sources import patterns as fixed
 from ..sources.sbm import SBM, check_model
 from .hamiltonian import (

@@ -1,6 +1,6 @@
 """Hamiltonian paths of attention graphs: condition 2 of the universality proof, and the measure of Lemma 1.
 
-In: an :class:`~sbm_pyg.graph.AttentionGraph` of one sequence whose queries and keys are the same tokens. Out: a path,
+In: an :class:`~sbm_pyg.AttentionGraph` of one sequence whose queries and keys are the same tokens. Out: a path,
 checked edge by edge, or a certificate of its absence, or the time spent without an answer. Not here: the other two
 conditions (``conditions``).
 
@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import draw_seed
 from ..ops import checks
 from ..ops.cpu.threads import compilation
 from ..ops.values import require_values
-from ..ragged import draw_seed
 from .walks import Array, breadth_first, match, merge_cycles, parts_without, rotate, topological_order
 
 __all__ = ["Certificate", "HamiltonianPath", "hamiltonian_path", "is_hamiltonian_path"]

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..layers.propagation import OUTPUT_ONLY, Returns
 from ..ops import checks, schemas
-from ..ragged import Tokens, draw_seed
 from ..sources.interface import Choice
 from ..sources.learned import DenseChoice, sample_rows
 

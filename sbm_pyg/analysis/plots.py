@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..encoder import EncoderTrace
-from ..graph import AttentionGraph, check_graph, resolve_index
+from ..graphs.graph import AttentionGraph, check_graph, resolve_index
+from ..graphs.ragged import count_pairs
+from ..models.encoder import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
-from ..ragged import count_pairs
 from ..sources.sbm import SBM, check_model
-from ..sparsifier import Loss
+from ..training.sparsifier import Loss
 from .conditions import Lemma1, path_probability
 from .statistics import communities_of
 

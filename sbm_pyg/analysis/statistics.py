@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph, resolve_index
+from ..graphs.graph import AttentionGraph, check_graph, resolve_index
 from ..ops import checks
 from ..sources.sbm import SBM, check_model
 from .hamiltonian import scipy_sparse

@@ -33,7 +33,7 @@ from transformers.trainer_utils import has_length
 from ..layers import named
 from ..layers.attention import AttentionConv
 from ..ops import checks
-from ..sparsifier import Sparsifier
+from ..training.sparsifier import Sparsifier
 from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
 
 __all__ = ["SparsifierCallback", "replace_attention", "restore_attention"]

@@ -19,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
 from transformers.utils.output_capturing import _active_collector
 
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, draw_seed, offsets
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops.reference.segments import runs
-from ..ragged import Tokens, draw_seed, offsets
 from ..sources import patterns, selectors
 from ..sources.interface import GraphSource
 from ..sources.learned import DensitySource

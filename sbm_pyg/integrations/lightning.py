@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 from torch import Tensor
 
-from ..sparsifier import Sparsifier
+from ..training.sparsifier import Sparsifier
 
 __all__ = ["SparsifierCallback"]
 

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from ..auxiliary import AuxiliaryLosses
-from ..estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
-from ..graph import Adjacency, AttentionGraph
+from ..graphs.graph import Adjacency, AttentionGraph
+from ..graphs.ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..ops import METHODS, checks
 from ..ops.reference.random_words import GOLDEN
 from ..ops.values import require_unbatched
-from ..ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.learned import DensitySource
 from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
+from ..training.auxiliary import AuxiliaryLosses
+from ..training.estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
 from .normalizers import Entmax, check_normalizer
 from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens, owned
@@ -81,9 +81,9 @@ class AttentionConv(EdgeAttention):
         source: Graph source to use when the call does not pass a graph. None: every call needs a graph.
         concat: Concatenate the heads (H*C output channels), or average them (C).
         bias: Biases in the three projections.
-        estimator: How the loss reaches the probabilities of the source: an :class:`~sbm_pyg.estimators.Estimator`, or
-            its name. None: ``"local"``; ``"imitate"`` if the source selects edges by rank; ``"mask"`` if it draws them
-            by ``"fastrg"`` or the normalizer is not softmax.
+        estimator: How the loss reaches the probabilities of the source: an
+            :class:`~sbm_pyg.training.estimators.Estimator`, or its name. None: ``"local"``; ``"imitate"`` if the source
+            selects edges by rank; ``"mask"`` if it draws them by ``"fastrg"`` or the normalizer is not softmax.
         is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count
             these, and edges of a given graph from later keys are dropped. As in torch, positions count from the start
             of both sequences.
@@ -484,8 +484,8 @@ class SBMAttentionConv(AttentionConv):
         estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also
             dense attention on a few query rows; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"``
             or ``"concrete"``, a soft mask over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or
-            ``"mask"`` if the normalizer is not softmax or the law is not Bernoulli's. See :mod:`sbm_pyg.estimators` and
-            docs/learning.md.
+            ``"mask"`` if the normalizer is not softmax or the law is not Bernoulli's. See
+            :mod:`sbm_pyg.training.estimators` and docs/learning.md.
         probes: For ``"local"`` and ``"distill"`` by name: expected number of non-edges per query and head whose effect
             is computed.
         row_group: As :class:`~sbm_pyg.SBMSource`. None: 16 queries share their draws, or 1 (all pairs are independent,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, softplus
 
-from ..auxiliary import AuxiliaryLosses, mean_weights
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
 from ..ops import checks, schemas
+from ..training.auxiliary import AuxiliaryLosses, mean_weights
 
 __all__ = ["DCMM", "DCMMBias"]
 

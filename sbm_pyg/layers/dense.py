@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..graphs.ragged import count_positions, resolve_ptr
 from ..ops import checks
-from ..ragged import count_positions, resolve_ptr
 from ..sources.learned import attend_densely
 from .positions import ALiBi, Rotary
 from .propagation import check_tokens, owned

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..gradients import draw_probes
-from ..graph import Adjacency, AttentionGraph
+from ..graphs.graph import Adjacency, AttentionGraph
+from ..graphs.ragged import Tokens, draw_seed, resolve_ptr
 from ..ops import checks
 from ..ops.reference.segments import upcast
 from ..ops.schemas import weigh_effect
-from ..ragged import Tokens, draw_seed, resolve_ptr
 from ..sources.candidates import Candidates
 from ..sources.interface import Choice, GraphSource
 from ..sources.learned import LearnedSource
 from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
+from ..training.gradients import draw_probes
 
 __all__ = ["LearnedGraph", "edge_weights"]
 
@@ -44,7 +44,8 @@ class LearnedGraph(nn.Module):
 
     for edges and probes at the cost of one backward pass, whatever layers lie in between. Divided by the probability
     to see the pair, this is the gradient of its probability: the weights are those of
-    :func:`~sbm_pyg.gradients.attach_local_expectation`. In evaluation mode there are no probes and all weights are 1.
+    :func:`~sbm_pyg.training.gradients.attach_local_expectation`. In evaluation mode there are no probes and all weights
+    are 1.
 
     Where this is exact depends on the layer; docs/guides/learned_graph.md has the bias of each.
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import offsets, unmerged
+from ..graphs.rows import index_type, masked_rows
 from ..ops import checks
 from ..ops.values import can_read
-from ..ragged import offsets, unmerged
-from ..rows import index_type, masked_rows
 from .attention import Returns
 from .named import make_attention
 from .propagation import converts

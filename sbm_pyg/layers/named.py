@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
+from ..graphs.ragged import Tokens
 from ..ops import checks
 from ..ops.values import can_read
-from ..ragged import Tokens
 from ..sources import indexer, patterns, selectors
 from ..sources.interface import GraphSource
 from .attention import AttentionConv, SBMAttentionConv

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
 from ..ops import checks
 
 __all__ = ["ALiBi", "Rotary"]

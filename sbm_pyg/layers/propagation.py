@@ -20,10 +20,10 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_sparse
 from torch_geometric.utils.sparse import set_sparse_value
 
-from ..estimators import Estimator
-from ..graph import AttentionGraph, edge_list
+from ..graphs.graph import AttentionGraph, edge_list
 from ..ops import checks
 from ..ops.reference.edges import dropout_mask
+from ..training.estimators import Estimator
 from .normalizers import Entmax, alpha_of, attend_by_entmax, normalize
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]

@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read, and whether reading them waits for a device.
+"""Whether the values of a tensor can be read, whether reading them waits for a device, and whether autograd is running.
 
 In: tensors or a device. Out: a flag, or an error if values are needed and cannot be read. Not here: checks of values
 (:mod:`.checks`).
@@ -11,7 +11,10 @@ from torch import Tensor
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["can_read", "can_read_without_sync", "is_batched", "is_capturing", "require_unbatched", "require_values"]
+__all__ = [
+    "can_read", "can_read_without_sync", "in_backward", "is_batched", "is_capturing", "require_unbatched",
+    "require_values",
+]  # fmt: skip
 
 OUTSIDE_OF_VMAP = (
     "Expected '{}' outside of `torch.vmap` where it decides how many edges there are (got one tensor that stands for "
@@ -23,6 +26,11 @@ OUTSIDE_OF_VMAP = (
 def is_capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured, which computes nothing before it is replayed."""
     return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def in_backward() -> bool:
+    """True in a backward pass of autograd, in which activation checkpointing repeats calls."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def is_batched(x: Tensor) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, resolve_sequence_ids
 from ..ops import checks
 from ..ops.reference.random_words import PAIR, philox, split_ids
 from ..ops.reference.segments import segments, upcast
-from ..ragged import Tokens, resolve_sequence_ids
 from .interface import EdgeProbability, min_probability
 
 __all__ = ["CandidateProbability", "Candidates"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..auxiliary import in_backward
+from ..ops.values import in_backward
 
 __all__ = ["FollowingSource", "sync_statistics"]
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
 from ..ops.reference.pairs import PairTile, index_scores, pair_tiles, small_heads
 from ..ops.values import require_values
-from ..ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, check_finite, check_over

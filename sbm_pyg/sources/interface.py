@@ -17,11 +17,11 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import Tokens, check_record, draw_seed, stored_ptr
 from ..ops import checks
 from ..ops.reference.segments import upcast
 from ..ops.values import can_read
-from ..ragged import Tokens, check_record, draw_seed, stored_ptr
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 

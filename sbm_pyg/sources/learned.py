@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..blocks import BlockGraph
-from ..graph import AttentionGraph
+from ..graphs.blocks import BlockGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, count_pairs, count_positions, offsets
+from ..graphs.rows import index_type
 from ..ops import checks
 from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
 from ..ops.values import can_read, can_read_without_sync
-from ..ragged import Tokens, count_pairs, count_positions, offsets
-from ..rows import index_type
 from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, GraphSource, check_finite

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, check_record, count_pairs, offsets
+from ..graphs.rows import index_type
 from ..ops import checks, schemas, values
 from ..ops.reference.pairs import PairRule, PairTile, best_of, pair_tiles
 from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, runs
 from ..ops.values import require_values
-from ..ragged import Tokens, check_record, count_pairs, offsets
-from ..rows import index_type
 
 __all__ = [
     "Score", "check_centroids", "check_vectors", "detached", "dot_product", "expand_ranges",

@@ -1,7 +1,7 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
 In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
-length. Out: an :class:`~sbm_pyg.graph.AttentionGraph` whose queries and keys are the same tokens, and the same as a
+length. Out: an :class:`~sbm_pyg.AttentionGraph` whose queries and keys are the same tokens, and the same as a
 source. Not here: graphs that depend on the values of the tokens (``sampling``, ``selectors``, ``sparsefinder``), and
 the transform of PyG ``Data`` (:class:`~sbm_pyg.SourceGraph`).
 
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
+from ..graphs.rows import index_type
 from ..ops import checks, values
 from ..ops.reference.random_words import RANDOM_KEY, philox, split_ids
 from ..ops.reference.segments import runs
 from ..ops.values import can_read, require_values
-from ..ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
-from ..rows import index_type
 from .interface import Choice, GraphSource
 
 __all__ = [

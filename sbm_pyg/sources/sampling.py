@@ -17,13 +17,9 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from .. import ops
-from ..blocks import BlockGraph, BlockPool, pool_blocks
-from ..graph import AttentionGraph
-from ..ops import checks, values
-from ..ops.reference.blocks import cut_blocks
-from ..ops.reference.density import MIN_MEAN_PROBABILITY
-from ..ops.values import can_read
-from ..ragged import (
+from ..graphs.blocks import BlockGraph, BlockPool, pool_blocks
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import (
     Tokens,
     count_pairs,
     count_positions,
@@ -33,6 +29,10 @@ from ..ragged import (
     stored_ptr,
     trust_offsets,
 )
+from ..ops import checks, values
+from ..ops.reference.blocks import cut_blocks
+from ..ops.reference.density import MIN_MEAN_PROBABILITY
+from ..ops.values import can_read
 from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource

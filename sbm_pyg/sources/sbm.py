@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..graph import AttentionGraph, resolve_index
+from ..graphs.graph import AttentionGraph, resolve_index
+from ..graphs.ragged import Tokens, check_record, check_tensor, count_pairs, resolve_sides
 from ..ops import checks, values
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.reference.sampling import probability_error
 from ..ops.reference.segments import allowed_keys, upcast
 from ..ops.values import can_read
-from ..ragged import Tokens, check_record, check_tensor, count_pairs, resolve_sides
 from .interface import EdgeProbability, check_over
 
 __all__ = ["SBM", "SBMHead"]

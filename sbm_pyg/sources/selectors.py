@@ -1,6 +1,6 @@
 """Graphs from queries and keys by rules without parameters: largest scores, blocks, hashes, clusters.
 
-In: :class:`~sbm_pyg.Tokens`. Out: an :class:`~sbm_pyg.graph.AttentionGraph`, and the same as a source. Not here: graphs
+In: :class:`~sbm_pyg.Tokens`. Out: an :class:`~sbm_pyg.AttentionGraph`, and the same as a source. Not here: graphs
 that do not depend on queries and keys (``patterns``), and sources with trained parameters (``sampling``, ``indexer``).
 
 No rule forms all pairs at once. In a causal graph no row depends on a later token, not even through a rank, a mean or a
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..blocks import block_means
-from ..graph import AttentionGraph
+from ..graphs.blocks import block_means
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, check_record
+from ..graphs.rows import index_type
 from ..ops import checks
 from ..ops.reference import pairs as pair_ops
 from ..ops.reference.random_words import head_generator
 from ..ops.reference.segments import compress, edge_row, group_by_length
-from ..ragged import Tokens, check_record
-from ..rows import index_type
 from . import pairs, patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource, graph_without_edges

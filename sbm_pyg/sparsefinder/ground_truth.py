@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graph import AttentionGraph, check_graph
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import Tokens
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..ops import checks, segment_entmax
 from ..ops.reference.pairs import PairTile
 from ..ops.values import require_values
-from ..ragged import Tokens
 from ..sources.pairs import detached, dot_product, graph_of_rows, select_pairs
 from .projection import Sample
 

@@ -1,7 +1,7 @@
 """Sparsefinder's predicted graphs: distance, bucketing, clustering, blocks.
 
 In: :class:`~sbm_pyg.Tokens` with queries and keys projected to few dimensions r. Out: an
-:class:`~sbm_pyg.graph.AttentionGraph`. Not here: the projections and the source (``projection``), and the edges that a
+:class:`~sbm_pyg.AttentionGraph`. Not here: the projections and the source (``projection``), and the edges that a
 head really uses (``ground_truth``).
 
 Reference: Treviso, Gois, Fernandes, Fonseca, Martins: "Predicting Attention Sparsity in Transformers", 2022.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..blocks import block_means
-from ..graph import AttentionGraph
+from ..graphs.blocks import block_means
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, resolve_ptr
 from ..ops import checks
 from ..ops.reference.pairs import PairTile
-from ..ragged import Tokens, resolve_ptr
 from ..sources import pairs, patterns
 
 __all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "distance"]

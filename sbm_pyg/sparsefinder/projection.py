@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from ..blocks import block_means
-from ..graph import AttentionGraph, check_graph
+from ..graphs.blocks import block_means
+from ..graphs.graph import AttentionGraph, check_graph
+from ..graphs.ragged import Tokens, draw_seed
 from ..ops import checks
 from ..ops.reference.segments import allowed_keys
-from ..ragged import Tokens, draw_seed
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource, check_finite
 from ..sources.pairs import check_vectors

@@ -1,7 +1,7 @@
 """The check of compressed rows on the CPU: one pass over the keys.
 
 In and out: the tensors of ``invalid_row`` in :mod:`sbm_pyg.ops`. Not here: the error for a row that is not
-valid (:mod:`sbm_pyg.graph`).
+valid (:mod:`sbm_pyg.graphs.graph`).
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from ..ops.values import can_read
 from .blocks import BlockGraph
 from .graph import AttentionGraph
-from .ops.values import can_read
 
 __all__: list[str] = []
 

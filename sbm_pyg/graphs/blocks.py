@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..ops import checks, schemas
+from ..ops.reference.blocks import Cut, cut_blocks
+from ..ops.reference.segments import runs, segment_log_softmax, segments
+from ..ops.values import require_values
 from .graph import AttentionGraph
-from .ops import checks, schemas
-from .ops.reference.blocks import Cut, cut_blocks
-from .ops.reference.segments import runs, segment_log_softmax, segments
-from .ops.values import require_values
 from .ragged import check_tensor, count_positions, offsets, resolve_ptr
 from .rows import check_edges, check_graph
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from .auxiliary import in_backward
-from .layers.attention import AttentionConv
-from .layers.propagation import Returns, check_tokens
-from .ops import checks
-from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
-from .sources.following import FollowingSource
+from ..graphs.ragged import draw_seed, resolve_ptr, resolve_sequence_ids
+from ..ops import checks
+from ..ops.values import in_backward
+from ..sources.following import FollowingSource
+from .attention import AttentionConv
+from .propagation import Returns, check_tokens
 
 __all__ = ["HeadParallel"]
 

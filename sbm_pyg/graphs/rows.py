@@ -12,10 +12,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from . import ops
-from .ops import checks
-from .ops.reference.segments import EDGES_PER_CHUNK, edge_row
-from .ops.values import can_read, require_values
+from .. import ops
+from ..ops import checks
+from ..ops.reference.segments import EDGES_PER_CHUNK, edge_row
+from ..ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
 __all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "resolve_index"]

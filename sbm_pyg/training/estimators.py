@@ -34,7 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from .. import ops
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, draw_seed, resolve_sequence_ids
+from ..sources.interface import Choice, EdgeProbability, GraphSource
+from ..sources.learned import LearnedSource
 from .gradients import (
     OVER,
     attach_expectation,
@@ -47,10 +51,6 @@ from .gradients import (
     row_distillation,
     straight_through,
 )
-from .graph import AttentionGraph
-from .ragged import Tokens, draw_seed, resolve_sequence_ids
-from .sources.interface import Choice, EdgeProbability, GraphSource
-from .sources.learned import LearnedSource
 
 __all__ = [
     "ESTIMATORS", "AttentionCall", "Concrete", "Distill", "Estimator", "Imitate", "Local", "Mask", "NoEstimator",

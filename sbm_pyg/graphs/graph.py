@@ -19,8 +19,8 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.typing import EdgeType, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from .ops import checks, schemas, values
-from .ops.values import can_read, require_values
+from ..ops import checks, schemas, values
+from ..ops.values import can_read, require_values
 from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
 from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
 

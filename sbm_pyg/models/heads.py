@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..graphs.ragged import draw_seed, resolve_ptr, resolve_sequence_ids
+from ..ops import checks
+from ..ops.reference.segments import upcast
+from ..ops.values import require_values
 from .encoder import EncoderTrace, SequenceEncoder
-from .ops import checks
-from .ops.reference.segments import upcast
-from .ops.values import require_values
 from .pretrained import Pretrained
-from .ragged import draw_seed, resolve_ptr, resolve_sequence_ids
 
 __all__ = ["MaskedLM", "PairClassifier", "SequenceClassifier", "TokenClassifier", "mask_tokens"]
 

@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
-from .ops import checks, values
-from .ops.reference.segments import allowed_keys
-from .ops.values import can_read, require_values
+from ..ops import checks, values
+from ..ops.reference.segments import allowed_keys
+from ..ops.values import can_read, require_values
 
 __all__ = [
     "Tokens", "check_tensor", "count_pairs", "draw_seed", "offsets", "pad", "resolve_ptr", "resolve_sequence_ids",

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph import Adjacency, AttentionGraph
-from .layers import named
-from .layers.attention import AttentionConv
-from .layers.dcmm import DCMMBias
-from .layers.dense import FullAttention
-from .layers.positions import ALiBi, Rotary
-from .ops import checks
-from .ops.reference.random_words import GOLDEN
-from .ops.values import can_read, require_values
+from ..graphs.graph import Adjacency, AttentionGraph
+from ..graphs.ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
+from ..layers import named
+from ..layers.attention import AttentionConv
+from ..layers.dcmm import DCMMBias
+from ..layers.dense import FullAttention
+from ..layers.positions import ALiBi, Rotary
+from ..ops import checks
+from ..ops.reference.random_words import GOLDEN
+from ..ops.values import can_read, require_values
+from ..sources import patterns
+from ..sources.interface import Choice
 from .pretrained import Pretrained
-from .ragged import check_tensor, count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
-from .sources import patterns
-from .sources.interface import Choice
 
 __all__ = ["EncoderTrace", "SequenceEncoder"]
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["AuxiliaryLosses", "Passes", "auxiliary_loss", "in_backward", "mean_weights"]
+from ..ops.values import in_backward
+
+__all__ = ["AuxiliaryLosses", "Passes", "auxiliary_loss", "mean_weights"]
 
 UNRECORDED_STEPS = 64  # before a warning; LBFGS resets gradients up to 25 times a step
 
@@ -56,11 +58,6 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
         return total
     some = next(model.parameters(), None)
     return torch.zeros((), device=None if some is None else some.device)
-
-
-def in_backward() -> bool:
-    """True in a backward pass of autograd, in which activation checkpointing repeats calls."""
-    return torch._C._current_graph_task_id() >= 0
 
 
 class Passes:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ..ops import checks
+from ..sources.learned import DensitySource, Schedule
 from .auxiliary import AuxiliaryLosses, Passes
 from .estimators import Distill, Local
-from .ops import checks
-from .sources.learned import DensitySource, Schedule
 
 __all__ = ["Loss", "Sparsifier"]
 
@@ -49,11 +49,11 @@ class Sparsifier:
     sample of query rows. Every few steps a *trial step* runs at the target density, gradients included, so that the
     loss at the target density is known. After ``dense_part`` of the steps, all steps run at the target density.
 
-    Call :meth:`step` after each step of the optimizer. In place of the estimator :class:`~sbm_pyg.estimators.Local`,
-    layers get :class:`~sbm_pyg.estimators.Distill`, and sources are detached while attention is dense: then their loss
-    trains no queries and keys. Auxiliary losses join the backward pass by themselves, so do not add
-    :func:`~sbm_pyg.auxiliary_loss`. Their weight is 1 over the number of backward passes of the step, see
-    :attr:`passes`.
+    Call :meth:`step` after each step of the optimizer. In place of the estimator
+    :class:`~sbm_pyg.training.estimators.Local`, layers get :class:`~sbm_pyg.training.estimators.Distill`, and sources
+    are detached while attention is dense: then their loss trains no queries and keys. Auxiliary losses join the
+    backward pass by themselves, so do not add :func:`~sbm_pyg.auxiliary_loss`. Their weight is 1 over the number of
+    backward passes of the step, see :attr:`passes`.
 
     Args:
         model: Module with sources that are a :class:`~sbm_pyg.DensitySource`.
