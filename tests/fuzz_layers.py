@@ -68,10 +68,10 @@ from sbm_pyg import (
     info,
     mask_tokens,
     models,
-    ragged,
     sparsefinder,
-)  # fmt: skip
+)
 from sbm_pyg.analysis import plots
+from sbm_pyg.graphs import ragged  # fmt: skip
 from sbm_pyg.graphs.rows import CompressedRows
 from sbm_pyg.layers.attention import Returns
 from sbm_pyg.sources import indexer, patterns, selectors

@@ -28,7 +28,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from sbm_pyg.integrations.hugging_face import replace_attention, restore_attention
+import sbm_pyg.integrations.hugging_face  # noqa: F401, registers "sbm"
+from sbm_pyg import replace_attention, restore_attention
 
 TOLERANCE = 1e-4
 SECONDS = 120

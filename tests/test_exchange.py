@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv, exchange
+from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv
+from sbm_pyg.graphs import exchange
 from sbm_pyg.sources import patterns
 
 PTR = torch.tensor([0, 4, 9])

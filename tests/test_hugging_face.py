@@ -27,9 +27,11 @@ from sbm_pyg import (
     auxiliary_loss,
     patterns,
     register_source,
+    replace_attention,
+    restore_attention,
 )
 from sbm_pyg.integrations import hugging_face, hugging_face_attention
-from sbm_pyg.integrations.hugging_face import SparsifierCallback, replace_attention, restore_attention
+from sbm_pyg.integrations.hugging_face import SparsifierCallback
 from sbm_pyg.integrations.hugging_face_attention import MaskBias, PairMask, make_mask, read_mask
 from sbm_pyg.layers import named
 
@@ -861,8 +863,22 @@ def test_models_without_such_attention_are_refused() -> None:
         replace_attention(transformers.MistralModel(config))
     config.sliding_window = None
     assert len(replace_attention(transformers.MistralModel(config), **OPTIONS)) == 2
-    with pytest.raises(TypeError, match=r"Expected 'model' to be a PreTrainedModel \(got Linear\)"):
-        replace_attention(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_models_inside_a_model_are_all_replaced_or_none() -> None:
+    """As in a model of sentences around an encoder, or two encoders in one."""
+    model = nn.ModuleDict({"first": bert(), "second": bert()})
+    names = replace_attention(model, **OPTIONS)
+    assert names[::2] == [f"{name}.bert.encoder.layer.0.attention.self" for name in model]
+    assert restore_attention(model) == names
+    config: Any = transformers.DebertaV2Config(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+    )
+    model["second"] = transformers.DebertaV2Model(config)
+    with pytest.raises(ValueError, match="got none in DebertaV2Model"):
+        replace_attention(model, **OPTIONS)
+    with pytest.raises(ValueError, match="to have graph sources"):
+        restore_attention(model["first"])
 
 
 def test_options_are_checked() -> None:
@@ -978,8 +994,6 @@ def test_restored_attention_is_that_of_before(before: str, tmp_path: Path) -> No
     assert model.config._attn_implementation == before
     with pytest.raises(ValueError, match=r"Expected 'model' to have graph sources \(got none in BertForSequenceClass"):
         restore_attention(model)
-    with pytest.raises(TypeError, match=r"Expected 'model' to be a PreTrainedModel \(got Linear\)"):
-        restore_attention(nn.Linear(2, 2))  # type: ignore[arg-type]
     replace_attention(model, **OPTIONS)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
@@ -1041,12 +1055,12 @@ def test_sources_of_users_are_saved_and_loaded(tmp_path: Path, monkeypatch: pyte
             register_source(name, cast(Any, made))
     model = bert().eval()
     with pytest.raises(ValueError, match=r"Expected 'source' to be one of .*Call `sbm_pyg\.register_source`"):
-        hugging_face.replace_attention(model, source="even")
+        replace_attention(model, source="even")
     register_source("even", Even)
     register_source("wrong", cast(Any, lambda *_: nn.Identity()))
     with pytest.raises(TypeError, match="Expected 'source' to be a GraphSource, made by 'wrong'"):
-        hugging_face.replace_attention(model, source="wrong")
-    hugging_face.replace_attention(model, source="even", start=0.25)
+        replace_attention(model, source="wrong")
+    replace_attention(model, source="even", start=0.25)
     source = cast(Any, model).bert.encoder.layer[1].attention.self.sbm.conv.source
     assert isinstance(source, Even)
     assert bool((source.weight == 0.25).all())

@@ -24,9 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from sbm_pyg import LearnedSource, SBMAttentionConv
+from sbm_pyg import LearnedSource, SBMAttentionConv, replace_attention
 from sbm_pyg.integrations.hugging_face import SparsifierCallback as HuggingFaceCallback
-from sbm_pyg.integrations.hugging_face import replace_attention
 from sbm_pyg.integrations.lightning import SparsifierCallback as LightningCallback
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own remarks

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, gradients, rows
+from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, gradients
 from sbm_pyg.analysis import conditions
+from sbm_pyg.graphs import rows
 from sbm_pyg.ops import checks
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference import segments as reference_segments

@@ -34,9 +34,9 @@ from sbm_pyg import (
     SequenceEncoder,
     TokenClassifier,
     estimators,
-    pretrained,
-)  # fmt: skip
+)
 from sbm_pyg.layers.dense import FullAttention
+from sbm_pyg.models import pretrained  # fmt: skip
 
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))

@@ -20,8 +20,8 @@ from sbm_pyg import (
     Sparsifier,
     ops,
     pad,
-    ragged,
 )
+from sbm_pyg.graphs import ragged
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
 from sbm_pyg.training.estimators import Local

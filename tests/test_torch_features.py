@@ -29,8 +29,8 @@ from sbm_pyg import (
     SequenceEncoder,
     Tokens,
     ops,
-    ragged,
 )
+from sbm_pyg.graphs import ragged
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.sources import patterns, selectors
 

@@ -32,11 +32,10 @@ from transformers.trainer_utils import has_length
 
 from ..layers import named
 from ..layers.attention import AttentionConv
-from ..ops import checks
 from ..training.sparsifier import Sparsifier
 from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback", "replace_attention", "restore_attention"]
+__all__ = ["SparsifierCallback", "add_sources", "remove_sources"]
 
 SET_BY_MODEL = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
 """Options that the model sets."""
@@ -48,40 +47,9 @@ BEFORE = "_attention_before_sbm"
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
-def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options: Any) -> list[str]:
-    """Give each self-attention of a model a graph source, in place, and select ``attn_implementation="sbm"``.
-
-    The projections stay those of the model. Its config then contains the options, so ``save_pretrained`` and
-    ``from_pretrained`` save and load weights and sources together. Make the optimizer afterwards. Attention in a window
-    and cross attention stay dense.
-
-    A learned source begins at a target density of 1, dense attention, so the outputs of the model do not change. A
-    :class:`SparsifierCallback` or :class:`~sbm_pyg.Sparsifier` then trains it and makes the model sparse.
-
-    ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_clusters": 16})`` does the same as a model is loaded.
-
-    Args:
-        model: Model of ``transformers`` whose attention can be selected by ``attn_implementation``.
-        source: As in :func:`sbm_pyg.replace_attention`.
-        **options: Of the source and of its layer, as numbers, strings, lists and dicts. The model sets sizes, dropout
-            and causality.
-
-    Returns:
-        The names of the attention modules with a source, as in ``model.named_modules()``.
-
-    Raises:
-        TypeError: ``model`` is not a ``PreTrainedModel``, or an option is unknown or not of such a type.
-        ValueError: ``model`` has no attention that can be replaced, or an option is out of range.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2))
-        >>> replace_attention(model, num_clusters=4)
-        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
-    """
-    way_out = "For torch's layers take `sbm_pyg.replace_attention`."
-    checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", way_out)
-    options = {"source": source, **{name: _as_json(each) for name, each in options.items()}}
+def add_sources(model: PreTrainedModel, source: str, options: Mapping[str, Any]) -> list[str]:
+    """Give each self-attention of a model a graph source, see :func:`sbm_pyg.replace_attention`."""
+    options = {"source": source, **{name: _as_json(value) for name, value in options.items()}}
     before = {name: part.config._attn_implementation for name, part in _models(model).items()}
     names = _attach(model, options, replaced=True)
     if BEFORE not in model.__dict__:
@@ -90,31 +58,8 @@ def replace_attention(model: PreTrainedModel, *, source: str = "sbm", **options:
     return names
 
 
-def restore_attention(model: PreTrainedModel) -> list[str]:
-    """Make the model of :func:`replace_attention` dense again, in place: the inverse.
-
-    The graph sources are removed from the model and from its config, with what they have learned, and the attention
-    implementation of before is selected. For a model that was loaded with its sources, it is the default of
-    ``transformers``. Other weights stay as they are. Make the optimizer afterwards.
-
-    Args:
-        model: Model with graph sources.
-
-    Returns:
-        The names of the attention modules that had a source, as in ``model.named_modules()``.
-
-    Raises:
-        TypeError: ``model`` is not a ``PreTrainedModel``.
-        ValueError: ``model`` has no graph sources.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> model = BertModel(BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2))
-        >>> _ = replace_attention(model, num_clusters=4)
-        >>> restore_attention(model), model.config._attn_implementation
-        (['encoder.layer.0.attention.self'], 'sdpa')
-    """
-    checks.kind("model", model, PreTrainedModel, "a PreTrainedModel", "Pass the model that has graph sources.")
+def remove_sources(model: PreTrainedModel) -> list[str]:
+    """Undo :func:`add_sources`, see :func:`sbm_pyg.restore_attention`."""
     modules = model.named_modules()
     parts = {name: module for name, module in modules if NAME in module._modules or NAME in vars(module)}
     if not parts:

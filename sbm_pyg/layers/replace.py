@@ -1,13 +1,15 @@
 """Sparse attention in place of dense attention in a model, and back.
 
-In: a model of torch or PyG. Out: the same model with other attention layers, and their names. Not here: the layers
-(``multihead``, ``gps``), and models of Hugging Face (``integrations/hugging_face``).
+In: a model of torch, PyG or Hugging Face. Out: the same model with other attention layers, and their names. Not here:
+the layers (``multihead``, ``gps``), and what Hugging Face's models get (``integrations/hugging_face``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, cast
 
 from torch import nn
@@ -24,30 +26,39 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) -> list[str]:
-    """Replace each :class:`torch.nn.MultiheadAttention` of a model, in place, by one with copies of its projections.
+    """Give the attention of a model a graph source, in place. All trained weights stay.
 
-    A :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, becomes a
-    :class:`SparseGPSConv`. The outputs stay those of the dense model: the target density of a new block model or
-    indexer is 1 unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
-    sparse. Make the optimizer after this call, because parameters are copied. If the layers have been replaced already,
-    a second call replaces their sources, and keeps the projections; :func:`restore_attention` makes them dense again.
+    * A model of ``transformers``, or a model that contains some: each self-attention gets a source, and
+      ``attn_implementation="sbm"`` is selected. The config then contains the options, so ``save_pretrained`` and
+      ``from_pretrained`` save and load weights and sources together. Attention in a window and cross attention stay
+      dense. ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_clusters": 16})``, after an import of
+      ``sbm_pyg.integrations.hugging_face``, does the same as a model is loaded.
+    * Any other model: each :class:`torch.nn.MultiheadAttention` becomes an :class:`SBMMultiheadAttention`, and each
+      :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, a :class:`SparseGPSConv`,
+      with copies of the projections. Make the optimizer after this call.
+
+    The outputs stay those of the dense model: the target density of a new block model or indexer is 1, dense
+    attention, unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
+    sparse. A second call replaces the sources; :func:`restore_attention` makes attention dense again.
 
     Args:
-        model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder`.
+        model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder` or a
+            ``PreTrainedModel``.
         source: The graph source, by name: ``"sbm"``, a block model of queries and keys; ``"indexer"``,
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
             rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
             of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
         **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters``, the communities of a block
-            model.
+            model. For ``transformers``: numbers, strings, lists and dicts; the model sets sizes, dropout and causality.
 
     Returns:
-        The names of the replaced layers, as in ``model.named_modules()``.
+        The names of the attention layers with a source, as in ``model.named_modules()``.
 
     Raises:
-        TypeError: ``model`` is not a module, or an option is unknown or one that the replaced layer sets.
-        ValueError: It contains no such layer, or is one itself, or one that shares weights with other modules, or
-            ``source`` is unknown, or a layer has hooks, parametrizations or a ``forward`` of its own.
+        TypeError: ``model`` is not a module, or an option is unknown or one that the model sets.
+        ValueError: ``model`` has no attention that can be replaced, or is such a layer itself; a layer shares weights
+            with other modules, or has hooks, parametrizations or a ``forward`` of its own; ``source`` is unknown, or an
+            option is out of range.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -57,6 +68,8 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         >>> sparsifier = Sparsifier(layer, density=0.1, total_steps=1000)
     """
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
+    if of_transformers := _transformers_models(model):
+        return _replace_in_transformers(of_transformers, source, options)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared layer stays shared
         parent = name.rpartition(".")[0]
@@ -68,12 +81,10 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
         ways_out = [
             "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer.",
             "Other layers have no projections to copy: build an SBMMultiheadAttention in their place.",
-            "Models of transformers take `sbm_pyg.integrations.hugging_face.replace_attention`.",
         ]
-        of_transformers = any(type(part).__module__.startswith("transformers.") for part in model.modules())
         raise ValueError(
             "Expected 'model' to contain torch.nn.MultiheadAttention layers "
-            f"(got {'a layer itself' if found else 'none'}). {ways_out[0 if found else 1 + of_transformers]}"
+            f"(got {'a layer itself' if found else 'none'}). {ways_out[0 if found else 1]}"
         )
     owners = Counter(
         id(each)
@@ -117,11 +128,12 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Undo :func:`replace_attention`: make attention dense again, in place, with copies of the trained projections.
+    """Undo :func:`replace_attention`: make attention dense again, in place. All trained weights but the sources' stay.
 
     Each :class:`SBMMultiheadAttention` becomes a :class:`torch.nn.MultiheadAttention`, and each :class:`SparseGPSConv`
-    a :class:`~torch_geometric.nn.conv.GPSConv`. Sources, and what they have learned, are dropped. The model then needs
-    this library no longer. Make the optimizer after this call, because parameters are copied.
+    a :class:`~torch_geometric.nn.conv.GPSConv`, with copies of the projections; the model then needs this library no
+    longer. A model of ``transformers`` selects the attention of before again, or after loading its default. Sources,
+    and what they have learned, are dropped. Make the optimizer after this call.
 
     Args:
         model: Module that contains the layers.
@@ -141,6 +153,9 @@ def restore_attention(model: nn.Module) -> list[str]:
         (['self_attn'], 'MultiheadAttention')
     """
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
+    if of_transformers := _transformers_models(model):
+        remove = _wing().remove_sources
+        return [_joined(name, layer) for name, part in of_transformers.items() for layer in remove(part)]
     found = _replaced(model)
     if not found or "" in found:
         way_out = "Use its `to_torch` or `to_gps`." if found else "There is nothing to restore."
@@ -161,6 +176,40 @@ def restore_attention(model: nn.Module) -> list[str]:
                 "use `to_torch` or `to_gps` of the layer if your model brings it."
             )
     return _put(model, found, {layer: _dense(layer) for layer in found.values()})
+
+
+def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost models of ``transformers`` in a model, by name. Without an import of that package."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    models = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    return {
+        name: module
+        for name, module in models.items()
+        if not any(name != outer and f"{name}.".startswith(_joined(outer, "")) for outer in models)
+    }
+
+
+def _wing() -> Any:
+    return import_module("..integrations.hugging_face", __package__)
+
+
+def _joined(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child
+
+
+def _replace_in_transformers(models: Mapping[str, nn.Module], source: str, options: Mapping[str, Any]) -> list[str]:
+    """Add sources to all models, or, if one cannot take them, to none."""
+    wing, layers = _wing(), []
+    changed: list[nn.Module] = []
+    for name, model in models.items():
+        try:
+            layers += [_joined(name, layer) for layer in wing.add_sources(model, source, options)]
+        except Exception:
+            for other in changed:
+                wing.remove_sources(other)
+            raise
+        changed.append(model)
+    return layers
 
 
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
