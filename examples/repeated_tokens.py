@@ -91,7 +91,7 @@ def make_model(settings: Settings) -> TokenClassifier:
         if settings.estimator == "score-function":  # needs the probability of the whole graph
             options["row_group"] = 1
         names = ("cluster_init", "parameterization", "temperature")
-        options["sbm_options"] = {name: getattr(settings, name) for name in names} | {"tied": bool(settings.tied)}
+        options |= {name: getattr(settings, name) for name in names} | {"tied": bool(settings.tied)}
     sizes: dict[str, Any] = {"channels": 32, "num_layers": 1, "heads": 1, "max_length": settings.tokens, "dropout": 0.0}
     encoder = SequenceEncoder(settings.tokens, **sizes, attention=settings.attention, attention_options=options)
     torch.nn.init.normal_(encoder.position.weight, std=settings.position_scale)

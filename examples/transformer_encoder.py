@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, padding, label = batch(200, options.length, 16, generator)
     with torch.no_grad():
         before = model(tokens, padding)
-        replaced = replace_attention(model, num_clusters=None)  # over the full graph
+        replaced = replace_attention(model, source=None)  # over the full graph
         difference = (model(tokens, padding) - before).abs().max()
     print(f"replaced {len(replaced)} layers; over the full graph, logits differ by {difference:.1e} at most")
 

@@ -17,7 +17,7 @@ from .layers.distributed import HeadParallel
 from .layers.gps import SparseGPSConv
 from .layers.learned_graph import LearnedGraph
 from .layers.multihead import SBMMultiheadAttention
-from .layers.named import register_source
+from .layers.named import make_attention, register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
 from .layers.replace import replace_attention, restore_attention
@@ -50,7 +50,7 @@ __all__ = [
     "LearnedGraph", "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv",
     "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
     "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
-    "estimators", "gradients", "indexer", "mask_tokens", "ops", "pad", "patterns", "register_source",
+    "estimators", "gradients", "indexer", "make_attention", "mask_tokens", "ops", "pad", "patterns", "register_source",
     "replace_attention", "restore_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
 ]  # fmt: skip
 

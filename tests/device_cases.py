@@ -36,6 +36,7 @@ from sbm_pyg import (
     auxiliary_loss,
     estimators,
     gradients,
+    make_attention,
     ops,
     pad,
     sample_edges,
@@ -137,14 +138,14 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
         "mean of heads": {"concat": False},
         "entmax": {"normalizer": "entmax15"},
         "sparsemax": {"normalizer": "sparsemax"},
-        "mixed": {"sbm_options": {"parameterization": "mixed"}},
-        "assortative": {"sbm_options": {"parameterization": "assortative"}},
-        "degrees": {"sbm_options": {"degree_corrected": True}},
+        "mixed": {"parameterization": "mixed"},
+        "assortative": {"parameterization": "assortative"},
+        "degrees": {"degree_corrected": True},
         "score bias": {"score_bias": lambda query, key, graph: -graph.col.float() / 40},
     },
 )
 def layer(device: Device, variant: dict[str, Any]) -> Any:
-    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=4, **variant))
+    conv = on(device, lambda: make_attention("sbm", 16, 8, 2, num_clusters=4, **variant))
     x = normal(device, 40, 16).requires_grad_()
     out, graph, (_, alpha) = conv(x, ptr=PTR.to(device), seed=3, return_graph=True, return_attention_weights=True)
     drawn = variant.get("estimator") == "concrete"  # by the device's own generator
@@ -218,7 +219,7 @@ def layer_of_offsets_from_the_cpu(device: Device) -> Any:
 
 @case
 def layer_over_a_graph(device: Device) -> Any:
-    conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=None))
+    conv = on(device, lambda: AttentionConv(16, 8, heads=2))
     x, ptr = normal(device, 40, 16).requires_grad_(), PTR.to(device)
     graph = patterns.window(None, 2, ptr=ptr)
     batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
@@ -229,7 +230,7 @@ def layer_over_a_graph(device: Device) -> Any:
     return with_gradients(conv(x, graph, ptr=ptr), conv, x), over_edges, by_messages
 
 
-@cases("multihead", {"dense": {"num_clusters": None}, "sampled": {"num_clusters": 4}})
+@cases("multihead", {"dense": {"source": None}, "sampled": {"num_clusters": 4}})
 def multihead(device: Device, variant: dict[str, Any]) -> Any:
     layer = on(device, lambda: SBMMultiheadAttention(16, 2, batch_first=True, **variant)).eval()
     x, padding = normal(device, 3, 10, 16), (torch.arange(10) >= torch.tensor([[4], [10], [7]])).to(device)

@@ -436,12 +436,7 @@ def review(
     """What is wrong with a result, or nothing."""
     try:
         for argument, (label, kind, _) in chosen.items():
-            empty = label == "{}" and argument in (
-                "attention_options",
-                "attn_kwargs",
-                "metric",
-                "sbm_options",
-            )  # as good as none
+            empty = label == "{}" and argument in ("attention_options", "attn_kwargs", "metric")  # as good as none
             expect(kind != "junk" or empty or argument in case.free, f"{label} was taken for '{argument}'")
         for part in walk(result):
             if isinstance(part, AttentionGraph):

@@ -66,6 +66,7 @@ from sbm_pyg import (
     estimators,
     gradients,
     info,
+    make_attention,
     mask_tokens,
     models,
     sparsefinder,
@@ -139,10 +140,8 @@ def _conv(d: Draw) -> Case:
     lengths = d.lengths()
     options: dict[str, Any] = {"in_channels": 4, "out_channels": d.randint(1, 3), "heads": d.randint(1, 3)}
     options |= {"num_clusters": d.randint(1, 4), "concat": d.random() < 0.7, "bias": d.random() < 0.7}
-    options |= {"is_causal": d.random() < 0.2, "sbm_options": None, "probes": 4.0, "exploration": d.maybe(0.1)}
-    options |= {"estimator": d.maybe(d.choice([*estimators.ESTIMATORS])), "method": "bernoulli", "budget": d.maybe(2.0)}
-    options |= {"window": d.choice((None, 0, 1)), "normalizer": "softmax"}
-    options |= {"candidates": d.choice((1.0, 1.0, 2.5))}
+    options |= {"is_causal": d.random() < 0.2, "estimator": d.maybe(d.choice([*estimators.ESTIMATORS]))}
+    options |= {"window": d.choice((None, 0, 1)), "normalizer": "softmax", "target_density": d.maybe(0.4)}
     if d.random() < 0.2:
         options |= {"normalizer": d.choice(("entmax15", "sparsemax", "entmax"))}
         options |= {"estimator": d.choice(("mask", "none"))}
@@ -157,7 +156,7 @@ def _conv(d: Draw) -> Case:
     def check(result: Any, heads: Any, out_channels: Any, concat: Any, **_: Any) -> None:
         expect(result[0].shape == (sum(lengths), out_channels * (heads if concat else 1)), "another shape")
 
-    return Case(call, options | {"dropout": d.choice((0.0, 0.2))}, check, free=("sbm_options",))
+    return Case(call, options | {"dropout": d.choice((0.0, 0.2))}, check)
 
 
 function(
@@ -183,7 +182,10 @@ def _conv_forward(d: Draw) -> Case:
     x, how = float_tokens(d, sum(lengths), 4), d.choice(("graph", "edges", "typed", "sample", "pair"))
     edge_attr = d.maybe(float_tokens(d, g.num_edges, 2)) if how in ("graph", "typed") else None
     edge_dim = None if edge_attr is None else 2
-    conv = SBMAttentionConv(4, d.randint(1, 3), g.heads, 3, probes=2.0, edge_dim=edge_dim).train(d.random() < 0.5)
+    channels = d.randint(1, 3)
+    source = SBMSource(SBMHead(channels, g.heads, 3))
+    conv = AttentionConv(4, channels, g.heads, source, estimator=estimators.Local(2.0), edge_dim=edge_dim)
+    conv.train(d.random() < 0.5)
     given = {"graph": g, "edges": g.edge_index, "typed": g.edge_index, "sample": None, "pair": None}[how]
     arguments: dict[str, Any] = {
         "x": (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x,
@@ -212,7 +214,7 @@ def _conv_forward(d: Draw) -> Case:
 def _attend(d: Draw) -> Case:
     n = [d.randint(1, 6) for _ in range(d.randint(1, 2))]
     g, channels = d.graph(None, n, d.choice((n, [2 for _ in n]))), d.randint(1, 4)
-    conv = SBMAttentionConv(4, channels, g.heads, 3, probes=2.0).eval()
+    conv = make_attention("sbm", 4, channels, g.heads, num_clusters=3, probes=2.0).eval()
     sides = {"query": g.num_queries, "key": g.num_keys, "value": g.num_keys}
     arguments: dict[str, Any] = {side: float_tokens(d, g.heads, count, channels) for side, count in sides.items()}
     arguments |= {"ptr": (g.key_ptr, g.query_ptr), "edge_index": d.choice((g, None)), "bipartite": True}
@@ -380,7 +382,7 @@ def _multihead_forward(d: Draw) -> Case:
     heads, length, keys, batch = d.randint(1, 2), d.randint(1, 4), d.randint(1, 4), d.randint(1, 3)
     full = d.random() < 0.5
     torchs = nn.MultiheadAttention(4, heads, batch_first=True)
-    layer = SBMMultiheadAttention.from_torch(torchs, num_clusters=None if full else 3).eval()
+    layer = SBMMultiheadAttention.from_torch(torchs, source=None if full else 3).eval()
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
     arguments: dict[str, Any] = {
         side: float_tokens(d, batch, count, 4) for side, count in (("query", length), ("key", keys), ("value", keys))
@@ -393,7 +395,7 @@ def _multihead_forward(d: Draw) -> Case:
 
 @case("SBMMultiheadAttention.from_torch", 4)
 def _from_torch(d: Draw) -> Case:
-    arguments = {"attention": nn.MultiheadAttention(4, d.randint(1, 2), batch_first=True), "num_clusters": None}
+    arguments = {"attention": nn.MultiheadAttention(4, d.randint(1, 2), batch_first=True), "source": None}
     layers: list[tuple[str, str, Callable[[], Any]]] = [
         ("a Linear", "value", lambda: nn.Linear(4, 4)), ("with bias_k", "value", lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)),
         ("ours", "value", lambda: SBMMultiheadAttention(4, 2)), ("zero_attn", "value", lambda: nn.MultiheadAttention(4, 2, add_zero_attn=True)),

@@ -16,7 +16,7 @@ import torch
 from fuzz_cases import Case, Draw, case, expect, pointer
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, DCMMBias, SBMAttentionConv, auxiliary_loss
+from sbm_pyg import AttentionConv, DCMMBias, auxiliary_loss, make_attention
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 
@@ -33,10 +33,7 @@ def any_layer(d: Draw) -> Any:
     options: dict[str, Any] = {"is_causal": is_causal, "score_bias": bias}
     if kind == "sbm":
         block_size = d.choice((1, 1, 3))
-        layer: Any = SBMAttentionConv(
-            WIDTH, CHANNELS, HEADS, 3, estimator=estimator, target_density=d.maybe(d.choice((0.2, 0.6))), block_size=block_size,
-            detach=d.random() < 0.3, window=d.maybe(1), **options,
-        )  # fmt: skip
+        layer: Any = make_attention("sbm", WIDTH, CHANNELS, HEADS, num_clusters=3, estimator=estimator, target_density=d.maybe(d.choice((0.2, 0.6))), block_size=block_size, detach=d.random() < 0.3, window=d.maybe(1), **options)  # fmt: skip
     else:
         scorer = d.choice((Indexer, KeyScorer))(CHANNELS, HEADS)
         source = {

@@ -37,6 +37,7 @@ from sbm_pyg import (
     Tokens,
     auxiliary_loss,
     estimators,
+    make_attention,
     sample_edges,
 )
 from sbm_pyg.sources import indexer, patterns, selectors
@@ -46,9 +47,9 @@ from sbm_pyg.sparsefinder import Projection
 PTR = torch.tensor([0, 10, 17, 30])
 
 
-def layer(**options: object) -> SBMAttentionConv:
+def layer(heads: int = 2, **options: Any) -> AttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(16, 8, **{"heads": 2, "num_clusters": 4, **options}).double()  # type: ignore[arg-type]
+    return make_attention("sbm", 16, 8, heads, **{"num_clusters": 4, **options}).double()
 
 
 def tokens(n: int = 30, seed: int = 1) -> Tensor:
@@ -160,8 +161,8 @@ def test_bipartite(sample: bool) -> None:
 @pytest.mark.parametrize("exploration", [0.0, 0.1])
 def test_estimators_equal_their_closed_forms(estimator: str, exploration: float) -> None:
     """dL/dp = P (g - gbar) for "mask", times the score for "paper", on sampled edges; then dY = G Z S^T and so on."""
-    paper = {"parameterization": "paper", "cluster_init": "kaiming"}
-    conv, x = layer(estimator=estimator, exploration=exploration, sbm_options=paper, window=None), tokens()
+    paper: Any = {"parameterization": "paper", "cluster_init": "kaiming"}
+    conv, x = layer(estimator=estimator, exploration=exploration, **paper, window=None), tokens()
     out, graph, choice = conv(x, seed=2, return_graph=True, return_choice=True)
     sbm = choice.probability
     weight = torch.randn(30, 16, dtype=torch.float64)
@@ -234,7 +235,8 @@ def test_forced_edges_have_probability_one_in_a_soft_mask(estimator: str) -> Non
 
 
 def test_the_default_estimator_is_one_for_the_law() -> None:
-    kinds = [type(layer(**options).estimator) for options in ({}, {"method": "fastrg"}, {"normalizer": "sparsemax"})]
+    options: tuple[dict[str, Any], ...] = ({}, {"method": "fastrg"}, {"normalizer": "sparsemax"})
+    kinds = [type(layer(**option).estimator) for option in options]
     assert kinds == [estimators.Local, estimators.Mask, estimators.Mask]
 
 
@@ -541,7 +543,7 @@ def test_each_token_keeps_its_own_key() -> None:
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
     with pytest.raises(ValueError, match=r"Expected 'edge_index' .*the layer has no source"):
-        SBMAttentionConv(16, 8, num_clusters=None)(x.float())
+        AttentionConv(16, 8)(x.float())
     with pytest.raises(ValueError, match=r"over N = 30 queries and M = 30 keys \(got AttentionGraph"):
         conv(x, patterns.full(20))
     with pytest.raises(ValueError, match="Expected 'graph' to have 1 or 2 heads"):
@@ -567,7 +569,6 @@ def test_call_errors() -> None:
         ),
         ({"in_channels": (16, 16, 16)}, "or a pair for keys and queries (got (16, 16, 16))"),
         ({"dropout": "0.1"}, "Expected 'dropout' to be a number in [0, 1) (got str)"),
-        ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
         ({"num_clusters": "8"}, "Expected 'num_clusters' to be an int (got str)"),

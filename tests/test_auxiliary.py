@@ -28,6 +28,7 @@ from sbm_pyg import (
     Sparsifier,
     Tokens,
     auxiliary_loss,
+    make_attention,
     sync_statistics,
 )
 from sbm_pyg.sources import patterns
@@ -41,7 +42,7 @@ PARTS = (slice(0, 2), slice(2, 4))
 
 
 def sbm(**options: Any) -> SBMAttentionConv:
-    return SBMAttentionConv(8, 4, 2, num_clusters=3, **options)
+    return make_attention("sbm", 8, 4, 2, num_clusters=3, **options)
 
 
 LAYERS: dict[str, Any] = {
@@ -144,7 +145,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 def test_checkpointing_may_keep_products(parameterization: str, kept: str) -> None:
     """Nothing writes into them, so the second call finds them as they were."""
     torch.manual_seed(0)
-    conv: Any = SBMAttentionConv(8, 4, 2, num_clusters=3, sbm_options={"parameterization": parameterization})
+    conv: Any = make_attention("sbm", 8, 4, 2, num_clusters=3, parameterization=parameterization)
     x, run = draw(1, 30, 8).float().requires_grad_(), partial(conv, seed=3)
     how = partial(create_selective_checkpoint_contexts, [getattr(torch.ops.aten, kept).default])
     found = torch.autograd.grad(

@@ -23,7 +23,6 @@ from sbm_pyg import (
     Choice,
     EdgeProbability,
     GraphSource,
-    SBMAttentionConv,
     SBMGraph,
     SBMHead,
     SBMSource,
@@ -32,6 +31,7 @@ from sbm_pyg import (
     Tokens,
     auxiliary_loss,
     gradients,
+    make_attention,
     ops,
     sample_edges,
 )
@@ -529,7 +529,7 @@ def _split(
 def pair_of_layers(is_causal: bool, **options: Any) -> tuple[Any, Tensor, Tensor]:
     """A layer with blocks in float64, and two ragged sequences."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, heads=2, num_clusters=3, is_causal=is_causal, **options).double()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, is_causal=is_causal, **options).double()
     return conv, torch.randn(21, 6, dtype=torch.float64), torch.tensor([0, 8, 21])
 
 
@@ -594,7 +594,7 @@ def test_no_row_of_a_causal_layer_depends_on_a_later_token(pool: str, options: d
 
 
 def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
-    conv, x, ptr = pair_of_layers(True, block_size=4, sbm_options={"initial_density": 0.01})
+    conv, x, ptr = pair_of_layers(True, block_size=4, initial_density=0.01)
     _, choice = conv(x, ptr=ptr, seed=0, return_choice=True)
     own = choice.graph.blocks.edge_index[0] == choice.graph.blocks.edge_index[1]
     assert int(own.sum()) == 2 * (2 + 4)
@@ -605,12 +605,12 @@ def test_every_block_of_a_causal_layer_attends_to_itself() -> None:
 
 
 def test_windows_and_budgets_count_tokens() -> None:
-    conv, x, ptr = pair_of_layers(False, block_size=4, window=5, sbm_options={"initial_density": 1e-6})
+    conv, x, ptr = pair_of_layers(False, block_size=4, window=5, initial_density=1e-6)
     graph = conv(x, ptr=ptr, seed=0, return_graph=True)[1]
     window = patterns.window(None, 5, ptr=ptr).expand(2)
     assert graph | window == graph  # every token of the window, widened to whole blocks
     assert graph.blocks.degree[0].tolist() == [2, 2, 3, 4, 4, 3]
-    conv, x, ptr = pair_of_layers(False, block_size=4, budget=4.0, sbm_options={"initial_density": 0.9})
+    conv, x, ptr = pair_of_layers(False, block_size=4, budget=4.0, initial_density=0.9)
     choice = conv(x, ptr=ptr, seed=0, return_choice=True)[1]
     assert float(choice.probability.expected_degree().detach().max()) <= 1 + 1e-9  # one block
 
@@ -646,7 +646,7 @@ def test_estimators_that_gate_and_normalizers_attend_over_the_tokens() -> None:
         out.square().sum().backward()
         assert isinstance(choice.graph, BlockGraph)
         assert conv.source.head.clusters.grad.abs().sum() > 0
-        given = SBMAttentionConv(6, 4, heads=2, num_clusters=None, **options).double()
+        given = AttentionConv(6, 4, heads=2, **options).double()
         given.load_state_dict({k: v for k, v in conv.state_dict().items() if "source" not in k})
         if options.get("estimator") != "relaxed":
             torch.testing.assert_close(given(x, choice.graph.expand_tokens(), seed=1), out, atol=1e-12, rtol=1e-12)
@@ -665,11 +665,9 @@ def test_a_pool_is_the_mean_of_the_tokens_that_may_be_seen() -> None:
 
 def test_what_blocks_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="'pool' to be"):
-        SBMAttentionConv(6, 4, block_size=4, pool="sum")
+        make_attention("sbm", 6, 4, block_size=4, pool="sum")
     with pytest.raises(ValueError, match="'block_size' to be at least 1"):
-        SBMAttentionConv(6, 4, block_size=0)
-    with pytest.raises(ValueError, match="a head that is not tied"):
-        SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
+        make_attention("sbm", 6, 4, block_size=0)
     source = SBMSource(SBMHead(4, num_clusters=3, tied=True), block_size=4)
     with pytest.raises(ValueError, match="a head that is not tied"):
         source(Tokens(torch.randn(1, 8, 4), is_causal=True))

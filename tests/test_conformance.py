@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch_geometric.testing import assert_module
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csc_tensor, to_torch_csr_tensor
 
 from sbm_pyg import (
+    AttentionConv,
     AttentionGraph,
     SBMAttentionConv,
     SBMHead,
@@ -26,6 +27,7 @@ from sbm_pyg import (
     SequenceEncoder,
     SourceGraph,
     Tokens,
+    make_attention,
     sample_edges,
 )
 from sbm_pyg.sources import patterns
@@ -33,9 +35,9 @@ from sbm_pyg.sources import patterns
 PTR = torch.tensor([0, 10, 17, 30])
 
 
-def layer(in_channels: int | tuple[int, int] = 16, **options: Any) -> SBMAttentionConv:
+def layer(in_channels: int | tuple[int, int] = 16, **options: Any) -> AttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(in_channels, 8, heads=2, num_clusters=4, **options).double()
+    return make_attention("sbm", in_channels, 8, 2, num_clusters=4, **options).double()
 
 
 def tokens(n: int = 30, channels: int = 16, seed: int = 1) -> Tensor:
@@ -177,8 +179,8 @@ def test_copies_state_and_repr() -> None:
     other.load_state_dict(conv.state_dict())
     for clone in (other, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
         assert torch.equal(clone(x, seed=1), out)
-    assert repr(conv) == "SBMAttentionConv(16, 8, heads=2, source=SBMSource)"
-    assert repr(layer((12, 16))) == "SBMAttentionConv((12, 16), 8, heads=2, source=SBMSource)"
+    assert repr(conv) == "AttentionConv(16, 8, heads=2, source=SBMSource)"
+    assert repr(layer((12, 16))) == "AttentionConv((12, 16), 8, heads=2, source=SBMSource)"
     before = {name: value.clone() for name, value in conv.state_dict().items()}
     conv.reset_parameters()
     assert [name for name, value in conv.state_dict().items() if torch.equal(value, before[name])] == []
@@ -196,8 +198,7 @@ def test_seed_everything_fixes_everything() -> None:
         conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, dropout=0.2)
         out, graph = conv(tokens().float(), ptr=PTR, return_graph=True)
         model = SequenceEncoder(15, 16, attention_options={"num_clusters": 4, "dropout": 0.1})
-        sbm = conv.sbm(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8))) if conv.sbm is not None else None
-        assert sbm is not None
+        sbm = cast(Any, conv.source).head(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8)))
         return [
             out,
             graph.col,
@@ -246,7 +247,7 @@ class Net(BasicGNN):
     supports_norm_batch: bool
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> SBMAttentionConv:
-        return SBMAttentionConv(in_channels, out_channels // 2, heads=2, num_clusters=4, **kwargs)
+        return make_attention("sbm", in_channels, out_channels // 2, 2, num_clusters=4, **kwargs)
 
 
 def test_basic_gnn() -> None:
@@ -262,8 +263,8 @@ def test_to_hetero() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = SBMAttentionConv((-1, -1), 8, heads=2, num_clusters=None)
-            self.second = SBMAttentionConv((-1, -1), 4, heads=2, num_clusters=None)
+            self.first = AttentionConv((-1, -1), 8, heads=2)
+            self.second = AttentionConv((-1, -1), 4, heads=2)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -296,12 +297,7 @@ def test_summary() -> None:
     pytest.importorskip("tabulate", reason="torch_geometric.nn.summary needs tabulate")
     conv = layer()
     table = summary(conv, tokens(), edges(), leaf_module=None)
-    for line in (
-        "SBMAttentionConv",
-        "lin_query",
-        "[30, 16], [2, 100]",
-        f"{sum(p.numel() for p in conv.parameters()):,}",
-    ):
+    for line in ("AttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}"):
         assert line in table
 
 
@@ -314,8 +310,8 @@ class Explained(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = SBMAttentionConv(16, 8, heads=2, num_clusters=4, **options).double()
-        self.second = SBMAttentionConv(16, 2, heads=2, num_clusters=None).double()
+        self.first = make_attention("sbm", 16, 8, 2, num_clusters=4, **options).double()
+        self.second = AttentionConv(16, 2, heads=2).double()
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         return self.second(self.first(x, edge_index, edge_head=edge_head).relu(), edge_index, edge_head=edge_head)
@@ -356,7 +352,7 @@ def test_explainers_of_a_class_whose_base_was_made_before() -> None:
 
     torch.manual_seed(0)
     SBMAttentionConv(8, 8)
-    layer = Later(16, 3, heads=1, num_clusters=None).double()
+    layer = Later(16, 3, heads=1).double()
     explanation = explain(layer, GNNExplainer(epochs=3), tokens(), edges())
     assert explanation.edge_mask.shape == (edges().size(1),)
     assert explanation.edge_mask.any()

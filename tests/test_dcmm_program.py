@@ -153,7 +153,7 @@ def test_options_reach_the_layers(small: data.Images) -> None:
         0.25,
     )
     corrected: Any = model.make_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
-    assert corrected.sbm.degree_corrected
+    assert corrected.source.head.degree_corrected
     assert corrected.source.target_density is None
     assert type(corrected.estimator).__name__ == "Mask"
 

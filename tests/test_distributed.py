@@ -36,6 +36,7 @@ from sbm_pyg import (
     SequenceEncoder,
     Sparsifier,
     auxiliary_loss,
+    make_attention,
     patterns,
     selectors,
     sync_statistics,
@@ -53,7 +54,7 @@ COUNTS = {2: [20, 13], 4: [20, 0, 5, 8]}
 
 
 def sbm(**options: Any) -> SBMAttentionConv:
-    return SBMAttentionConv(8, CHANNELS, HEADS, num_clusters=3, **options)
+    return make_attention("sbm", 8, CHANNELS, HEADS, num_clusters=3, **options)
 
 
 def conv(source: Any, **options: Any) -> AttentionConv:
@@ -64,9 +65,7 @@ LAYERS: dict[str, Callable[[], AttentionConv]] = {
     "block model": sbm,
     "block model, causal": partial(sbm, target_density=0.4, window=1, is_causal=True),
     "block model, rotary and linear bias": lambda: sbm(score_bias=ALiBi(HEADS), rotary=Rotary(), concat=False),
-    "degrees and mixed memberships": partial(
-        sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}, budget=4.0
-    ),
+    "degrees and mixed memberships": partial(sbm, parameterization="mixed", degree_corrected=True, budget=4.0),
     "candidates": partial(sbm, target_density=0.2, candidates=3, is_causal=True),
     "blocks of tokens": partial(sbm, target_density=0.4, block_size=3, pool="learned"),
     "blocks of tokens, causal": partial(sbm, target_density=0.4, block_size=2, is_causal=True),
@@ -321,7 +320,7 @@ def pairs(select: str = "bernoulli", **options: Any) -> IndexerSource:
 AMONG = patterns.window(20, 4)
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "block model": sbm,
-    "mixed memberships with degrees": partial(sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}),
+    "mixed memberships with degrees": partial(sbm, parameterization="mixed", degree_corrected=True),
     "candidates": partial(sbm, candidates=3, window=1),
     "blocks of tokens": partial(sbm, block_size=3, pool="learned"),
     "entmax": partial(sbm, normalizer="entmax"),

@@ -23,6 +23,7 @@ from sbm_pyg import (
     SBMAttentionConv,
     SBMHead,
     Tokens,
+    make_attention,
     ops,
     sample_edges,
 )  # fmt: skip
@@ -643,8 +644,7 @@ def test_infinitely_many_probes_are_all_pairs() -> None:
 
 def gradient(conv: SBMAttentionConv) -> Any:
     """Of the cluster embeddings, or None."""
-    assert conv.sbm is not None
-    return conv.sbm.clusters.grad
+    return cast(Any, conv.source).head.clusters.grad
 
 
 def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
@@ -652,7 +652,7 @@ def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
     outs, own, other = [], [], []
     for estimator in ("local", "mask", "paper", "none"):
         torch.manual_seed(0)
-        conv = SBMAttentionConv(16, 8, 2, 8, estimator=estimator, exploration=0.01)
+        conv = make_attention("sbm", 16, 8, 2, num_clusters=8, estimator=estimator, exploration=0.01)
         out = conv(x, ptr=ptr, seed=1)
         out.square().sum().backward()
         outs.append(out.detach())
@@ -668,13 +668,16 @@ def test_estimators_differ_in_the_gradient_to_the_model_alone() -> None:
 def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     """Then each pair's probability gets its exact effect: compared with the closed form, through the model's own autograd."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, 2, 3, estimator=Local(math.inf, rows=1), exploration=0.0, window=None).double()
-    assert conv.sbm is not None
+    conv = make_attention(
+        "sbm", 6, 4, 2, num_clusters=3, estimator=Local(math.inf, rows=1), exploration=0.0, window=None
+    ).double()
     x = draw(1, 7, 6)
     out, choice = conv(x, seed=1, return_choice=True)
     graph, sbm = choice.graph, choice.probability
     weight = draw(2, *out.shape)
-    got = torch.autograd.grad((out * weight).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight], retain_graph=True)
+    got = torch.autograd.grad(
+        (out * weight).sum(), [conv.source.head.clusters, conv.source.head.mlp[0].weight], retain_graph=True
+    )
     query, key, value = (
         lin(x).view(-1, 2, 4).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
     )
@@ -697,7 +700,9 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     g[everything.edge_row, everything.col.long()] = effects[1]
     g[graph.edge_row, graph.col.long()] += effects[0]
     p = torch.stack([sbm.rate[h] @ sbm.key_membership[h].T for h in range(2)])
-    want = torch.autograd.grad((p * g.view(2, 7, 7).detach()).sum(), [conv.sbm.clusters, conv.sbm.mlp[0].weight])
+    want = torch.autograd.grad(
+        (p * g.view(2, 7, 7).detach()).sum(), [conv.source.head.clusters, conv.source.head.mlp[0].weight]
+    )
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
@@ -742,14 +747,14 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
         ({"estimator": "loud"}, "Expected 'estimator' to be one of"),
         ({"probes": -1}, "Expected 'probes' in "),
         ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
-        ({"sbm_options": {"parameterization": "odd"}}, "Expected 'parameterization' to be one of"),
-        ({"sbm_options": {"initial_density": 1.0}}, r"Expected 'initial_density' in \(0, 1\)"),
-        ({"sbm_options": {"temperature": 0.0}}, r"Expected 'temperature' in \[1e-06, inf\]"),
+        ({"parameterization": "odd"}, "Expected 'parameterization' to be one of"),
+        ({"initial_density": 1.0}, r"Expected 'initial_density' in \(0, 1\)"),
+        ({"temperature": 0.0}, r"Expected 'temperature' in \[1e-06, inf\]"),
     ],
 )
 def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SBMAttentionConv(6, 4, 2, 3, **options)
+        make_attention("sbm", 6, 4, 2, num_clusters=3, **options)
 
 
 def test_the_number_of_probes_may_change_between_steps() -> None:
@@ -757,12 +762,12 @@ def test_the_number_of_probes_may_change_between_steps() -> None:
     grads = []
     for first in (2.0, 30.0):
         torch.manual_seed(0)
-        conv = SBMAttentionConv(6, 4, num_clusters=3, probes=first)
+        conv = make_attention("sbm", 6, 4, num_clusters=3, probes=first)
         for probes in (first, 30.0):
             cast(Local, conv.estimator).probes = probes
             conv.zero_grad()
             conv(draw(1, 40, 6, dtype=torch.float32), seed=1).square().sum().backward()
-            grads.append(cast(Any, conv.sbm).clusters.grad.clone())
+            grads.append(cast(Any, conv.source).head.clusters.grad.clone())
     assert torch.equal(grads[1], grads[3])
     assert not torch.equal(grads[0], grads[1])
 
@@ -811,7 +816,7 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
     for keys in (5, 6):  # other tokens, even if they are as many
         with pytest.raises(ValueError, match="with tied memberships"):
             head(Tokens(query, draw(2, 1, keys, 8, dtype=torch.float32)))
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_clusters=3, sbm_options={"tied": True}), torch.randn(6, 8)
+    conv, x = make_attention("sbm", 8, 4, 2, num_clusters=3, tied=True), torch.randn(6, 8)
     assert conv(x).shape == (6, 8)
     with pytest.raises(ValueError, match="Use tied=False"):
         conv((x, x.clone()))
@@ -845,7 +850,7 @@ def test_a_part_of_the_queries_has_the_gradient_of_all(is_causal: bool, block_si
     """Of those that are taken the gradient is that of all, divided by the part; of others it is zero."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size, "window": window}
-    conv = SBMAttentionConv(6, 4, 2, 3, score_bias=ALiBi(2), **options).double()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, score_bias=ALiBi(2), **options).double()
     x, ptr, ids = draw(1, 90, 6), torch.tensor([0, 50, 90]), torch.tensor([7, 3])
     grads, outs = [], []
     for rows in (1.0, 0.25):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sbm_pyg import AttentionGraph, BlockGraph, SBMAttentionConv
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph
 from sbm_pyg.graphs import exchange
 from sbm_pyg.sources import patterns
 
@@ -100,7 +100,7 @@ def test_graphs_are_trees(name: str) -> None:
 @pytest.mark.slow
 def test_a_graph_may_be_an_input_of_a_program() -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(16, 8, heads=2, num_clusters=None).eval()
+    conv = AttentionConv(16, 8, heads=2).eval()
     any_size = torch.export.Dim.AUTO
     graph, more = (
         {"rowptr": {0: any_size}, "col": {0: any_size}, "query_ptr": {0: any_size}, "num_queries": any_size},

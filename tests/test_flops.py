@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count
 
-from sbm_pyg import SBM, SBMAttentionConv, SequenceEncoder, ops
+from sbm_pyg import SBM, SequenceEncoder, make_attention, ops
 from sbm_pyg.ops import flops
 from sbm_pyg.sources import patterns
 
@@ -177,7 +177,7 @@ def test_sampling_of_a_sparse_model_counts_its_proposals() -> None:
 
 def test_a_layer_is_the_sum_of_its_parts() -> None:
     paper = {"parameterization": "paper"}
-    conv = SBMAttentionConv(16, C, HEADS, num_clusters=K, estimator="mask", sbm_options=paper)
+    conv = make_attention("sbm", 16, C, HEADS, num_clusters=K, estimator="mask", **paper)
     x = torch.randn(N, 16)
     graph: list[Any] = []
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_denser_graphs_cost_more() -> None:
     torch.manual_seed(0)
     counts = []
     for density in (0.02, 0.25):
-        options = {"num_clusters": K, "sbm_options": {"initial_density": density}}
+        options = {"num_clusters": K, "initial_density": density}
         encoder = SequenceEncoder(15, 16, max_length=200, attention_options=options)
         counts.append(sum(counted(partial(encoder, torch.randint(15, (200,)), seed=0)).values()))
     assert counts[0] < counts[1]

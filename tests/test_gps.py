@@ -47,9 +47,7 @@ def full(heads: int = 4) -> AttentionConv:
 @pytest.mark.parametrize("form", ["full", "density", "edges", "one graph"])
 def test_full_graphs_are_gps_conv(training: bool, norm: str | None, form: str) -> None:
     theirs = gps(norm=norm).train(training)
-    options: dict[str, Any] = (
-        {"num_clusters": None} if form != "density" else {"num_clusters": 3, "target_density": 1.0}
-    )
+    options: dict[str, Any] = {"source": None} if form != "density" else {"num_clusters": 3, "target_density": 1.0}
     ours = SparseGPSConv.from_gps(copy.deepcopy(theirs), **options)
     assert isinstance(ours, GPSConv)
     assert ours.training is training
@@ -95,13 +93,13 @@ def test_graphs_without_nodes_are_those_of_pyg(batch: list[int], norm: str | Non
     theirs = gps(norm=norm).eval()
     x, edge_index = nodes()[: len(batch)], EDGES[:, : min(len(batch), 2)]
     number = torch.tensor(batch, dtype=torch.int64)
-    for options in ({"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}):
+    for options in ({"source": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}):
         ours = SparseGPSConv.from_gps(theirs, **options).eval()
         if norm == "layer_norm" and not batch:
             continue  # PyG's norm of graphs asks for the largest of their numbers
         out = ours(x, edge_index, number)
         assert out.shape == x.shape
-        if batch and options == {"num_clusters": None}:
+        if batch and options == {"source": None}:
             torch.testing.assert_close(out, theirs(x, edge_index, number))
 
 

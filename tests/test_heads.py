@@ -10,7 +10,16 @@ import torch
 from problems import same
 from torch import Tensor, nn
 
-from sbm_pyg import AttentionConv, AttentionGraph, Rotary, SBMAttentionConv, SBMMultiheadAttention, Sparsifier, patterns
+from sbm_pyg import (
+    AttentionConv,
+    AttentionGraph,
+    Rotary,
+    SBMAttentionConv,
+    SBMMultiheadAttention,
+    Sparsifier,
+    make_attention,
+    patterns,
+)
 from sbm_pyg.analysis import Head, compare_heads, record_attention
 
 PTR = torch.tensor([0, 5, 12])
@@ -158,7 +167,7 @@ def test_recorded_weights_are_those_of_the_layer(how: str) -> None:
         "dense": {"target_density": 1.0}, "blocks": {"block_size": 2}, "rotary": {"rotary": Rotary(4)},
         "entmax": {"normalizer": "entmax15"},
     }  # fmt: skip
-    conv = SBMAttentionConv(8, 4, heads=2, num_clusters=3, **options.get(how, {})).double().eval()
+    conv = make_attention("sbm", 8, 4, 2, num_clusters=3, **options.get(how, {})).double().eval()
     given: tuple[Any, ...] = (patterns.window(None, 2, ptr=PTR),) if how == "given" else ()
     out, graph, (_, weight) = conv(X, *given, ptr=PTR, seed=1, return_graph=True, return_attention_weights=True)
     with record_attention(nn.ModuleDict({"layer": conv})) as calls, compare_heads(conv) as table:
@@ -181,7 +190,7 @@ def test_recorded_weights_are_those_of_the_layer(how: str) -> None:
 
 def test_weights_of_padded_layers_are_those_of_real_tokens() -> None:
     torch.manual_seed(0)
-    layer = SBMMultiheadAttention(8, 2, batch_first=True, num_clusters=None).double().eval()
+    layer = SBMMultiheadAttention(8, 2, batch_first=True, source=None).double().eval()
     x, padding = X[:10].view(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
     with record_attention(layer) as calls:
         _, weights = layer(x, x, x, key_padding_mask=padding, average_attn_weights=False)

@@ -787,7 +787,7 @@ def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path
         {"source": "top_k", "k": 3},
         {"source": "top_k", "target_density": 0.3},
         {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
-        {"num_clusters": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
+        {"num_clusters": 4, "target_density": None, "parameterization": "mixed"},
         {"num_clusters": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},
     ],
     ids=lambda options: f"{options.get('source', 'sbm')}-{len(options)}",
@@ -894,7 +894,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(TypeError, match=r"Expected 'options' without \['dropout'\]"):
         replace_attention(model, dropout=0.1)
     with pytest.raises(ValueError, match=r"Expected 'num_clusters' to be a number \(got None\)"):
-        replace_attention(model, num_clusters=None)
+        replace_attention(model, source=None)
     assert model.config.sbm is None
     assert not sources(model)
     replace_attention(model, num_clusters=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, make_attention
 from sbm_pyg.ops import checks, memo, schemas, values
 from sbm_pyg.ops.reference import pairs as reference_pairs
 from sbm_pyg.ops.reference import segments as reference_segments
@@ -84,7 +84,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
 def trained(sequences: int, tokens: int, **options: Any) -> tuple[int, int]:
     """Of a training step of the whole layer, forward and backward."""
     torch.manual_seed(0)
-    conv, x = SBMAttentionConv(32, 16, heads=2, **options), torch.randn(sequences * tokens, 32, requires_grad=True)
+    conv, x = make_attention("sbm", 32, 16, 2, **options), torch.randn(sequences * tokens, 32, requires_grad=True)
     ptr = torch.arange(sequences + 1) * tokens
     with plain_torch() as counted:
         conv(x, ptr=ptr, seed=1).square().sum().backward()

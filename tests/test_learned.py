@@ -32,6 +32,7 @@ from sbm_pyg import (
     SequenceEncoder,
     Tokens,
     auxiliary_loss,
+    make_attention,
     sample_edges,
 )
 from sbm_pyg.graphs.ragged import offsets
@@ -78,12 +79,12 @@ def test_keys_compete_for_a_density() -> None:
 def test_a_layer_with_a_target_density_samples_so_many_edges() -> None:
     torch.manual_seed(0)
     head = {"parameterization": "overlapping"}
-    conv = SBMAttentionConv(8, 8, heads=2, num_clusters=8, target_density=0.1, exploration=0.0, sbm_options=head)
+    conv = make_attention("sbm", 8, 8, 2, num_clusters=8, target_density=0.1, exploration=0.0, **head)
     out, choice = conv(torch.randn(400, 8), seed=1, return_choice=True)
     assert float(choice.probability.expected_density().detach().mean()) == pytest.approx(0.1, rel=1e-5)
     assert float(choice.graph.density.mean()) == pytest.approx(0.1, rel=0.03)
     out.square().sum().backward()
-    assert cast(SBMHead, conv.sbm).clusters.grad is not None
+    assert cast(Any, conv.source).head.clusters.grad is not None
     cast(SBMSource, conv.source).target_density = None
     assert float(conv(torch.randn(400, 8), seed=1, return_graph=True)[1].density.mean()) > 0.2
 
@@ -364,7 +365,7 @@ def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> No
     assert torch.equal(*outs)
     for layer, out in zip(layers, outs, strict=True):
         (out.square().sum() + auxiliary_loss(layer)).backward()
-    grads = [cast(SBMHead, layer.sbm).clusters.grad for layer in layers]
+    grads = [cast(Any, layer.source).head.clusters.grad for layer in layers]
     layer = layers[0]
     layer.zero_grad()
     query, key = (lin(x).view(30, 2, 8).transpose(0, 1) for lin in (layer.lin_query, layer.lin_key))
@@ -373,13 +374,17 @@ def test_distill_adds_its_loss_to_the_gradient_and_nothing_to_the_output() -> No
         0.7 * row_distillation(cast(SBMSource, layer.source), Tokens(query, key, bipartite=False, seed=1), **few)
     ).backward()
     assert layer.lin_query.weight.grad is None  # trains the source alone
-    torch.testing.assert_close(grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(SBMHead, layer.sbm).clusters.grad))
+    torch.testing.assert_close(
+        grads[1], cast(Tensor, grads[0]) + cast(Tensor, cast(Any, layer.source).head.clusters.grad)
+    )
     layers[1].eval()
     layers[1].zero_grad()
     layers[1](x, seed=1).square().sum().backward()
     layers[0].zero_grad()
     layers[0].eval()(x, seed=1).square().sum().backward()
-    torch.testing.assert_close(*(cast(SBMHead, layer.sbm).clusters.grad for layer in layers))  # nothing in evaluation
+    torch.testing.assert_close(
+        *(cast(Any, layer.source).head.clusters.grad for layer in layers)
+    )  # nothing in evaluation
 
 
 def test_distill_asks_for_degrees() -> None:
@@ -395,7 +400,7 @@ def test_distill_asks_for_degrees() -> None:
     with pytest.raises(ValueError, match=r"Expected 'weight' in \[0, inf\) \(got -1"):
         Distill(-1)
     assert AttentionConv(4, 4, estimator="distill").estimator.__class__ is Distill
-    assert cast(Any, SBMAttentionConv(4, 4, estimator="distill", probes=3).estimator).probes == 3
+    assert cast(Any, make_attention("sbm", 4, 4, estimator="distill", probes=3).estimator).probes == 3
 
 
 # ------------------------------------------------------------------ training and evaluation
@@ -474,7 +479,7 @@ def test_a_detached_model_leaves_queries_and_keys_to_attention(estimator: str, b
     for detach in (False, True):
         torch.manual_seed(0)
         options = {"num_clusters": 4, "estimator": estimator, "window": 1, "block_size": block_size, "detach": detach}
-        layer = SBMAttentionConv(8, 4, 2, **cast(Any, options))
+        layer = make_attention("sbm", 8, 4, 2, **cast(Any, options))
         out, graph = layer(x, ptr=ptr, seed=3, return_graph=True)
         (out.square().sum() + auxiliary_loss(layer)).backward()
         grads.append({name: parameter.grad for name, parameter in layer.named_parameters()})

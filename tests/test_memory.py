@@ -89,7 +89,7 @@ RANDOM = torch.Generator().manual_seed(0)
 TOKENS = torch.randn(1, N, 4, generator=RANDOM)
 ONE, EIGHT = torch.zeros(1, 1, 4), torch.randn(1, 8, 4, generator=RANDOM)
 LIKELY = SBM(torch.ones(1, N, 1), torch.ones(1, N, 1), 0.9 * torch.ones(1, 1, 1))
-DENSE = SBMMultiheadAttention(4, 1, num_clusters=None, batch_first=True)
+DENSE = SBMMultiheadAttention(4, 1, source=None, batch_first=True)
 
 
 def dense(**options: Any) -> Any:

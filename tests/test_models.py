@@ -23,7 +23,6 @@ from sbm_pyg import (
     FullAttention,
     MaskedLM,
     PairClassifier,
-    SBMAttentionConv,
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
@@ -124,7 +123,7 @@ def test_full_attention_takes_sequences_of_other_lengths_apart(
         [dense(x[start:end], ptr=torch.tensor([0, end - start])) for start, end in itertools.pairwise(ptr)]
     )
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
-    conv = SBMAttentionConv(16, 8, 2, num_clusters=None).double()
+    conv = AttentionConv(16, 8, 2).double()
     conv.load_state_dict(dense.state_dict())
     torch.testing.assert_close(
         out, conv(x, patterns.full(None, ptr=ptr, is_causal=is_causal), ptr=ptr), rtol=1e-12, atol=1e-12

@@ -72,7 +72,7 @@ def nested(x: Tensor, lengths: tuple[int, ...] = (7, 5, 2)) -> Tensor:
 @pytest.mark.parametrize(("batch_first", "mask", "average"), [*product([True, False], MASKS, [True, False])])
 def test_self_attention_equals_torch(batch_first: bool, mask: str | None, average: bool) -> None:
     theirs = torch_layer(batch_first=batch_first)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
     arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 3, 7, 7), "average_attn_weights": average}
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf) if mask == "floating" else PADDING
@@ -95,7 +95,7 @@ def test_self_attention_equals_torch(batch_first: bool, mask: str | None, averag
 )
 def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict[str, int]) -> None:
     theirs = torch_layer(batch_first=batch_first, bias=bias, **sizes)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     query, key, value = (
         draw(3, 4, 16),
         draw(3, 7, sizes.get("kdim", 16), seed=2),
@@ -111,7 +111,7 @@ def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict
 
 def test_single_precision_equals_torch() -> None:
     theirs, x = torch_layer(batch_first=True).float(), draw(3, 7, 16).float()
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     expected, _ = theirs(x, x, x, key_padding_mask=PADDING)
     out, _ = ours(x, x, x, key_padding_mask=PADDING)
     torch.testing.assert_close(out[~PADDING], expected[~PADDING], rtol=0, atol=1e-6)
@@ -120,7 +120,7 @@ def test_single_precision_equals_torch() -> None:
 @pytest.mark.parametrize(("mask", "average"), [*product(MASKS, [True, False])])
 def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) -> None:
     theirs, query, memory = torch_layer(), draw(4, 16), draw(7, 16, seed=2)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     arguments: dict[str, Any] = {"attn_mask": forbidden_pairs(mask, 1, 4, 7), "average_attn_weights": average}
     padding = (
         torch.zeros(7, dtype=torch.float64).masked_fill(PADDING[1], -torch.inf) if mask == "floating" else PADDING[1]
@@ -132,7 +132,7 @@ def test_one_sequence_has_no_batch_dimension(mask: str | None, average: bool) ->
 
 def test_causality_without_a_mask() -> None:
     theirs, x = torch_layer(batch_first=True), draw(2, 7, 16)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
     expected, _ = theirs(x, x, x, attn_mask=mask, is_causal=True)
     for arguments in ({"is_causal": True}, {"is_causal": True, "attn_mask": mask}):
@@ -575,7 +575,7 @@ def test_transformer_encoder(batch_first: bool, norm_first: bool, mask: str | No
     """In evaluation without gradients torch bypasses the forward pass of a layer it knows, and makes padded batches nested: not of this one."""
     theirs = encoder(batch_first=batch_first, norm_first=norm_first)
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_clusters=None)) == 2
+    assert len(replace_attention(ours, source=None)) == 2
     x = draw(3, 7, 16) if batch_first else draw(3, 7, 16).transpose(0, 1)
     arguments: dict[str, Any] = {"src_key_padding_mask": PADDING if mask else None}
     arguments["mask"] = forbidden_pairs("shared", 3, 7, 7) if mask == "both" else None
@@ -601,7 +601,7 @@ def test_an_encoder_with_a_layer_of_either_kind(which: int) -> None:
     theirs = encoder().eval()
     ours, x = copy.deepcopy(theirs), draw(3, 7, 16)
     layer: Any = ours.layers[which]
-    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, num_clusters=None)
+    layer.self_attn = SBMMultiheadAttention.from_torch(layer.self_attn, source=None)
     calls, inputs = count_calls(ours), [x, nested(x)]
     with torch.no_grad():
         for tokens in inputs:
@@ -647,7 +647,7 @@ def test_transformer(batch_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_clusters=None)) == 3
+    assert len(replace_attention(ours, source=None)) == 3
     source, target = (x if batch_first else x.transpose(0, 1) for x in (draw(3, 7, 16), draw(3, 5, 16, seed=2)))
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     padding = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
@@ -683,7 +683,7 @@ def test_transformer_decoder_layer() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True).double()
     ours = copy.deepcopy(theirs)
-    assert len(replace_attention(ours, num_clusters=None)) == 2
+    assert len(replace_attention(ours, source=None)) == 2
     arguments = {
         "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
         "tgt_is_causal": True,
@@ -856,7 +856,7 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
             {"sequence_ids": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
             ValueError,
             "sequence_ids",
-            "got a 'graph', or num_clusters=None",
+            "got a 'graph', or source=None",
         ),
     ],
 )
@@ -866,13 +866,13 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: st
 
 
 def test_streams_of_a_layer_without_blocks() -> None:
-    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, num_clusters=None, dtype=torch.float64)
+    x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, source=None, dtype=torch.float64)
     refused(
         layer,
         {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)},
         ValueError,
         "sequence_ids",
-        "num_clusters=None",
+        "source=None",
     )
 
 
@@ -884,7 +884,7 @@ def test_autocast_takes_what_it_converts() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}, {"source": "indexer"}]
+    "options", [{"source": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}, {"source": "indexer"}]
 )
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("batch", "length"), [(0, 5), (3, 0), (0, 0)])
@@ -907,7 +907,7 @@ def test_empty_batches_have_the_shapes_of_torch(
     assert not weights.any()
 
 
-@pytest.mark.parametrize("options", [{"num_clusters": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}])
+@pytest.mark.parametrize("options", [{"source": None}, {"num_clusters": 3}, {"source": "top_k", "k": 2}])
 def test_a_sequence_may_be_all_padding(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer, x = (
@@ -974,7 +974,7 @@ def test_nested_queries_or_keys() -> None:
     expected = layer(x, memory, memory, PADDING, seed=3)
     for wanted, got in zip(expected, layer(x, *[nested(memory)] * 2, seed=3), strict=True):
         assert torch.equal(got.to_dense(), wanted.to_dense())
-    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), num_clusters=None)
+    dense = SBMMultiheadAttention.from_torch(torch_layer(batch_first=True), source=None)
     out = torch.cat(dense(nested(x), memory, memory, PADDING)[0].unbind())
     torch.testing.assert_close(out, dense(x, memory, memory, PADDING)[0][~PADDING], rtol=1e-12, atol=1e-14)
 
@@ -1009,7 +1009,7 @@ def test_nested_errors() -> None:
 
 def test_causality_among_other_tokens_counts_places_with_padding() -> None:
     theirs, query, memory = torch_layer(batch_first=True), draw(2, 7, 16), draw(2, 7, 16, seed=2)
-    ours = SBMMultiheadAttention.from_torch(theirs, num_clusters=None)
+    ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     padding, later = torch.zeros(2, 7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).triu(1)
     padding[:, 2], padding[1, 4] = True, True  # not at the end, or places would be the same
     expected, _ = theirs(query, memory, memory, padding, attn_mask=later)
@@ -1018,7 +1018,7 @@ def test_causality_among_other_tokens_counts_places_with_padding() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, "shared", "per head"])
-@pytest.mark.parametrize("source", [{"num_clusters": None}, {"source": "top_k", "k": 9}, {"source": "full"}])
+@pytest.mark.parametrize("source", [{"source": None}, {"source": "top_k", "k": 9}, {"source": "full"}])
 def test_a_causal_layer_is_causal_where_padding_shifts_keys(source: dict[str, Any], mask: str | None) -> None:
     theirs, query, memory = torch_layer(batch_first=True).eval(), draw(3, 7, 16), draw(3, 7, 16, seed=2)
     ours = SBMMultiheadAttention.from_torch(theirs, is_causal=True, **source)

@@ -15,7 +15,6 @@ from sbm_pyg import (
     AttentionConv,
     Choice,
     GraphSource,
-    SBMAttentionConv,
     SBMMultiheadAttention,
     SequenceEncoder,
     SparseGPSConv,
@@ -66,7 +65,7 @@ def convs(model: nn.Module) -> list[AttentionConv]:
 def test_every_name_makes_a_layer_that_attends(name: str) -> None:
     torch.manual_seed(0)
     conv = named.make_attention(name, 12, 4, 2, is_causal=True, **(NEEDED | SPARSE).get(name, {})).eval()
-    assert isinstance(conv, SBMAttentionConv) is (name == "sbm")
+    assert isinstance(conv.source, SBMSource) is (name == "sbm")
     out, graph = conv(draw(0, 30, 12).float(), ptr=torch.tensor([0, 10, 30]), seed=0, return_graph=True)
     assert out.shape == (30, 8)
     assert graph.is_causal
@@ -212,8 +211,6 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
         (lambda: replace_attention(torch_model(), source="lsh", num_buckets=3), ValueError, "'num_buckets' to be even"),
         (lambda: replace_attention(torch_model(), source="block_top_k", k=0), ValueError, "Expected 'k' to be at least 1"),
         (lambda: replace_attention(torch_model(), source="random", num_keys_per_query=2, seed=0.5), TypeError, "'seed' to be an integer"),
-        (lambda: replace_attention(torch_model(), block_size=2, is_causal=True, sbm_options={"tied": True}), ValueError,
-         "Expected 'sbm_options' of a head that is not tied, with 'is_causal' and 'block_size' above 1"),
         (lambda: register_source("dcmm", Even), ValueError, r"Expected 'name' to be new \(got 'dcmm'"),
         (lambda: register_source("window", Even), ValueError, r"Expected 'name' to be new \(got 'window'"),
         (lambda: register_source(cast(str, 3), Even), TypeError, r"Expected 'name' to be a str"),

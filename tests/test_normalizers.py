@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,15 @@ from problems import dense_mask, random_graph
 from torch import Tensor
 from torch_geometric.explain import AttentionExplainer, Explainer
 
-from sbm_pyg import AttentionConv, Entmax, SBMAttentionConv, SBMMultiheadAttention, SequenceClassifier, SequenceEncoder
+from sbm_pyg import (
+    AttentionConv,
+    Entmax,
+    SBMAttentionConv,
+    SBMMultiheadAttention,
+    SequenceClassifier,
+    SequenceEncoder,
+    make_attention,
+)
 from sbm_pyg.sources import patterns
 
 
@@ -111,7 +119,7 @@ def test_a_layer_keeps_its_alphas() -> None:
 def test_a_sampled_graph_under_entmax_trains_graph_and_alpha(parameterization: str) -> None:
     torch.manual_seed(0)
     options = {"parameterization": parameterization}
-    conv: Any = SBMAttentionConv(6, 4, 2, 3, normalizer="entmax", sbm_options=options).double()
+    conv: Any = make_attention("sbm", 6, 4, 2, num_clusters=3, normalizer="entmax", **options).double()
     x, ptr = 3 * tokens(), torch.tensor([0, 12, 30])
     out, graph, (_, weight) = conv(x, ptr=ptr, seed=1, return_graph=True, return_attention_weights=True)
     torch.testing.assert_close(out, conv(x, graph), rtol=1e-12, atol=1e-12)
@@ -177,7 +185,11 @@ def test_hooks_explainers_and_autocast() -> None:
         (lambda: Entmax(2, learnable=None), TypeError, "Expected 'learnable' to be a bool"),  # type: ignore[arg-type]
         (lambda: Entmax(2)(torch.ones(4), ptr=torch.tensor([0, 4])), ValueError, r"Expected 'src' to be \[E, 2\]"),
         (lambda: AttentionConv(6, 4, 2, normalizer=Entmax(3)), ValueError, "Expected 'normalizer' of 2 heads"),
-        (lambda: SBMAttentionConv(6, 4, 2, normalizer=1.5), TypeError, "Expected 'normalizer' to be a name or an Entm"),
+        (
+            lambda: SBMAttentionConv(6, 4, 2, normalizer=cast(Any, 1.5)),
+            TypeError,
+            "Expected 'normalizer' to be a name or an Entm",
+        ),
         (lambda: SBMAttentionConv(6, 4, 2, normalizer=Entmax(2), estimator="local"), ValueError, "derived for softmax"),
     ],
 )

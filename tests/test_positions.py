@@ -20,10 +20,10 @@ from sbm_pyg import (
     FullAttention,
     LearnedSource,
     Rotary,
-    SBMAttentionConv,
     SequenceClassifier,
     SequenceEncoder,
     Tokens,
+    make_attention,
     patterns,
 )
 from sbm_pyg.analysis import compare_heads
@@ -147,7 +147,7 @@ def test_layers_attend_by_relative_positions(kind: str, is_causal: bool) -> None
     """Dense by torch's kernel, over a full graph that is given, and full attention: all as by hand."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"is_causal": is_causal, **options(kind)}
-    conv = SBMAttentionConv(6, 4, 2, num_clusters=3, target_density=1.0, window=None, **more).double()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, target_density=1.0, window=None, **more).double()
     full = FullAttention(6, 4, 2, **more).double()
     shared = {name: each for name, each in conv.state_dict().items() if name.startswith("lin_")}
     full.load_state_dict(shared)
@@ -218,7 +218,7 @@ def test_a_source_learns_the_weights_that_attention_has(kind: str) -> None:
     """Distillation while attention is dense: rotations and biases are in the weights."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"rotary": Rotary(for_source=False)} if kind == "rotary" else options(kind)
-    conv = SBMAttentionConv(6, 4, 2, num_clusters=3, target_density=1.0, window=None, **more).double()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, target_density=1.0, window=None, **more).double()
     x = draw(3, 20, 6)
     query, key = (lin(x).view(20, 2, 4).transpose(0, 1).detach() for lin in (conv.lin_query, conv.lin_key))
     tokens, scored = Tokens(query, key, bipartite=False), {}
@@ -251,7 +251,7 @@ def test_a_source_learns_the_weights_that_attention_has(kind: str) -> None:
 def test_blocks_of_tokens_have_positions(kind: str) -> None:
     torch.manual_seed(0)
     more = {"target_density": 0.5, "block_size": 4, "is_causal": True, **options(kind)}
-    conv = SBMAttentionConv(6, 4, 2, num_clusters=3, **more).double().eval()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, **more).double().eval()
     x = draw(3, COUNT, 6)
     out, graph = conv(x, ptr=PTR, seed=0, return_graph=True)
     torch.testing.assert_close(out, conv(x, graph.expand_tokens()))
@@ -260,7 +260,7 @@ def test_blocks_of_tokens_have_positions(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rotary", "alibi"])
 def test_a_sparse_layer_trains_and_repeats(kind: str) -> None:
     torch.manual_seed(0)
-    conv = SBMAttentionConv(6, 4, 2, num_clusters=3, target_density=0.5, is_causal=True, **options(kind)).double()
+    conv = make_attention("sbm", 6, 4, 2, num_clusters=3, target_density=0.5, is_causal=True, **options(kind)).double()
     x = draw(3, COUNT, 6).requires_grad_()
     out = conv(x, ptr=PTR, seed=1)
     out.square().sum().backward()

@@ -41,7 +41,7 @@ from sbm_pyg.models import pretrained  # fmt: skip
 PTR = torch.tensor([0, 10, 17, 30])
 TOKENS = torch.randint(0, 15, (30,), generator=torch.Generator().manual_seed(0))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sbm": {"num_clusters": 4, "dropout": 0.1, "target_density": 0.4, "sbm_options": {"cluster_init": "orthogonal"}}, "full": {"dropout": 0.1},
+    "sbm": {"num_clusters": 4, "dropout": 0.1, "target_density": 0.4, "cluster_init": "orthogonal"}, "full": {"dropout": 0.1},
     "window": {"size": 2}, "bigbird": {"num_random": 1},
 }  # fmt: skip
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -147,7 +147,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         "probes": math.inf,
         "budget": np.float32(3.5),
     }
-    attention |= {"window": 1, "sbm_options": {"parameterization": "assortative"}}
+    attention |= {"window": 1, "parameterization": "assortative"}
     sizes = {
         "channels": 12,
         "num_layers": 3,
@@ -158,9 +158,9 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         "dropout": 0.25,
     }
     model = SequenceEncoder(9, attention_options=attention, is_causal=True, position_encoding="alibi", **sizes)  # type: ignore[arg-type]
-    attention["sbm_options"]["parameterization"] = "overlapping"  # later changes do not count
+    attention["parameterization"] = "overlapping"  # later changes do not count
     model.save_pretrained(tmp_path)
-    plain = attention | {"num_clusters": 2, "budget": 3.5, "sbm_options": {"parameterization": "assortative"}}
+    plain = attention | {"num_clusters": 2, "budget": 3.5, "parameterization": "assortative"}
     wanted = sizes | {
         "num_tokens": 9,
         "attention": "sbm",
@@ -178,7 +178,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         math.inf,
         ALiBi,
     )
-    assert (layer.sbm.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
+    assert (layer.source.head.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
 
 
 def test_a_model_keeps_its_density_and_goes_on_learning(saved: Path) -> None:

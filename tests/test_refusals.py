@@ -14,10 +14,10 @@ from sbm_pyg import (
     AttentionGraph,
     BlockGraph,
     BlockPool,
-    SBMAttentionConv,
     SBMHead,
     SBMSource,
     Sparsifier,
+    make_attention,
     ops,
     pad,
 )
@@ -40,7 +40,7 @@ def check(call: Callable[..., Any], message: str) -> None:
 def layers() -> list[AttentionConv]:
     return [
         AttentionConv(8, 4, 2, source=patterns.PatternSource(patterns.window, size=1)),
-        *(SBMAttentionConv(8, 4, 2, num_clusters=3, block_size=size) for size in (1, 2)),
+        *(make_attention("sbm", 8, 4, 2, num_clusters=3, block_size=size) for size in (1, 2)),
     ]
 
 
@@ -57,7 +57,7 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
     x, ptrs = torch.randn(9, 8), (torch.tensor([0, 9]),) * 2
     rows, col = torch.tensor([0, 1, 2]), torch.tensor([0, 0])
     memory = "to ask for no more than memory holds"
-    check(lambda: SBMAttentionConv(8, 4, 2, num_clusters=3, block_size=many)(x), rf"'block_size' {memory}")
+    check(lambda: make_attention("sbm", 8, 4, 2, num_clusters=3, block_size=many)(x), rf"'block_size' {memory}")
     check(lambda: ops.block_attention(X, X, X, ops.Rows(rows, col), ptrs, many), rf"'block_size' {memory}")
     check(lambda: BlockGraph(patterns.full(3), many), "'query_ptr' ")
     check(lambda: patterns.window(many, 1, ptr=PTR), "'n' to be the last entry of 'ptr', 9")

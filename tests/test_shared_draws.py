@@ -14,7 +14,7 @@ from scipy import stats
 from test_sampling import FALSE_ALARM, chi_square, joint_law
 from torch import Tensor
 
-from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMHead, SBMSource, Tokens, ops, sample_edges
+from sbm_pyg import SBM, AttentionGraph, SBMHead, SBMSource, Tokens, make_attention, ops, sample_edges
 from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.training.gradients import attach_local_expectation
@@ -313,7 +313,7 @@ def test_a_source_shares_draws() -> None:
 
 def test_layers_share_draws_by_default() -> None:
     cases: list[dict[str, Any]] = [{}, {"row_group": 1}, {"block_size": 2}, {"method": "fastrg"}]
-    sources: list[Any] = [SBMAttentionConv(8, 4, 2, num_clusters=4, **options).source for options in cases]
+    sources: list[Any] = [make_attention("sbm", 8, 4, 2, num_clusters=4, **options).source for options in cases]
     assert [source.row_group for source in sources] == [16, 1, 1, 1]
 
 

@@ -25,6 +25,7 @@ from sbm_pyg import (
     Sparsifier,
     Tokens,
     auxiliary_loss,
+    make_attention,
     patterns,
     replace_attention,
 )
@@ -38,7 +39,7 @@ ANNOTATIONS = "Failing to pass a value to the 'type_params' parameter"  # what t
 
 def layer(**options: Any) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(8, 4, heads=2, num_clusters=4, **options)
+    return make_attention("sbm", 8, 4, 2, num_clusters=4, **options)
 
 
 def densities(sparsifier: Sparsifier, dense: Callable[[int], float], sparse: Callable[[int], float], steps: int) -> str:

@@ -28,6 +28,7 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     Tokens,
+    make_attention,
     ops,
 )
 from sbm_pyg.graphs import ragged
@@ -41,7 +42,7 @@ PTR = torch.tensor([0, 10, 17, 30])
 
 def layer(**options: Any) -> SBMAttentionConv:
     torch.manual_seed(0)
-    return SBMAttentionConv(16, 8, heads=2, **{"num_clusters": 4, **options})
+    return make_attention("sbm", 16, 8, 2, **{"num_clusters": 4, **options})
 
 
 def classifier(**options: Any) -> SequenceClassifier:
@@ -151,13 +152,14 @@ def test_one_graph_for_entmax_with_any_support(compile_whole: Callable[..., Any]
 def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) -> None:
     """As ``torch.compile`` does without ``fullgraph=True``: what follows on the sampler is a graph of its own."""
     conv, x = layer(estimator=estimator), tokens()
-    assert conv.sbm is not None
     torch._dynamo.reset()
     compiled: Any = torch.compile(conv, backend=aot_eager)
     equal_with_gradients(compiled(x, ptr=PTR, seed=1), conv(x, ptr=PTR, seed=1), [*conv.parameters()])
     assert all(
         bool(grad.any())
-        for grad in torch.autograd.grad(compiled(x, ptr=PTR, seed=1).sin().sum(), [*conv.sbm.parameters()])
+        for grad in torch.autograd.grad(
+            compiled(x, ptr=PTR, seed=1).sin().sum(), [*cast(Any, conv.source).head.parameters()]
+        )
     )
     torch._dynamo.reset()
 
@@ -274,7 +276,7 @@ def test_one_graph_for_padded_batches(kind: str, num_clusters: int | None, compi
 
 
 def test_one_graph_for_padded_memories(compile_whole: Callable[..., Any]) -> None:
-    attention = padded(num_clusters=None)
+    attention = padded(source=None)
     equal_over_padded_batches(compile_whole(attention), attention, "key padding", cross=True)
 
 
@@ -369,9 +371,9 @@ def encoder(num_clusters: int) -> torch.nn.TransformerEncoder:
 
 
 STACKS: dict[str, Callable[[], torch.nn.Module]] = {
-    "key padding": lambda: Twice(padded), "boolean masks": lambda: Twice(lambda: padded(num_clusters=None)),
-    "no padding": lambda: Twice(lambda: padded(num_clusters=None)), "a graph": lambda: Twice(lambda: padded(num_clusters=None)),
-    "edge_index": lambda: Twice(lambda: layer(num_clusters=None)), "encoder": lambda: encoder(4),
+    "key padding": lambda: Twice(padded), "boolean masks": lambda: Twice(lambda: padded(source=None)),
+    "no padding": lambda: Twice(lambda: padded(source=None)), "a graph": lambda: Twice(lambda: padded(source=None)),
+    "edge_index": lambda: Twice(lambda: layer(source=None)), "encoder": lambda: encoder(4),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import GATConv
 from torch_geometric.typing import SparseTensor
 
-from sbm_pyg import AttentionGraph, SBMAttentionConv, ops
+from sbm_pyg import AttentionConv, AttentionGraph, SBMAttentionConv, ops
 
 needs_torch_sparse = pytest.mark.skipif(
     not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
@@ -61,7 +61,7 @@ def test_every_adjacency_gives_the_same_output_and_gradients(
     torch.manual_seed(0)
     graph = shared_graph(shape)
     queries, keys = (torch.randn(count, 6, dtype=torch.float64) for count in (graph.num_queries, graph.num_keys))
-    conv = SBMAttentionConv(6, 4, heads=2, num_clusters=None, normalizer=normalizer, dropout=0.2).double()
+    conv = AttentionConv(6, 4, heads=2, normalizer=normalizer, dropout=0.2).double()
     conv.fuse = fuse
     wanted = step(conv, graph, queries, keys)
     found = step(conv, FORMS[name](graph), queries, keys)
@@ -134,7 +134,7 @@ def test_attention_weights_come_back_as_values(fuse: bool) -> None:
     torch.manual_seed(0)
     graph = shared_graph("square")
     adjacency, x = graph.to_sparse_tensor(), torch.randn(30, 6)
-    conv = SBMAttentionConv(6, 4, heads=2, num_clusters=None)
+    conv = AttentionConv(6, 4, heads=2)
     conv.fuse = fuse
     out, weighted = conv(x, adjacency, return_attention_weights=True)
     _, peer = GATConv(6, 4, heads=2, add_self_loops=False)(x, adjacency, return_attention_weights=True)

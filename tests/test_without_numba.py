@@ -28,7 +28,7 @@ def measure() -> dict[str, Any]:
     """Graphs, outputs, gradients, analysis and the report of this machine, as plain data."""
     import torch
 
-    from sbm_pyg import SBMAttentionConv, analysis, info, patterns
+    from sbm_pyg import SBMAttentionConv, analysis, info, make_attention, patterns
 
     torch.manual_seed(0)
     conv, ptr = (
@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
     x = torch.randn(30, 8, requires_grad=True)
     out, graph = conv(x, ptr=ptr, seed=1, return_graph=True)
     (grad,) = torch.autograd.grad(out.sum(), x)
-    blocks = SBMAttentionConv(8, 4, heads=2, num_clusters=4, target_density=0.3, block_size=4)
+    blocks = make_attention("sbm", 8, 4, 2, num_clusters=4, target_density=0.3, block_size=4)
     ring = patterns.window(40, 1) | patterns.random(40, 2, seed=0)
     path = analysis.hamiltonian_path(ring, seed=0).path
     return {

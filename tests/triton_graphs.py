@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton_contract import COUNTED, INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, QUIET, Kernels, contract
 from triton_contract import kernels as kernels
 
-from sbm_pyg import SBMAttentionConv, ops
+from sbm_pyg import SBMAttentionConv, make_attention, ops
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import effects as reference_effects
 from sbm_pyg.ops.reference import random_words
@@ -438,7 +438,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
 def layer(rows: float = 1, **options: Any) -> tuple[SBMAttentionConv, torch.Tensor]:
     """The default layer without a window, or one whose probabilities get the gradients of all queries, and its input."""
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_clusters=4, estimator=Local(rows=rows), **{"window": None, **options})
+    conv = make_attention("sbm", 8, 4, 2, num_clusters=4, estimator=Local(rows=rows), **{"window": None, **options})
     return conv, torch.randn(14, 8, requires_grad=True)
 
 
@@ -517,7 +517,7 @@ def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, mon
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
     monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 4)
     torch.manual_seed(0)
-    conv = SBMAttentionConv(8, 4, heads=2, num_clusters=4, **options).eval()
+    conv = make_attention("sbm", 8, 4, 2, num_clusters=4, **options).eval()
     x, ptr = torch.randn(22, 8), torch.tensor([0, 9, 22])
     with torch.no_grad():
         meant = conv(x, ptr=ptr, seed=1)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from examples.benchmarks.turns import measure_turns, medians, memory
 from examples.common.tables import groups, markdown
-from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv
+from sbm_pyg import AttentionGraph, DCMMBias, SBMAttentionConv, make_attention
 
 CHANNELS, TOLERANCE = 32, 1e-4
 MEASURED = ("edges", "seconds", "MiB")
@@ -50,8 +50,8 @@ def layer(name: str, density: float) -> SBMAttentionConv:
     bias = DCMMBias(CHANNELS, 1, 100, degree="softplus")
     options = {"parameterization": "overlapping", "cluster_init": "orthogonal"}
     added = None if name == "sbm" else bias
-    return SBMAttentionConv(
-        64, CHANNELS, num_clusters=32, sbm_options=options, target_density=density, score_bias=added, window=None
+    return make_attention(
+        "sbm", 64, CHANNELS, num_clusters=32, **options, target_density=density, score_bias=added, window=None
     )
 
 

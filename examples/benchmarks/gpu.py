@@ -105,7 +105,7 @@ from examples.benchmarks.samplers import dense_twin
 from examples.benchmarks.trained import take
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
-from sbm_pyg import BlockGraph, FullAttention, SBMAttentionConv, Tokens, auxiliary_loss, ops, patterns
+from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, make_attention, ops, patterns
 from sbm_pyg.info import tqdm
 
 
@@ -342,7 +342,7 @@ def _make_layer(peer: str, item: Item, given: argparse.Namespace) -> tuple[Any, 
         layer = FullAttention(width, given.channels, given.heads)
     else:
         block_size = given.block_size if peer == "blocks" else 1
-        layer = SBMAttentionConv(width, given.channels, given.heads, block_size=block_size, window=None)
+        layer = make_attention("sbm", width, given.channels, given.heads, block_size=block_size, window=None)
         layer.source.target_density = item.density or 1.0
     return layer.to(given.device), torch.randn(item.tokens, width, device=given.device)
 

@@ -46,7 +46,7 @@ from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 
 from examples.benchmarks.turns import measure_turns, medians, memory
 from examples.common.tables import by, markdown
-from sbm_pyg import AttentionConv, SBMAttentionConv, SparseGPSConv, patterns
+from sbm_pyg import AttentionConv, SparseGPSConv, make_attention, patterns
 
 CHANNELS, HEADS, EDGES = 64, 4, 16
 SHAPE = (CHANNELS, CHANNELS // HEADS, HEADS)
@@ -63,7 +63,7 @@ def layer(name: str) -> nn.Module:
     if name.startswith("GPSConv"):
         return GPSConv(CHANNELS, None, HEADS, attn_type=name.split(", ")[1])
     if name.startswith("learned"):
-        attn: AttentionConv = SBMAttentionConv(*SHAPE, num_clusters=32, budget=float(EDGES), window=None)
+        attn = make_attention("sbm", *SHAPE, num_clusters=32, budget=float(EDGES), window=None)
     elif name.startswith("random"):
         attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.random, num_keys_per_query=EDGES, heads=HEADS))
     else:
@@ -104,7 +104,7 @@ def gate() -> None:
     """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
     theirs = layer("GPSConv, multihead")
     assert isinstance(theirs, GPSConv)
-    ours = SparseGPSConv.from_gps(theirs, num_clusters=None)
+    ours = SparseGPSConv.from_gps(theirs, source=None)
     batch = torch.repeat_interleave(torch.tensor([9, 40, 21]))
     found = []
     for module in (theirs, ours):

@@ -17,9 +17,10 @@ from sbm_pyg import (
     AttentionConv,
     BlockGraph,
     FullAttention,
-    SBMAttentionConv,
+    SBMSource,
     Tokens,
     auxiliary_loss,
+    make_attention,
     ops,
     patterns,
     sample_edges,
@@ -107,12 +108,12 @@ def _layers(
     options: dict[str, Any] = {"target_density": case.density}
     if estimator is not None:
         head = {"parameterization": "paper", "cluster_init": "kaiming", "initial_density": case.density}
-        options = {"sbm_options": head, "exploration": 0.0, "estimator": estimator}
+        options = head | {"exploration": 0.0, "estimator": estimator}
     if index is not None:
         scorer = Indexer(case.channels, case.heads, *index)
         conv = AttentionConv(*sizes, IndexerSource(scorer, **options) if index else TopKSource(**options))
     else:
-        conv = SBMAttentionConv(*sizes, case.blocks, block_size=block_size, window=None, **options)
+        conv = make_attention("sbm", *sizes, num_clusters=case.blocks, block_size=block_size, window=None, **options)
     return conv, dense_twin(conv)
 
 
@@ -212,11 +213,10 @@ def _layer(
 def _layer_sampling(case: Case) -> Work:
     """The sampling of the layer alone, from memberships that are given."""
     conv, _ = _layers(case, "mask")
-    assert isinstance(conv, SBMAttentionConv)
-    assert conv.sbm is not None
+    assert isinstance(conv.source, SBMSource)
     with torch.no_grad():
         query, key = (torch.randn(case.heads, case.tokens, case.channels) for _ in range(2))
-        sbm = conv.sbm(Tokens(query, key))
+        sbm = conv.source.head(Tokens(query, key))
     expected, seeds, facts = float(sbm.expected_edges().sum()), itertools.count(case.seed), dict[str, float]()
 
     def draw() -> int:

@@ -25,10 +25,10 @@ from sbm_pyg import (
     DCMMBias,
     GraphSource,
     LearnedSource,
-    SBMAttentionConv,
     Tokens,
     sample_edges,
 )
+from sbm_pyg.layers import named
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.training.estimators import NoEstimator
@@ -235,7 +235,7 @@ def make_attention(method: str, channels: int, heads: int, density: float, optio
         DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
     )
     window = options.get("window", 0)
-    conv = SBMAttentionConv(channels, width, heads, sbm_options=head, window=window, is_causal=True, **layer_options)
+    conv = named.make_attention("sbm", channels, width, heads, **head, window=window, is_causal=True, **layer_options)
     return freeze(conv) if options["frozen"] else conv
 
 

@@ -16,7 +16,8 @@ from torch.nn.functional import interpolate, pad
 
 from examples.common.command import read_method, require
 from examples.common.hybrid import make_bias
-from sbm_pyg import AttentionConv, FullAttention, SBMAttentionConv, SequenceEncoder, patterns
+from sbm_pyg import AttentionConv, FullAttention, SequenceEncoder, patterns
+from sbm_pyg.layers import named
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
 BIAS: dict[str, Any] = {
@@ -41,11 +42,10 @@ def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Mod
     bias = make_bias(width, heads, options) if "dcmm" in kind else None
     if kind == "dcmm":
         return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
-    head = {name: options[name] for name in ("parameterization", "cluster_init")}
-    head |= {"degree_corrected": True} if kind == "dcsbm" else {}
-    rest = {name: options[name] for name in ("num_clusters", "estimator", "probes")}
-    rest |= {"sbm_options": head, "target_density": options["density"] or None, "score_bias": bias}
-    return SBMAttentionConv(channels, width, heads, **rest)
+    passed = ("parameterization", "cluster_init", "num_clusters", "estimator", "probes")
+    rest = {name: options[name] for name in passed} | {"score_bias": bias}
+    rest |= {"degree_corrected": kind == "dcsbm", "target_density": options["density"] or None}
+    return named.make_attention("sbm", channels, width, heads, **rest)
 
 
 class Vision(nn.Module):

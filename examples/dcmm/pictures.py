@@ -51,8 +51,9 @@ def look(layer: AttentionConv, x: Tensor) -> Look:
     if not isinstance(bias, DCMMBias):
         if not isinstance(sbm, SBM):
             raise ValueError("Expected 'methods' with a block model (got one without). See --help.")
-        corrected = layer.sbm is not None and layer.sbm.degree_corrected
-        degree = layer.sbm.degrees(query, key)[0] if corrected else sbm.expected_degree()
+        head: Any = getattr(layer.source, "head", None)
+        corrected = head is not None and head.degree_corrected
+        degree = head.degrees(query, key)[0] if corrected else sbm.expected_degree()
         return Look(sbm.query_membership, degree, sbm.block_matrix, attended(), None)
     with_bias, seen = attended(), bias.predict(query, key)
     layer.score_bias = None

@@ -99,9 +99,7 @@ def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
     options = {**options, **own}
     if kind in SPARSE:
         options = LEARNED | {"estimator": "none"} | options  # block models of "random" have no options but the window
-        head = {"parameterization": options.pop("parameterization")}
-        head["degree_corrected"] = bool(options.pop("degree_corrected"))
-        options["sbm_options"] = head
+        options["degree_corrected"] = bool(options["degree_corrected"])
     options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
     torch.manual_seed(run.seed)
     return SequenceEncoder(

@@ -64,9 +64,9 @@ class Classifier(LightningModule):
             names: tuple[str, ...] = ("num_clusters", "estimator", "probes", "exploration", "block_size")
             options |= {name: getattr(settings, name) for name in names}
             options["row_group"] = settings.row_group or None
-            model = {name: getattr(settings, name) for name in ("cluster_init", "parameterization", "temperature")}
-            options["sbm_options"] = {**model, "initial_density": settings.initial_density}
-            options["sbm_options"] |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
+            names = ("cluster_init", "parameterization", "temperature", "initial_density")
+            options |= {name: getattr(settings, name) for name in names}
+            options |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
             options |= {"target_density": settings.target_density or None, "window": None}
             if settings.target_density and not settings.exploration:  # the square of the target density
                 del options["exploration"]

@@ -248,9 +248,7 @@ def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> Attention
     if source == "sbm":
         density = options.pop("target_density", 1.0)
         layer = named.make_attention(source, -1, channels, heads, target_density=1.0, **options)
-        if layer.source is None:
-            raise ValueError("Expected 'num_clusters' to be a number (got None). Take source='full' for all pairs.")
-        layer.source.target_density = density  # after 1, so that the running mean is there to be loaded
+        layer.source.target_density = density  # type: ignore[union-attr]  # after 1, so that the running mean is there to be loaded
     else:
         layer = named.make_attention(source, -1, channels, heads, **options)
     layer.lin_query = layer.lin_key = layer.lin_value = None

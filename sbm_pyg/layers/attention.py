@@ -7,10 +7,9 @@ In: tokens, and a graph or none. Out: tokens. Not here: graph sources (``sources
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
@@ -18,7 +17,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from ..graphs.graph import Adjacency, AttentionGraph
 from ..graphs.ragged import Tokens, count_positions, draw_seed, resolve_sides
-from ..ops import METHODS, checks
+from ..ops import checks
 from ..ops.reference.random_words import GOLDEN
 from ..ops.values import require_unbatched
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
@@ -31,7 +30,7 @@ from .normalizers import Entmax, check_normalizer
 from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens, owned
 
-__all__ = ["AttentionConv", "Returns", "SBMAttentionConv"]
+__all__ = ["AttentionConv", "Returns", "SBMAttentionConv", "block_model"]
 
 OneOrTwo: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
@@ -48,8 +47,7 @@ class CallOptions(TypedDict, total=False):
     sequence_ids: Tensor | None
 
 
-T = TypeVar("T")
-SOURCE_OPTIONS = frozenset(inspect.signature(SBMSource).parameters) - {"head"}
+HEAD_OPTIONS = frozenset(inspect.signature(SBMHead).parameters) - {"channels", "heads", "num_clusters"}
 CAUSAL = "It says whether queries attend to earlier keys alone."
 FIXED = {
     "aggr": ("add", "sum"),
@@ -417,8 +415,8 @@ class AttentionConv(EdgeAttention):
         """The choice of the source, expanded to the heads of the layer."""
         if self.source is None:
             raise ValueError(
-                "Expected 'edge_index' (got None, and the layer has no source: 'source' or 'num_clusters' is None). "
-                "Pass a graph, or give the layer a source."
+                "Expected 'edge_index' (got None, and the layer has no source). Pass a graph, or give the layer a "
+                "source."
             )
         choice = self.source(tokens).expand(self.heads)
         if isinstance(self.source, DensitySource):
@@ -431,44 +429,6 @@ class AttentionConv(EdgeAttention):
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads}{source})"
 
 
-def takes_options_of(*owners: Callable[..., Any], but: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a constructor that passes its ``**options`` on to other constructors.
-
-    ``inspect.signature``, editors and ``help`` then show every option with its default, and the docstring gets the
-    description of each. Options that the class lists itself are its own.
-
-    Args:
-        owners: The other constructors; options of earlier ones come first.
-        but: Options that the class sets itself.
-    """
-
-    def decorate(cls: type[T]) -> type[T]:
-        own = inspect.signature(cls.__init__)
-        *listed, options = own.parameters.values()
-        found = {name: each for owner in owners for name, each in inspect.signature(owner).parameters.items()}
-        passed = [
-            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, each in found.items()
-            if name not in (*own.parameters, *but)
-            and each.kind is not each.VAR_KEYWORD
-            and each.default is not each.empty
-        ]
-        cls.__init__.__signature__ = own.replace(parameters=[*listed, *passed, options])  # type: ignore[attr-defined]
-        described: dict[str, str] = {}
-        entry = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*\n(?: {12}.*\n)*)", re.MULTILINE)
-        for owner in owners:
-            for names, text in entry.findall(owner.__doc__ or ""):
-                for name in names.split(", "):
-                    described.setdefault(name, text)
-        added = "".join(f"        {each.name}: {described[each.name]}" for each in passed if each.name in described)
-        end = re.compile(rf"^ {{8}}\*\*{options.name}: ", re.MULTILINE)
-        cls.__doc__ = end.sub(lambda m: added + m[0], cls.__doc__ or "")
-        return cls
-
-    return decorate
-
-
-@takes_options_of(SBMSource, AttentionConv, but=("source",))
 class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
@@ -476,25 +436,32 @@ class SBMAttentionConv(AttentionConv):
     parameters of the head learn from the loss through an estimator; a :class:`~sbm_pyg.Sparsifier` trains layers at a
     low density. Cost O(N C_in H C + NKC + E (C + K)).
 
+    Sixteen consecutive queries share their draws, which is two to five times as fast as independent pairs, and trains
+    as well. For other options of the block model and of its draws, such as blocks of tokens, take
+    :func:`~sbm_pyg.make_attention`, or an :class:`AttentionConv` with a source that you construct::
+
+        make_attention("sbm", 32, 16, 2, block_size=16, degree_corrected=True)
+        AttentionConv(32, 16, 2, SBMSource(SBMHead(16, 2, degree_corrected=True), block_size=16))
+
     Args:
-        in_channels, out_channels, heads: As :class:`AttentionConv`.
-        num_clusters: Number of communities K of each head's block model. None: no source; every call needs a graph.
-        sbm_options: Further keyword arguments of :class:`~sbm_pyg.SBMHead`, e.g. ``{"parameterization":
-            "assortative"}``.
-        estimator: As :class:`AttentionConv`: ``"local"``, the effect of each edge on the loss; ``"distill"``, also
-            dense attention on a few query rows; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"``
-            or ``"concrete"``, a soft mask over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or
-            ``"mask"`` if the normalizer is not softmax or the law is not Bernoulli's. See
-            :mod:`sbm_pyg.training.estimators` and docs/learning.md.
-        probes: For ``"local"`` and ``"distill"`` by name: expected number of non-edges per query and head whose effect
-            is computed.
-        row_group: As :class:`~sbm_pyg.SBMSource`. None: 16 queries share their draws, or 1 (all pairs are independent,
-            as in the paper) for blocks of tokens and where ``method`` is not ``"bernoulli"``.
-        **options: Of :class:`~sbm_pyg.SBMSource` and :class:`AttentionConv`. If ``exploration`` is None, it is that of
-            the estimator: 0.01 as in the paper, or the default of the source for ``"local"`` and ``"distill"``.
+        in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to
+            infer.
+        out_channels: Channels per head C.
+        heads: Number of heads H.
+        num_clusters: Number of communities K of each head's block model.
+        target_density: Density that the pairs of each head compete for, in (0, 1], see :class:`~sbm_pyg.SBMSource`; 1
+            is dense attention. None: probabilities are those of the block model.
+        window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: to
+            itself, so that no query is without a key. None: no edge is forced, as in the paper.
+        estimator: How the loss reaches the block model: an :class:`~sbm_pyg.training.estimators.Estimator`, or its
+            name. ``"local"``, the effect of each edge on the loss; ``"distill"``, also dense attention on a few query
+            rows; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, a soft mask
+            over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or ``"mask"`` if the normalizer is not
+            softmax. With ``"mask"`` and ``"paper"``, 0.01 is added to all probabilities in training, as in the paper.
+        is_causal, normalizer, score_bias, rotary, dropout, concat, bias: As :class:`AttentionConv`.
 
     Raises:
-        TypeError, ValueError: As :class:`AttentionConv` and :class:`~sbm_pyg.SBMSource`.
+        TypeError, ValueError: As :class:`AttentionConv`, :class:`~sbm_pyg.SBMHead` and :class:`~sbm_pyg.SBMSource`.
 
     Example:
         >>> import torch
@@ -514,37 +481,47 @@ class SBMAttentionConv(AttentionConv):
         in_channels: int | tuple[int, int],
         out_channels: int,
         heads: int = 1,
-        num_clusters: int | None = 64,
+        num_clusters: int = 64,
         *,
-        sbm_options: Mapping[str, Any] | None = None,
+        target_density: float | None = None,
+        window: int | None = 0,
         estimator: Estimator | str | None = None,
-        probes: float = 16.0,
-        row_group: int | None = None,
-        **options: Any,
+        is_causal: bool = False,
+        normalizer: str | Entmax = "softmax",
+        score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor] | None = None,
+        rotary: Rotary | None = None,
+        dropout: float = 0.0,
+        concat: bool = True,
+        bias: bool = True,
     ) -> None:
-        of_source = {name: options.pop(name) for name in [*options] if name in SOURCE_OPTIONS}
-        normalizer, method = options.get("normalizer", "softmax"), of_source.get("method", "bernoulli")
-        check_normalizer(normalizer)
-        checks.one_of("method", method, METHODS)
-        estimator = resolve_estimator(estimator, normalizer, method, probes)
-        super().__init__(in_channels, out_channels, heads, estimator=estimator, **options)
-        self.num_clusters = num_clusters
-        checks.kind("sbm_options", sbm_options, Mapping | None, "a dict of arguments of SBMHead", "Name each option.")
-        if num_clusters is not None:
-            if of_source.get("exploration") is None:
-                of_source["exploration"] = self.estimator.exploration
-            if row_group is None:
-                row_group = 16 if method == "bernoulli" and of_source.get("block_size", 1) == 1 else 1
-            head = SBMHead(self.out_channels, self.heads, num_clusters, **(sbm_options or {}))
-            self.source = SBMSource(head, row_group=row_group, **of_source)
-            if self.is_causal and self.source.block_size > 1 and head.tied:
-                raise ValueError(
-                    "Expected 'sbm_options' of a head that is not tied, with 'is_causal' and 'block_size' above 1 (got "
-                    f"block_size={self.source.block_size}). A query block is represented by its first token; use "
-                    "block_size=1."
-                )
+        super().__init__(
+            in_channels, out_channels, heads, estimator=estimator, is_causal=is_causal, normalizer=normalizer,
+            score_bias=score_bias, rotary=rotary, dropout=dropout, concat=concat, bias=bias,
+        )  # fmt: skip
+        self.source = block_model(
+            self.out_channels, self.heads, num_clusters, self.estimator, target_density=target_density, window=window
+        )
 
-    @property
-    def sbm(self) -> SBMHead | None:
-        """The module that predicts the block model, or None."""
-        return cast(SBMHead, self.source.head) if isinstance(self.source, SBMSource) else None
+
+def block_model(
+    channels: int,
+    heads: int,
+    num_clusters: int = 64,
+    estimator: Estimator | None = None,
+    *,
+    exploration: float | None = None,
+    row_group: int | None = None,
+    **options: Any,
+) -> SBMSource:
+    """The block model of an attention layer, with the options of :class:`SBMHead` and :class:`SBMSource`.
+
+    By default the estimator sets the exploration, and 16 queries share their draws where the method can.
+    """
+    of_head = {name: options.pop(name) for name in HEAD_OPTIONS & {*options}}
+    if exploration is None and estimator is not None:
+        exploration = estimator.exploration
+    if row_group is None:
+        is_bernoulli, has_tokens = options.get("method", "bernoulli") == "bernoulli", options.get("block_size", 1) == 1
+        row_group = 16 if is_bernoulli and has_tokens else 1
+    head = SBMHead(channels, heads, num_clusters, **of_head)
+    return SBMSource(head, exploration=exploration, row_group=row_group, **options)

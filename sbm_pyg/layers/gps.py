@@ -123,7 +123,7 @@ class SparseGPSConv(GPSConv):
 
         Args:
             gps: PyG's layer, with ``attn_type="multihead"``.
-            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``num_clusters=None``
+            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``source=None``
                 attention is over all pairs of a graph.
 
         Raises:
@@ -156,7 +156,7 @@ class SparseGPSConv(GPSConv):
                 f"(got {attn}). It has no dense counterpart: leave it as it is."
             )
         attention = SBMMultiheadAttention(
-            width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, num_clusters=None
+            width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, source=None
         )
         attention.conv, attention.out_proj = attn, self.lin_out
         made = GPSConv(self.channels, self.conv, attn.heads, self.dropout, norm=None)

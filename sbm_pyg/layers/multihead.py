@@ -55,10 +55,10 @@ class SBMMultiheadAttention(nn.Module):
         source: The graph source, by name: ``"sbm"``, a block model; ``"indexer"``, an
             :class:`~sbm_pyg.sources.indexer.IndexerSource`, which chooses by rank; a pattern of
             :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of :mod:`~sbm_pyg.sources.selectors` such as
-            ``"top_k"``; or your own, see :func:`~sbm_pyg.register_source`.
+            ``"top_k"``; or your own, see :func:`~sbm_pyg.register_source`. None: no source, and attention is dense
+            unless the call passes a graph.
         **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters`` of a block model,
-            ``estimator``, ``window`` or ``score_bias``. With ``num_clusters=None`` there is no source, and attention is
-            dense unless the call passes a graph.
+            ``estimator``, ``window`` or ``score_bias``, see :func:`~sbm_pyg.make_attention`.
 
     Raises:
         TypeError: A size is not an integer, a flag not a bool, ``dtype`` not floating, or an option unknown.
@@ -100,7 +100,7 @@ class SBMMultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        source: str = "sbm",
+        source: str | None = "sbm",
         **options: Any,
     ) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class SBMMultiheadAttention(nn.Module):
         self._check_tensors({"query": query, "key": key, "value": value}, masks, graph)
         if sequence_ids is not None and (graph is not None or self.conv.source is None):
             raise ValueError(
-                "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or num_clusters=None). Omit them."
+                "Expected no 'sequence_ids' if no graph is sampled (got a 'graph', or source=None). Leave them out."
             )
         self_attention, batched, nested = _is_self_attention(query, key), query.dim() == 3, query.is_nested
         query, key, value, real_query, real_key = self._padded(query, key, value, key_padding_mask)

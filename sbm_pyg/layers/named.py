@@ -16,11 +16,14 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from ..graphs.ragged import Tokens
-from ..ops import checks
+from ..ops import METHODS, checks
 from ..ops.values import can_read
 from ..sources import indexer, patterns, selectors
 from ..sources.interface import GraphSource
-from .attention import AttentionConv, SBMAttentionConv
+from ..sources.sampling import SBMSource
+from ..sources.sbm import SBMHead
+from ..training.estimators import Local, resolve_estimator
+from .attention import AttentionConv, block_model
 
 __all__ = ["make_attention", "options_of", "register_source", "source_names"]
 
@@ -36,17 +39,9 @@ SIZES = {  # of sources that have usual ones
 GIVEN = ("n", "tokens", "rule", "ptr", "generator", "sequence_ids", "is_causal", "device")
 """Arguments of rules that each call passes, and those that no config holds."""
 SET = (
-    "channels",
-    "in_channels",
-    "out_channels",
-    "heads",
-    "source",
-    "scorer",
-    "concat",
-    "edge_dim",
-    "kwargs",
-    "options",
-)
+    "channels", "in_channels", "out_channels", "heads", "head", "source", "scorer", "concat", "edge_dim", "rows",
+    "kwargs", "options",
+)  # fmt: skip
 """Arguments that are no options, since the model sets them, or passes no features of edges."""
 
 
@@ -124,7 +119,7 @@ def options_of(source: str) -> set[str] | None:
     if source in _OWN:
         return None
     parts: dict[str, tuple[Any, ...]] = {
-        "sbm": (SBMAttentionConv,),
+        "sbm": (SBMHead, SBMSource, Local),
         "routing": (selectors.RoutingSource,),
         "top_k": (selectors.TopKSource,),
         **{name: (scorer, indexer.IndexerSource) for name, scorer in _SCORERS.items()},
@@ -145,31 +140,49 @@ def check_known(what: str, options: Iterable[str], known: Collection[str], error
 
 
 def make_attention(
-    source: str, in_channels: int | tuple[int, int], out_channels: int, heads: int, /, **options: Any
+    source: str | None, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, /, **options: Any
 ) -> AttentionConv:
-    """An :class:`AttentionConv` with the source of a name.
+    """An :class:`AttentionConv` with the source of a name, from options that a config may hold.
 
     Args:
-        source: One of :func:`source_names`.
+        source: ``"sbm"``, a block model as in :class:`SBMAttentionConv`; ``"indexer"``; a pattern such as ``"window"``;
+            a rule such as ``"top_k"``; or a name of yours, see :func:`register_source`. None: no source; each call then
+            needs a graph.
         in_channels, out_channels, heads: As :class:`AttentionConv`.
-        **options: Of the source and of the layer; each goes to the one that has it.
+        **options: Of the source and of the layer; each goes to the one that has it. Of ``"sbm"``: the options of
+            :class:`~sbm_pyg.SBMHead` and of :class:`~sbm_pyg.SBMSource`. ``probes`` is that of the estimator
+            ``"local"`` or ``"distill"``.
 
     Raises:
         TypeError: An option is unknown or of the wrong type, or a registered function did not return a source.
         ValueError: The name is unknown, or an option is out of range.
+
+    Example:
+        >>> make_attention("sbm", 32, 16, 2, num_clusters=8, block_size=16)
+        AttentionConv(32, 16, heads=2, source=SBMSource)
+        >>> make_attention("top_k", 32, 16, 2, target_density=0.1)
+        AttentionConv(32, 16, heads=2, source=TopKSource)
     """
-    if source not in source_names():
+    if source is not None and source not in source_names():
         raise ValueError(
             f"Expected 'source' to be one of {source_names()} (got {source!r}). Call `sbm_pyg.register_source` for one "
             "of your own, before the model is made or loaded."
         )
-    known = options_of(source)
+    of_any = {*_arguments(AttentionConv), *_arguments(MessagePassing)}.difference(SET) | {"concat"}
+    known = of_any | {"edge_dim"} if source is None else options_of(source)
     if known is not None:
-        check_known(f"options of source={source!r}", options, known | {"is_causal"})
+        check_known(f"options of source={source!r}", options, known | {"is_causal", "concat"})
+    of_layer = {name: options.pop(name) for name in [*options] if name in of_any or source is None}
+    if source is None:
+        return AttentionConv(in_channels, out_channels, heads, **of_layer)
     if source == "sbm":
-        return SBMAttentionConv(in_channels, out_channels, heads, **options)
-    own = {*_arguments(AttentionConv), *_arguments(MessagePassing)}.difference(SET)
-    of_layer = {name: options.pop(name) for name in [*options] if name in own}
+        method = options.get("method", "bernoulli")
+        checks.one_of("method", method, METHODS)
+        law = (of_layer.get("normalizer", "softmax"), method, options.pop("probes", 16.0))
+        of_layer["estimator"] = resolve_estimator(of_layer.get("estimator"), *law)
+        layer = AttentionConv(in_channels, out_channels, heads, **of_layer)
+        layer.source = block_model(layer.out_channels, layer.heads, estimator=layer.estimator, **options)
+        return layer
     sizes = {
         name: checks.integer(name, options.get(name, size), 0, "It counts tokens.")
         for name, size in SIZES.get(source, {}).items()

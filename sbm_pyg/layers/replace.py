@@ -25,7 +25,7 @@ __all__ = ["replace_attention", "restore_attention"]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module of torch
 
 
-def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) -> list[str]:
+def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options: Any) -> list[str]:
     """Give the attention of a model a graph source, in place. All trained weights stay.
 
     * A model of ``transformers``, or a model that contains some: each self-attention gets a source, and
@@ -48,8 +48,9 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
             rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
             of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
-        **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters``, the communities of a block
-            model. For ``transformers``: numbers, strings, lists and dicts; the model sets sizes, dropout and causality.
+            None: none, so that attention stays dense unless a call of a layer passes a graph.
+        **options: Of the source and of :class:`AttentionConv`, see :func:`~sbm_pyg.make_attention`. For
+            ``transformers``: numbers, strings, lists and dicts; the model sets sizes, dropout and causality.
 
     Returns:
         The names of the attention layers with a source, as in ``model.named_modules()``.
@@ -69,6 +70,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
     """
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     if of_transformers := _transformers_models(model):
+        source = "full" if source is None else source
         return _replace_in_transformers(of_transformers, source, options)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared layer stays shared
@@ -115,7 +117,7 @@ def replace_attention(model: nn.Module, *, source: str = "sbm", **options: Any) 
                 "`torch.nn.utils.parametrize.remove_parametrizations`, and register them on the new layer."
             )
         _check_hooks(name, layer, *attention.modules())
-    if source == "sbm" and options.get("num_clusters", 1) is not None:
+    if source == "sbm":
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
     for module in found.values():

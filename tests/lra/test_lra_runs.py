@@ -573,8 +573,8 @@ def test_settings_reach_the_model() -> None:
     def attention(**chosen: Any) -> Any:
         return Classifier(TASKS["listops"], dataclasses.replace(laptop, **chosen)).model.encoder.layers[0].attention
 
-    assert attention(degree_corrected=1).sbm.degree_corrected
-    assert not attention().sbm.degree_corrected
+    assert attention(degree_corrected=1).source.head.degree_corrected
+    assert not attention().source.head.degree_corrected
     indexer = attention(attention="indexer", target_density=0.2, estimator="distill", density_weight=0.0)
     assert indexer.source.target_density == 1  # dense attention first
     assert type(indexer.estimator).__name__ == "Distill"
