@@ -16,6 +16,7 @@ from sbm_pyg import (
     Choice,
     GraphSource,
     SBMMultiheadAttention,
+    SBMSource,
     SequenceEncoder,
     SparseGPSConv,
     Sparsifier,

@@ -28,7 +28,7 @@ MARKS = {
     "arrows between rooms": 32,
     "public names": 316,
     "options of SBMAttentionConv": 14,
-    "refusing lines of sbm_pyg, %": 6.9,
+    "refusing lines of sbm_pyg, %": 7.0,
     "vague local names of sbm_pyg, %": 3.4,
     "vague local names of examples, %": 5.7,
 }
