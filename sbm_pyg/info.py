@@ -169,11 +169,9 @@ def _torch_sparse() -> str | None:
 def _processor() -> dict[str, Any]:
     """What numba compiles for; without it the machine that Python names, and nothing more."""
     if not cpu.INSTALLED:
-        return {"processor": platform.machine(), "instructions": "unknown", "tiles": False}
+        return {"processor": platform.machine(), "instructions": "unknown"}
     import llvmlite.binding
     from numba.core import config
-
-    from .ops.cpu import amx
 
     chosen = getattr(config, "CPU_FEATURES", None)
     if chosen is not None:
@@ -182,7 +180,7 @@ def _processor() -> dict[str, Any]:
         known = {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
     name = getattr(config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name()
     widest = next((name for name in VECTORS if name in known), "scalar")
-    return {"processor": name, "instructions": widest, "tiles": amx.AVAILABLE}
+    return {"processor": name, "instructions": widest}
 
 
 def _caches() -> dict[str, Any]:
@@ -208,8 +206,7 @@ def _text(info: dict[str, Any]) -> str:
     load = info["machine"]["load"]
     section("machine", info["machine"] | {"load": "unknown" if load is None else f"{load:.1f} in the last minute"})
     processor = f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}"
-    tiles = f"matrix tiles (AMX): {'yes' if kernels['tiles'] else 'no'}"
-    section("kernels", {"cpu": f"{processor}, {tiles}", "cuda": kernels["cuda"]})
+    section("kernels", {"cpu": processor, "cuda": kernels["cuda"]})
     environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
     of_torch = f"{running['torch']}, {running['interop']} between ops{environment}"
     advice = {"advice": running["advice"]} if running["advice"] else {}

@@ -55,7 +55,7 @@ OPERATORS = {name: get_operator(name)() for name in operator_names() if not get_
 SLOW_IMPORTS = ["torch_geometric.data", "torch._dynamo", "numba", "hypothesis", "scipy.stats", "matplotlib.pyplot"]
 SERVER = multiprocessing.get_context("forkserver")  # forks a process that has these, and not the library
 SERVER.set_forkserver_preload(SLOW_IMPORTS)
-KERNELS = re.compile(r"ops/cuda/|ops/cpu/(amx|channels|random_simd|simd)\.py")
+KERNELS = re.compile(r"ops/cuda/|ops/cpu/(channels|random_simd|simd)\.py")
 SECONDS = 60  # of the tests of a mutant
 INTERFACE = ("test_public_api.py", "test_signatures.py")  # they import what others run
 

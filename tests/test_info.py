@@ -16,7 +16,6 @@ import torch_geometric
 
 import sbm_pyg
 from sbm_pyg import info, ops
-from sbm_pyg.ops.cpu import amx
 
 pytestmark = pytest.mark.slow  # they start Python anew, and compile
 
@@ -50,7 +49,6 @@ def test_threads_and_devices(told: dict[str, Any]) -> None:
     assert told["threads"]["advice"] is None  # one thread waits for none
     assert told["cuda"]["available"] == torch.cuda.is_available()
     assert len(told["cuda"]["devices"]) == torch.cuda.device_count()
-    assert told["kernels"]["tiles"] == amx.AVAILABLE
 
 
 def test_optional_packages(told: dict[str, Any]) -> None:
@@ -81,7 +79,6 @@ def test_instructions_without_vectors_are_told() -> None:
     told = json.loads(done.stdout)
     assert told["kernels"]["processor"] == "generic"
     assert told["kernels"]["instructions"] == "scalar"
-    assert told["kernels"]["tiles"] is False
     assert told["self_test"] is None
 
 
@@ -113,7 +110,6 @@ def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
         f"sbm_pyg           {sbm_pyg.__version__}",
         f"torch             {torch.__version__}",
         "numba",
-        "AMX",
         "passed",
         "writable: ",
     ):

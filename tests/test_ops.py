@@ -1683,9 +1683,9 @@ GENERIC = """
 import torch
 from problems import GRAPHS
 from sbm_pyg import ops
-from sbm_pyg.ops.cpu import amx
 from sbm_pyg.ops.reference import edges, effects, sampling, systematic
-assert not amx.AVAILABLE
+from sbm_pyg.ops.cpu.simd import WIDE
+assert not WIDE
 generator = torch.Generator().manual_seed(5)
 y = torch.randint(0, 17, (2, 50, 6), generator=generator) / 16 / 8
 z = torch.randint(0, 17, (2, 170, 6), generator=generator) / 16

@@ -3,8 +3,8 @@
 In: rates and memberships of a row, or tables made of them, and the counters of its random words. Out: its keys,
 ascending, appended to an array. Not here: the way that a row takes, and the tables (:mod:`.sampling`).
 
-A row by pairs computes its probabilities in float32, or in bfloat16 on machines with tile registers, with a proven
-relative error. One random byte decides almost every pair. The few pairs that it leaves open are decided in float64.
+A row by pairs computes its probabilities in float32, with a proven relative error. One random byte decides almost
+every pair. The few pairs that it leaves open are decided in float64.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 
 from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT
 from ..reference.sampling import KEYS_PER_PANEL
-from . import amx
-from .amx import close_tiles, multiply_tiles, open_tiles
 from .random_simd import (
     append16,
     append64,
@@ -33,11 +31,8 @@ from .random_simd import (
 from .simd import WIDE, at, dots16, load, peek, poke, scratch, splat, store
 from .threads import numba_kernel
 
-ROWS_PER_GROUP = 16 if amx.AVAILABLE else 4
-"""Rows whose probabilities are computed together."""
-
-LANES_OF_PRODUCT = 64 if WIDE else 16
-"""Keys whose probabilities with four rows are summed at once; four times so many numbers fit into the registers."""
+KEYS_AT_ONCE = 64 if WIDE else 16
+"""Keys whose products with four rows are summed at once; the sums stay in registers."""
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 
@@ -105,46 +100,37 @@ def _bernoulli_word(byte, j, position, sequence_id, head, seed):
 
 
 @numba_kernel
-def _product_of_lanes(rate, rows, some, columns, first, count, some_rows, approx):
-    """Probabilities of the first ``some`` of four rows with the keys of ``count`` panels.
+def four_dots(a, b, c, d, channels, columns, start, panels, out, width):
+    """Dot products of four rows with the keys of some panels, into four rows of ``out``, ``width`` numbers apart.
 
-    Four times so many sums as stay in registers.
+    The panels lie in ``columns`` from ``start`` on, channel by channel, so each key that is loaded serves four rows.
     """
-    blocks, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
-    a, b = at(rate, rows[0] * blocks), at(rate, rows[min(1, some - 1)] * blocks)
-    c, d = at(rate, rows[min(2, some - 1)] * blocks), at(rate, rows[min(3, some - 1)] * blocks)
-    for panel in range(count):
-        offset = (first + panel) * blocks * KEYS_PER_PANEL
-        for lane in range(0, KEYS_PER_PANEL, LANES_OF_PRODUCT):
-            w = x = y = z = splat(rate.dtype.type(0), LANES_OF_PRODUCT)
-            for v in range(blocks):
-                members = load(columns, offset + v * KEYS_PER_PANEL + lane, LANES_OF_PRODUCT)
-                w = w + peek(a, v) * members
-                x = x + peek(b, v) * members
-                y = y + peek(c, v) * members
-                z = z + peek(d, v) * members
+    for panel in range(panels):
+        offset = start + panel * channels * KEYS_PER_PANEL
+        for lane in range(0, KEYS_PER_PANEL, KEYS_AT_ONCE):
+            w = x = y = z = splat(columns.dtype.type(0), KEYS_AT_ONCE)
+            for v in range(channels):
+                keys = load(columns, offset + v * KEYS_PER_PANEL + lane, KEYS_AT_ONCE)
+                w = w + peek(a, v) * keys
+                x = x + peek(b, v) * keys
+                y = y + peek(c, v) * keys
+                z = z + peek(d, v) * keys
             key = KEYS_PER_PANEL * panel + lane
-            store(flat, key, w)
-            store(flat, key + width, x)
-            store(flat, key + 2 * width, y)
-            store(flat, key + 3 * width, z)
+            store(out, key, w)
+            store(out, key + width, x)
+            store(out, key + 2 * width, y)
+            store(out, key + 3 * width, z)
 
 
 @numba_kernel
-def _product_of_tiles(rate, rows, some, columns, first, count, some_rows, approx):
-    """The same for sixteen rows of bfloat16 bits."""
-    depth, width, flat = rate.shape[1], approx.shape[1], approx.ravel()
-    for k in range(some):
-        some_rows[k] = rate[rows[k]]
-    open_tiles()
-    for panel in range(count):
-        multiply_tiles(
-            some_rows, columns, (first + panel) * depth * KEYS_PER_PANEL, depth, flat, KEYS_PER_PANEL * panel, width
-        )
-    close_tiles()
-
-
-approximate_probs = _product_of_tiles if amx.AVAILABLE else _product_of_lanes
+def approximate_probs(rate, rows, count, columns, start, panels, approx):
+    """Probabilities, in float32, of the first ``count`` of four rows with the keys of some panels."""
+    blocks = rate.shape[1]
+    four_dots(
+        at(rate, rows[0] * blocks), at(rate, rows[min(1, count - 1)] * blocks),
+        at(rate, rows[min(2, count - 1)] * blocks), at(rate, rows[min(3, count - 1)] * blocks), blocks, columns,
+        start * blocks * KEYS_PER_PANEL, panels, at(approx, 0), approx.shape[1],
+    )  # fmt: skip
 
 
 @numba_kernel

@@ -15,13 +15,12 @@ from torch import Tensor
 from ..reference.sampling import KEYS_PER_PANEL, check_keys
 from ..reference.segments import allowed_keys
 from .channels import to_array
+from .draws import KEYS_AT_ONCE, four_dots
 from .random_simd import above16, append64, count_bits, pick16
 from .sampling import pack_lanes
-from .simd import WIDE, at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
+from .simd import at, highest, lane_sum, load, maximum, peek, poke, splat, store, where_above
 from .threads import even_ranges, numba_kernel, run, split, task_count
 
-KEYS_AT_ONCE = 64 if WIDE else 16
-"""Keys whose products with four vectors are summed at once; the sums stay in registers."""
 ROWS = 16
 """Rows that are scored together, a multiple of four."""
 TRIALS = 12
@@ -64,27 +63,16 @@ def _scores(query, pitch, weight, small, rows, channels, columns, start, count, 
 def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
     """Dot products of one to ``ROWS`` rows with the keys of ``count`` panels, in rows of ``width`` scores.
 
-    A panel stays in cache for all rows, and each key that is loaded serves four; missing rows repeat the last one.
+    A panel stays in cache for all rows. Missing rows repeat the last one.
     """
-    zero = splat(columns.dtype.type(0), KEYS_AT_ONCE)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
         for row in range(0, rows, 4):
-            q0, q1 = at(query, pitch * row), at(query, pitch * min(row + 1, rows - 1))
-            q2, q3 = at(query, pitch * min(row + 2, rows - 1)), at(query, pitch * min(row + 3, rows - 1))
-            for lane in range(0, KEYS_PER_PANEL, KEYS_AT_ONCE):
-                s0 = s1 = s2 = s3 = zero
-                for v in range(channels):
-                    keys = load(columns, offset + v * KEYS_PER_PANEL + lane, KEYS_AT_ONCE)
-                    s0 = s0 + peek(q0, v) * keys
-                    s1 = s1 + peek(q1, v) * keys
-                    s2 = s2 + peek(q2, v) * keys
-                    s3 = s3 + peek(q3, v) * keys
-                first = width * row + KEYS_PER_PANEL * panel + lane
-                store(scores, first, s0)
-                store(scores, first + width, s1)
-                store(scores, first + 2 * width, s2)
-                store(scores, first + 3 * width, s3)
+            four_dots(
+                at(query, pitch * row), at(query, pitch * min(row + 1, rows - 1)),
+                at(query, pitch * min(row + 2, rows - 1)), at(query, pitch * min(row + 3, rows - 1)), channels,
+                columns, offset, 1, at(scores, width * row + KEYS_PER_PANEL * panel), width,
+            )  # fmt: skip
 
 
 @numba_kernel

@@ -18,8 +18,7 @@ from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
 from ..reference.random_words import split_ids
 from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
-from . import amx
-from .draws import ROWS_PER_GROUP, approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
+from .draws import approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
 from .shared_draws import sample_shared
 from .simd import at
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
@@ -28,6 +27,8 @@ BFLOAT16_ERROR = 2.0**-8
 """Upper bound on the relative error of a number in bfloat16, which has eight significant bits."""
 STEPS_PER_EDGE = 16
 """Products of two numbers that take as long as an edge of a sparse row."""
+ROWS_PER_GROUP = 4
+"""Rows by pairs whose probabilities are computed together."""
 LARGE_PAIRS = 3
 """The way ``PAIRS`` of rows whose probabilities may exceed 1."""
 
@@ -134,19 +135,6 @@ def pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
 
 
 @numba_kernel
-def _pack_tiles(head, b, member, key_ptr, panel_ptr, columns):
-    """As :func:`pack_lanes`, for pairs of bfloat16 bits: for each 16 pairs, four tiles of 16 keys."""
-    for panel in range(panel_ptr[b], panel_ptr[b + 1]):
-        first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
-        for part in range(member.shape[2] >> 4):
-            for j in range(KEYS_PER_PANEL):
-                inside = first + j < key_ptr[b + 1]
-                for pair in range(16):
-                    number = member[head, first + j, 16 * part + pair] if inside else np.uint32(0)
-                    columns[head, panel, part, j >> 4, pair, j & 15] = number
-
-
-@numba_kernel
 def _cumulate(head, first, last, member, key_ptr, panel_ptr, coarse, fine):
     """Running sums of memberships, for blocks ``first .. last-1`` of a head, and the sums at the ends of panels."""
     sums = np.empty(last - first)
@@ -186,7 +174,6 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
     half = wide_rate.shape[1] >> 1
     rough = 1.1 * BFLOAT16_ERROR + (blocks + 8) * 2.0**-22
     approx = np.empty((ROWS_PER_GROUP, (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL), np.float32)
-    some_rows = np.zeros((ROWS_PER_GROUP, low_rate.shape[1]), low_rate.dtype)
     group = np.empty(ROWS_PER_GROUP, np.int64)
     known, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
@@ -228,7 +215,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                     next_row += 1
                 longest_row = allowed[group[ready - 1] % queries]
                 most = (longest_row + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL  # panels of the last row
-                approximate_probs(low_rate, group, ready, columns, head * skip + start, most, some_rows, approx)
+                approximate_probs(low_rate, group, ready, columns, head * skip + start, most, approx)
             if way[r] == LARGE_PAIRS and not is_fastrg:
                 top[0] = 0.0 if clamp else largest_prob(approx[known], error, rate[r], members, exploration)
                 if top[0] > MAX_PROB + exploration:
@@ -249,46 +236,10 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
 # ------------------------------------------------------------------ the op
 
 
-def _low_precision(
-    rate: Tensor, member: Tensor, low_member: np.ndarray, key_ptr: np.ndarray, panel_ptr: np.ndarray, needed: bool
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Arguments of :func:`approximate_probs`, and a bound on the relative error of its results.
-
-    All terms are positive, so relative errors do not grow in sums: each of the K products and additions in float32
-    rounds by at most 2^-24, and bfloat16 rounds both factors.
-    """
-    heads, queries, blocks = rate.shape
-    rounding = (blocks + 8) * 2.0**-22
-    spans = [(head, b) for head in range(heads) for b in range(key_ptr.size - 1)] if needed else []
-    panels = int(panel_ptr[-1]) if needed else 0
-    if not amx.AVAILABLE:
-        members = member.detach().float().contiguous().numpy()
-        columns = empty_table((heads, panels, blocks, KEYS_PER_PANEL), np.float32)
-        tasks = [(*span, members, key_ptr, panel_ptr, columns) for span in spans]
-        run(pack_lanes, tasks, task_count(members.size))
-        return rate.detach().float().reshape(heads * queries, blocks).numpy(), columns.ravel(), rounding
-    low_rate = rate.detach()[:, : queries * needed].bfloat16()
-    low_rate = torch.nn.functional.pad(low_rate, (0, -blocks % amx.DEPTH)).contiguous()
-    pairs = low_member[:-1].view(np.uint32).reshape(heads, member.shape[1], -1)
-    columns = empty_table((heads, panels, pairs.shape[2] // 16, KEYS_PER_PANEL // 16, 16, 16), np.uint32)
-    run(_pack_tiles, [(head, b, pairs, key_ptr, panel_ptr, columns) for head, b in spans], task_count(pairs.size))
-    low_rate = low_rate.flatten(0, 1).view(torch.uint16)
-    return low_rate.numpy(), columns.view(np.uint16).ravel(), 2.1 * BFLOAT16_ERROR + rounding
-
-
 def sample_sbm(
-    rate: Tensor,
-    member: Tensor,
-    query_ptr: Tensor,
-    key_ptr: Tensor,
-    sequence_ids: Tensor,
-    seed: int,
-    method: str,
-    exploration: float,
-    clamp: bool,
-    is_causal: bool,
-    row_group: int = 1,
-) -> tuple[Tensor, Tensor]:
+    rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int, method: str,
+    exploration: float, clamp: bool, is_causal: bool, row_group: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     reference_sampling.check_keys(int(key_ptr[-1]))
     if row_group > 1:
         more = (seed, exploration, clamp, is_causal, row_group)
@@ -306,7 +257,8 @@ def sample_sbm(
 
     member_sum, member_max = np.empty((2, heads, sequences, blocks))
     low_member = empty_table((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
-    bits = members.astype(np.float32, copy=False).view(np.uint32)
+    low_rate, low_members = (x.astype(np.float32, copy=False) for x in (rates, members))
+    bits = low_members.view(np.uint32)
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
     tasks: list[tuple] = [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans]
     run(_survey, tasks, task_count(4 * members.size))
@@ -329,7 +281,11 @@ def sample_sbm(
 
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)])
     by_pairs_too = bool(used[PAIRS] + used[LARGE_PAIRS])
-    low_rate, columns, error = _low_precision(rate, member, low_member, k_ptr, panel_ptr, by_pairs_too)
+    columns = empty_table((heads, int(panel_ptr[-1]) if by_pairs_too else 0, blocks, KEYS_PER_PANEL), np.float32)
+    if by_pairs_too:
+        tasks = [(*span, low_members, k_ptr, panel_ptr, columns) for span in spans]
+        run(pack_lanes, tasks, task_count(members.size))
+    error = (blocks + 8) * 2.0**-22  # K products and sums of positive terms, each rounded by at most 2^-24
     wide_rate = rates
     if width > blocks or dtype == torch.float64:
         wide_rate = np.zeros((heads * queries if used[GAPS] else 0, width), np.float32)
@@ -345,7 +301,7 @@ def sample_sbm(
     ids = (x.numpy() for x in split_ids(sequence_ids))
     batches = _Sequences(batch, allowed, q_ptr, k_ptr, panel_ptr, *ids)
     model = _Tables(
-        rates, members, low_rate, columns, error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
+        rates, members, low_rate, columns.ravel(), error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),
     )  # fmt: skip
     counts = np.zeros(heads * queries, np.int64)
