@@ -110,7 +110,7 @@ def _declare(
     torch.library.register_fake(f"sbm_pyg::{name}", fake, lib=DISPATCHER)
     if sized_by_values:
         torch.library.register_vmap(f"sbm_pyg::{name}", _refuse_batches(op), lib=DISPATCHER)
-    if name in flops.__all__:
+    if name in flops.FORMULAS:
         formula = flops.formula_of(name, signature(elsewhere))
         register_flop_formula(getattr(torch.ops.sbm_pyg, name), get_raw=True)(formula)
     return op
