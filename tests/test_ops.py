@@ -829,42 +829,6 @@ def test_a_limit_of_the_address_space_counts() -> None:
     assert in_a_fork(limited).startswith(message)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_control_groups(version: int, tmp_path: Path) -> None:
-    """Of the group itself, and of those above it; a file that the kernel drops when it needs room is no usage."""
-    mount, table = tmp_path / "mount", tmp_path / "cgroup"
-    root = mount if version == 2 else mount / "memory"
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    nothing = "max" if version == 2 else str(2**63 - 4096)
-    for folder, limit, usage in ((root, nothing, "900"), (root / "a", "1000", "700"), (root / "a" / "b", "800", "100")):
-        folder.mkdir(parents=True)
-        for name, text in zip(names, (limit, usage), strict=True):
-            (folder / name).write_text(f"{text}\n")
-        (folder / "memory.stat").write_text("anon 5\ninactive_file 50\ntotal_inactive_file 60\n")
-    table.write_text("5:cpu,cpuacct:/a/b\n0::/a/b\n" if version == 2 else "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n")
-    groups = [*checks._limited_groups(table, mount)]
-    assert [(usage.read_text(), limit) for usage, _, _, limit in groups] == [("100\n", 800), ("700\n", 1000)]
-    assert {name for _, _, name, _ in groups} == {"inactive_file" if version == 2 else "total_inactive_file"}
-    table.write_text(
-        "0::/elsewhere\n" if version == 2 else "4:memory:/elsewhere\n"
-    )  # as in a container, where its own group is the root
-    (root / names[0]).write_text("600\n")
-    assert [limit for *_, limit in checks._limited_groups(table, mount)] == [600]
-    assert [*checks._limited_groups(tmp_path / "nothing", mount)] == []
-
-
-def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage, stat = tmp_path / "usage", tmp_path / "stat"
-    usage.write_text("700\n")
-    stat.write_text("anon 5\ninactive_file 50\n")
-    monkeypatch.setattr(checks, "_cgroups", lambda: [(usage, stat, "inactive_file", 1000)])
-    assert checks.available(CPU) == 350
-    stat.write_text("anon 5\n")
-    assert checks.available(CPU) == 300
-    usage.write_text("2000\n")
-    assert checks.available(CPU) == 0
-
-
 @pytest.mark.parametrize("op", ["edge_attention", "edge_dot", "segment_entmax"])
 @pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.jacfwd])
 def test_forward_mode_is_refused(op: str, transform: Any) -> None:

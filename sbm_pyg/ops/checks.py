@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
@@ -432,7 +432,7 @@ def fits(count: int, bytes_each: int, device: torch.device) -> bool:
 def available(device: torch.device) -> float:
     """Bytes that are available on a device now; inf if it is unknown.
 
-    Those of the CPU are without swap, and within the limits of this process.
+    Those of the CPU are without swap, and within ``ulimit -v``.
     """
     if device.type == "cuda":
         free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
@@ -440,11 +440,7 @@ def available(device: torch.device) -> float:
         return free + reserved - allocated  # `memory_reserved` and `memory_allocated` each flatten all statistics
     if device.type != "cpu":
         return math.inf
-    left = [_system(), _address_space()]
-    for usage, stat, cache_name, limit in _cgroups():
-        numbers = dict(line.split()[:2] for line in stat.read_text().splitlines())
-        left.append(limit - int(usage.read_text()) + int(numbers.get(cache_name, 0)))
-    return max(min(left), 0)
+    return max(min(_system(), _address_space()), 0)
 
 
 def _system() -> float:
@@ -468,32 +464,3 @@ def _address_space() -> float:
     if limit == resource.RLIM_INFINITY:
         return math.inf
     return limit - int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@cache
-def _cgroups() -> list[tuple[Path, Path, str, int]]:
-    """Memory of each control group of this process that has a limit.
-
-    Yields the files of its usage and of its statistics, the name of cached files in the latter, and the limit.
-    """
-    return [*_limited_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
-
-
-def _limited_groups(table: Path, mount: Path) -> Iterator[tuple[Path, Path, str, int]]:
-    for line in table.read_text().splitlines() if table.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, maximum, usage, cache_name = mount, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, maximum, usage = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_name = "total_inactive_file"
-        else:
-            continue
-        folder = root / path.strip("/")
-        # a group stays within the limits of those above it; in a container only the root may be there
-        while folder != mount.parent:
-            files = [folder / name for name in (maximum, usage, "memory.stat")]
-            limit = files[0].read_text().strip() if all(file.exists() for file in files) else "max"
-            if limit != "max" and int(limit) < 2**62:
-                yield files[1], files[2], cache_name, int(limit)
-            folder = folder.parent
