@@ -52,11 +52,8 @@ def edge_dot(query: Tensor, key: Tensor, rows: Rows) -> Tensor:
     """
     _check_rows_tuple(rows)
     rowptr, col, bias = rows
-    if bias is not None:
-        raise ValueError(
-            f"Expected 'rows' without a bias (got {type(bias).__name__}). This op adds none: pass "
-            "`rows._replace(bias=None)`."
-        )
+    way_out = "This op adds none: pass `rows._replace(bias=None)`."
+    checks.require(bias is None, "rows", "without a bias", type(bias).__name__, way_out)
     checks.edge_rows(rowptr, col, query, key=key)
     return schemas.edge_dot(query, key, rowptr, col)
 
@@ -201,23 +198,20 @@ def segment_entmax(
             f"Expected one of 'index' and 'ptr' (got {'neither' if ptr is None else 'both'}). "
             "Pass `ptr` where segments are consecutive."
         )
-    if src.dim() < 1:
-        raise ValueError(f"Expected 'src' to be [E, ...] (got {list(src.shape)}). Its first axis runs over the values.")
+    checks.require(src.dim() >= 1, "src", "to be [E, ...]", src.shape, "Its first axis runs over the values.")
     checks.shape("ptr", ptr, (None,), "[S+1]", "It holds the offsets of consecutive segments.")
     checks.shape("index", index, src.shape[:1], "[E]", "It holds the segment of each value.")
     checks.same_device("src", src, index=index, ptr=ptr)
     for name, x in (("index", index), ("ptr", ptr)):
-        if x is not None and x.dtype not in checks.INTEGERS:
-            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
+        is_integer, got = x is None or x.dtype in checks.INTEGERS, None if x is None else x.dtype
+        checks.require(is_integer, name, "to be int64", got, "Convert it with `.long()`.", TypeError)
     if ptr is not None:
-        if ptr.size(0) < 1:
-            raise ValueError("Expected 'ptr' to be [S+1] (got [0]). It holds the offsets of the segments.")
+        checks.require(ptr.size(0) > 0, "ptr", "to be [S+1]", ptr.shape, "It holds the offsets of the segments.")
         return _entmax_columns(src, ptr, alpha)
     assert index is not None
     if index.numel() and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < 0:
-            raise ValueError(f"Expected 'index' to be 0 or more (got {low}). It holds the segment of each value.")
+        checks.require(low >= 0, "index", "to be 0 or more", low, "It holds the segment of each value.")
         segments = max(segments, high + 1)
     checks.memory("index", segments, 100, src.device, "Number the segments from 0 without gaps.", "segments")
     order = torch.argsort(index, stable=True)
@@ -331,13 +325,10 @@ def _check_sequences(queries: int, keys: int, query_ptr: Tensor, key_ptr: Tensor
     checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr, sequence_ids=sequence_ids)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("sequence_ids", sequence_ids)):
-        if x.dtype != torch.int64:
-            raise TypeError(f"Expected '{name}' to be int64 (got {x.dtype}). Convert it with `.long()`.")
-    if not torch.compiler.is_compiling() and query_ptr.size(0) < 2:
-        raise ValueError(
-            f"Expected 'query_ptr' to be [B+1] with B >= 1 (got {[*query_ptr.shape]}). "
-            "It holds the offsets of the sequences."
-        )
+        checks.require(x.dtype == torch.int64, name, "to be int64", x.dtype, "Convert it with `.long()`.", TypeError)
+    has_sequences = torch.compiler.is_compiling() or query_ptr.size(0) > 1
+    way_out = "It holds the offsets of the sequences."
+    checks.require(has_sequences, "query_ptr", "to be [B+1] with B >= 1", query_ptr.shape, way_out)
     checks.shape("key_ptr", key_ptr, query_ptr.shape, "[B+1]", "It has the sequences of 'query_ptr'.")
     checks.shape("sequence_ids", sequence_ids, (query_ptr.size(0) - 1,), "[B]", "It holds one number per sequence.")
     checks.spans("query_ptr", query_ptr, queries, "queries")

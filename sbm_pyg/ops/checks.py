@@ -30,41 +30,55 @@ MIN_CHECKED_BYTES = 2**26
 """Requests of fewer bytes are not compared with the available memory."""
 
 
+def require(
+    condition: Any, name: str, what: str, got: Any, way_out: str, error: type[Exception] = ValueError
+) -> None:  # fmt: skip
+    """Raise ``Expected '<name>' <what> (got <got>). <way_out>`` unless a condition holds.
+
+    Args:
+        condition: What must hold.
+        name: Name of the argument.
+        what: What is expected of it, as ``"to be [E]"``.
+        got: What came instead; a shape, a type or a number, but no tensor, whose values a device may hold.
+        way_out: What to do about it.
+        error: Class of the error.
+    """
+    if not condition:
+        got = list(got) if isinstance(got, torch.Size) else got
+        raise error(f"Expected '{name}' {what} (got {got}). {way_out}")
+
+
 # ------------------------------------------------------------------ tensors
 
 
-def tensors(**given: Any) -> None:
-    """Refuse anything that is not a dense tensor, None too."""
+def tensors(**arguments: Any) -> None:
+    """Raise TypeError unless every argument is a dense tensor."""
     if torch.compiler.is_compiling():
         return
-    for name, x in given.items():
+    for name, x in arguments.items():
         dense(name, x)
 
 
 def kind(name: str, x: Any, kinds: Any, what: str, way_out: str) -> None:
-    """Refuse anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
-    if not isinstance(x, kinds):
-        raise TypeError(f"Expected '{name}' to be {what} (got {type(x).__name__}). {way_out}")
+    """Raise TypeError for anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
+    require(isinstance(x, kinds), name, f"to be {what}", type(x).__name__, way_out, TypeError)
 
 
 def dense(name: str, x: Any) -> None:
     """Refuse anything that is not a tensor, and sparse and nested tensors."""
     kind(name, x, Tensor, "a tensor", "Convert it with `torch.as_tensor`.")
-    if x.is_nested or x.layout != torch.strided:
-        raise TypeError(
-            f"Expected '{name}' to be dense (got {'a nested tensor' if x.is_nested else x.layout}). "
-            "Convert it with `to_dense`."
-        )
+    layout, is_dense = "a nested tensor" if x.is_nested else x.layout, not x.is_nested and x.layout == torch.strided
+    require(is_dense, name, "to be dense", layout, "Convert it with `to_dense`.", TypeError)
 
 
-def floating(**given: Tensor | None) -> None:
+def floating(**arguments: Tensor | None) -> None:
     """Refuse integers, bools and complex numbers, which a kernel would cut; None passes."""
-    for name, x in given.items():
+    for name, x in arguments.items():
         if x is not None and not x.is_floating_point():
             raise TypeError(f"Expected '{name}' to be a floating tensor (got {x.dtype}). Convert it with `.float()`.")
 
 
-def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out: str) -> None:
+def shape(name: str, x: Any, sizes: Sequence[int | None], symbols: str, way_out: str) -> None:
     """Refuse anything that is not a tensor of this shape, in which None is any number.
 
     None itself passes, for arguments that may be absent.
@@ -73,10 +87,9 @@ def shape(name: str, x: Any, wanted: Sequence[int | None], symbols: str, way_out
         return
     kind(name, x, Tensor, f"a tensor {symbols}", way_out)
     dense(name, x)
-    same = x.dim() == len(wanted) and all(size in (None, mine) for size, mine in zip(wanted, x.shape, strict=True))
-    if not same:
-        sizes = ", ".join("any" if size is None else str(size) for size in wanted)
-        raise ValueError(f"Expected '{name}' to be {symbols} = [{sizes}] (got {list(x.shape)}). {way_out}")
+    if x.dim() != len(sizes) or any(size not in (None, length) for size, length in zip(sizes, x.shape, strict=True)):
+        text = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(f"Expected '{name}' to be {symbols} = [{text}] (got {list(x.shape)}). {way_out}")
 
 
 def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
@@ -89,14 +102,10 @@ def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, c
     floating(query=query, key=key)
     for name, x, symbols in (("query", query, "[H, N, C]"), ("key", key, "[H, M, C]")):
         shape(name, x, (heads, None, channels), symbols, f"It has the heads and channels of the {owner}.")
-        if x.device != like.device:
-            raise ValueError(
-                f"Expected '{name}' on {like.device}, as the {owner} is (got {x.device}). Move one of them with `.to`."
-            )
-        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"Expected '{name}' to be {like.dtype}, as the {owner} is (got {x.dtype}). Convert one of them."
-            )
+        what = f"on {like.device}, as the {owner} is"
+        require(x.device == like.device, name, what, x.device, "Move one of them with `.to`.")
+        fits = x.dtype == like.dtype or torch.is_autocast_enabled(x.device.type)
+        require(fits, name, f"to be {like.dtype}, as the {owner} is", x.dtype, "Convert one of them.", TypeError)
 
 
 def forced(forced: Tensor | None, col: Tensor) -> None:
@@ -105,14 +114,14 @@ def forced(forced: Tensor | None, col: Tensor) -> None:
         return
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
     same_device("col", col, forced=forced)
-    if forced.dtype != torch.bool:
-        raise TypeError(f"Expected 'forced' to be bool (got {forced.dtype}). It marks edges that do not depend on p.")
+    way_out = "It marks edges that do not depend on p."
+    require(forced.dtype == torch.bool, "forced", "to be bool", forced.dtype, way_out, TypeError)
 
 
-def check_tuple(name: str, given: Any, parts: str, count: int) -> None:
+def check_tuple(name: str, x: Any, parts: str, count: int) -> None:
     """Refuse anything that is not a tuple of ``count`` parts."""
-    if not isinstance(given, tuple) or len(given) != count:
-        raise TypeError(f"Expected '{name}' to be a tuple of {parts} (got {type(given).__name__}). See the docstring.")
+    is_tuple, got = isinstance(x, tuple) and len(x) == count, type(x).__name__
+    require(is_tuple, name, f"to be a tuple of {parts}", got, "See the docstring.", TypeError)
 
 
 def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
@@ -156,11 +165,11 @@ def per_edge(like: Tensor, symbols: str, **numbers: Tensor | None) -> None:
 
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
     """Refuse offsets that do not run from 0 to ``total``, if they can be read without waiting for a device."""
-    if values.can_read_without_sync(ptr) and (ptr.numel() < 1 or int(ptr[0]) != 0 or int(ptr[-1]) != total):
-        found = f"{int(ptr[0])} to {int(ptr[-1])}" if ptr.numel() else "[0]"
-        raise ValueError(
-            f"Expected '{name}' to run from 0 to {total}, the number of {things} (got {found}). It holds their offsets."
-        )
+    if values.can_read_without_sync(ptr):
+        ends = [int(ptr[0]), int(ptr[-1])] if ptr.numel() else [0]
+        if ends != [0, total]:
+            got, what = " to ".join(map(str, ends)) if ptr.numel() else "[0]", f"to run from 0 to {total}"
+            raise ValueError(f"Expected '{name}' {what}, the number of {things} (got {got}). It holds their offsets.")
 
 
 def edge_rows(
@@ -221,11 +230,9 @@ def block_rows(
     memory("block_size", block_size, 8 * (query.size(2) + 64), query.device, "Take smaller blocks.", "rows")
     for (name, ptr), tokens in zip(ends.items(), (query, key), strict=True):
         shape(name, ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
-        if ptr.dtype != torch.int64 or ptr.shape != ptrs[0].shape or ptr.numel() < 1:
-            raise ValueError(
-                f"Expected '{name}' to be [B+1] int64, as long on both sides (got {list(ptr.shape)} {ptr.dtype}). "
-                "It holds the offsets of the sequences."
-            )
+        is_valid, got = ptr.dtype == torch.int64 and ptr.shape == ptrs[0].shape, f"{list(ptr.shape)} {ptr.dtype}"
+        what, way_out = "to be [B+1] int64, as long on both sides", "It holds the offsets of the sequences."
+        require(is_valid and ptr.numel() >= 1, name, what, got, way_out)
         spans(name, ptr, tokens.size(1), "tokens")
     count = None
     if values.can_read_without_sync(*ptrs):  # the cut is cached for attention
@@ -277,10 +284,9 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
     """
     if torch.compiler.is_compiling():
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"Expected '{name}' to be an int (got {type(value).__name__}). {way_out}")
-    if value < least:
-        raise ValueError(f"Expected '{name}' to be at least {least} (got {value}). {way_out}")
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
+    require(is_int, name, "to be an int", type(value).__name__, way_out, TypeError)
+    require(value >= least, name, f"to be at least {least}", value, way_out)
     return min(int(value), INT64)
 
 
@@ -318,10 +324,8 @@ def scalar(name: str, value: Any, way_out: str) -> float:
 
 def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
     """Refuse anything that is not a bool, or None if it is optional."""
-    if not isinstance(value, bool) and not (optional and value is None):
-        raise TypeError(
-            f"Expected '{name}' to be a bool{' or None' * optional} (got {type(value).__name__}). {way_out}"
-        )
+    is_flag, what = isinstance(value, bool) or (optional and value is None), "to be a bool" + " or None" * optional
+    require(is_flag, name, what, type(value).__name__, way_out, TypeError)
 
 
 def device(value: Any) -> torch.device:
@@ -329,13 +333,13 @@ def device(value: Any) -> torch.device:
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = torch.device(value)
-        torch.empty(0, device=found)
+        torch_device = torch.device(value)
+        torch.empty(0, device=torch_device)
     except (RuntimeError, TypeError, AssertionError):
         raise ValueError(
             f"Expected 'device' to be one that torch has here (got {value!r}). Try 'cpu' or 'cuda:0'."
         ) from None
-    return found
+    return torch_device
 
 
 @cache
@@ -369,10 +373,8 @@ def one_of(name: str, choice: str, options: Sequence[str]) -> None:
 def row_group(value: Any, method: str) -> int:
     """The number of queries that share their draws, as an int; more than one needs ``"bernoulli"``."""
     value = integer("row_group", value, 1, "It is a number of queries that share their draws.")
-    if value > 1 and method != "bernoulli":
-        raise ValueError(
-            f"Expected 'row_group' to be 1 with method={method!r} (got {value}). Only 'bernoulli' shares draws."
-        )
+    what, way_out = f"to be 1 with method={method!r}", "Only 'bernoulli' shares draws."
+    require(value == 1 or method == "bernoulli", "row_group", what, value, way_out)
     return value
 
 
@@ -402,10 +404,10 @@ def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out
     """
     if fits(count, bytes_each, device):
         return
-    asked, there = (f"{min(size, 2**100) / 2**30:,.1f} GiB" for size in (count * bytes_each, available(device)))
-    many = f"{count:,}" if count < INT64 else "more than 2**63"
+    needed, free = (f"{min(size, 2**100) / 2**30:,.1f} GiB" for size in (count * bytes_each, available(device)))
+    got = f"{count:,} {what}" if count < INT64 else f"more than 2**63 {what}"
     raise ValueError(
-        f"Expected '{name}' to ask for no more than memory holds (got {many} {what}, {asked} of {there}). {way_out}"
+        f"Expected '{name}' to ask for no more than memory holds (got {got}, {needed} of {free}). {way_out}"
     )
 
 
