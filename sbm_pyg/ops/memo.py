@@ -40,26 +40,26 @@ class TensorMemo:
     """
 
     def __init__(self) -> None:
-        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def get(self, compute: Callable[..., Value], x: Tensor, *given: Any) -> Value:
-        """Return ``compute(x, *given)``, or the kept value for the same tensor and the same other arguments.
+    def get(self, compute: Callable[..., Value], x: Tensor, *arguments: Any) -> Value:
+        """Return ``compute(x, *arguments)``, or the kept value for the same tensor and the same other arguments.
 
         Args:
             compute: Computes the value, which must not refer to ``x``: the tensor would never be deleted.
             x: The tensor.
-            given: Numbers, and tensors. A tensor is the same if it is the same object and unchanged.
+            arguments: Numbers, and tensors. A tensor is the same if it is the same object and unchanged.
         """
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        if any(each.is_inference() for each in (x, *tensors)) or is_capturing(x.device):
-            return compute(x, *given)
-        numbers = [None if isinstance(each, Tensor) else each for each in given]
-        if (entry := self._found.get(x)) is not None:
+        tensors = [y for y in arguments if isinstance(y, Tensor)]
+        if any(y.is_inference() for y in (x, *tensors)) or is_capturing(x.device):
+            return compute(x, *arguments)
+        numbers = [None if isinstance(y, Tensor) else y for y in arguments]
+        if (entry := self._values.get(x)) is not None:
             old_tensors, old_numbers, snapshots, value = entry
             same = old_numbers == numbers and [*map(id, old_tensors)] == [*map(id, tensors)]
             if same and all(map(_is_unchanged, (x, *tensors), snapshots)):
                 return value
         snapshots = [*map(_snapshot, (x, *tensors))]
-        value = compute(x, *given)
-        self._found[x] = tensors, numbers, snapshots, value
+        value = compute(x, *arguments)
+        self._values[x] = tensors, numbers, snapshots, value
         return value

@@ -192,8 +192,8 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple
     return value.new_empty(heads, num_queries, value.size(2)), lse
 
 
-def _fake_attention_backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    query, key, value, _, col, gate, bias, _, lse, *_, need_gate, need_bias = rest
+def _fake_attention_backward(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, col, gate, bias, _, lse, *_, need_gate, need_bias = inputs
     edge = [
         x.new_empty(col.size(0)) if x is not None and need else lse.new_empty(0)
         for x, need in ((gate, need_gate), (bias, need_bias))
@@ -201,8 +201,8 @@ def _fake_attention_backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *edge
 
 
-def _fake_block_backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    query, key, value, _, col, _, _, bias, _, lse, block_size, *_, need_bias = rest
+def _fake_block_backward(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, col, _, _, bias, _, lse, block_size, *_, need_bias = inputs
     size = (0,) if bias is None or not need_bias else (col.size(0), block_size, block_size)
     grad_bias = (lse if bias is None or not need_bias else bias).new_empty(size)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_bias
@@ -237,7 +237,7 @@ def _fake_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Ten
     return _fake_union(rowptr, col, rowptr, col, num_keys)
 
 
-def _fake_selected(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_selected(rowptr: Tensor, col: Tensor, is_selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_edges = torch.library.get_ctx().new_dynamic_size()
     return torch.empty_like(rowptr), col.new_empty(num_edges), rowptr.new_empty(num_edges)
 
@@ -295,7 +295,9 @@ edge_dot_backward = _declare("edge_dot_backward", _fake_pair, "edges")
 edge_attention = _declare("edge_attention", _fake_attention, "edges")
 edge_attention_backward = _declare("edge_attention_backward", _fake_attention_backward, "edges")
 edge_effect = _declare("edge_effect", _fake_effect, "effects")
-effect_gradients = _declare("effect_gradients", lambda *given: _fake_pair(given[0], *given[11:13]), "effects")
+effect_gradients = _declare(
+    "effect_gradients", lambda *arguments: _fake_pair(arguments[0], *arguments[11:13]), "effects"
+)
 weigh_effect = _declare("weigh_effect", lambda effect, prob, *_: prob.new_empty(prob.shape), "effects")
 segment_entmax = _declare("segment_entmax", lambda src, rowptr, alpha: torch.empty_like(src), "entmax")
 segment_entmax_backward = _declare("segment_entmax_backward", _fake_entmax_backward, "entmax")
@@ -317,11 +319,11 @@ edge_cross_entropy_backward = _declare(
 )
 reach_dot = _declare("reach_dot", _fake_reach, "reach", ("cpu",))
 reach_dot_backward = _declare(
-    "reach_dot_backward", lambda *given: _fake_needed(given[1:3], given[-2:]), "reach", ("cpu",)
+    "reach_dot_backward", lambda *arguments: _fake_needed(arguments[1:3], arguments[-2:]), "reach", ("cpu",)
 )
 scale_to_density = _declare("scale_to_density", _fake_scaled, "density", ("cpu",))
 scale_to_density_backward = _declare(
-    "scale_to_density_backward", lambda *given: _fake_needed(given[2:4], given[-2:]), "density", ("cpu",)
+    "scale_to_density_backward", lambda *arguments: _fake_needed(arguments[2:4], arguments[-2:]), "density", ("cpu",)
 )
 invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "validate", ("cpu",))
 block_attention = _declare("block_attention", _fake_attention, "blocks")
@@ -348,8 +350,8 @@ GRADIENTS[edge_dot] = _save_dot, _dot_backward
 
 def _score_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = index_score_backward(grad.contiguous(), *ctx.saved_tensors)
-    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
-    return *wanted, None, None
+    needed_grads = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
+    return *needed_grads, None, None
 
 
 GRADIENTS[index_score] = _save_dot, _score_backward
@@ -363,8 +365,10 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _cross_entropy_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    known = None if grad is None else edge_cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors).to(ctx.dtype)
-    return None, None, known, None, None, None, None
+    grad_log_p = (
+        None if grad is None else edge_cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors).to(ctx.dtype)
+    )
+    return None, None, grad_log_p, None, None, None, None
 
 
 GRADIENTS[edge_cross_entropy] = _save_cross_entropy, _cross_entropy_backward
@@ -536,7 +540,7 @@ class Expectation(torch.autograd.Function):
         else:
             model = (rate, member, chance, exploration, forced, factor, *need[:2])
             grads[:2] = effect_gradients(grad, *attention, scale, *model)
-        return (grad, *(x if wanted else None for x, wanted in zip(grads, need, strict=True)), *[None] * 18)
+        return (grad, *(x if needed else None for x, needed in zip(grads, need, strict=True)), *[None] * 18)
 
 
 _FUNCTIONS: Any = (EdgeGate, EdgeSum, Expectation)

@@ -71,18 +71,18 @@ def can_read(x: Tensor) -> bool:
     return _is_plain(x) or not (is_fake(x) or detect_fake_mode() or is_batched(x))
 
 
-def can_read_without_sync(*given: Tensor) -> bool:
+def can_read_without_sync(*tensors: Tensor) -> bool:
     """True if the values of tensors can be read without waiting for a device."""
-    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in given):
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
         return False
-    return all(map(_is_plain, given)) or not (any(map(is_batched, given)) or detect_fake_mode(given))
+    return all(map(_is_plain, tensors)) or not (any(map(is_batched, tensors)) or detect_fake_mode(tensors))
 
 
-def require_unbatched(**given: Tensor | None) -> None:
+def require_unbatched(**arguments: Tensor | None) -> None:
     """Refuse tensors of :func:`torch.vmap`, because the size of the result depends on their values; None passes."""
     if torch.compiler.is_compiling():
         return
-    for name, x in given.items():
+    for name, x in arguments.items():
         if isinstance(x, Tensor) and is_batched(x):
             raise ValueError(OUTSIDE_OF_VMAP.format(name))
 

@@ -57,13 +57,13 @@ MAX_LANES = 32 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
 
 @njit(inline="always")
 def multiply(
-    out, to, pitch, zero, fresh, left, begin, stride, step, rows, right, start, width, count, lanes
+    out, to, pitch, zero, fresh, left, begin, stride, step, rows, right_rows, start, width, count, lanes
 ):  # fmt: skip
-    """Four rows of a product of matrices, ``lanes`` columns of each: ``out[r] (+)= sum_k left[r, k] right[k]``.
+    """Four rows of a product of matrices, ``lanes`` columns of each: ``out[r] (+)= sum_k left[r, k] right_rows[k]``.
 
-    ``out[r]`` is at ``to + r * pitch``, ``left[r, k]`` at ``begin + r * stride + k * step`` and ``right[k]`` at ``start
-    + k * width``. Where there are fewer than four rows, the last is done again. ``fresh`` overwrites ``out``, otherwise
-    it is added to.
+    ``out[r]`` is at ``to + r * pitch``, ``left[r, k]`` at ``begin + r * stride + k * step`` and ``right_rows[k]`` at
+    ``start + k * width``. Where there are fewer than four rows, the last is done again. ``fresh`` overwrites ``out``,
+    otherwise it is added to.
     """
     far, farther, last = min(1, rows - 1), min(2, rows - 1), min(3, rows - 1)
     one, two, three, four = begin, begin + far * stride, begin + farther * stride, begin + last * stride
@@ -72,7 +72,7 @@ def multiply(
         a, b = load(out, to, lanes), load(out, to + far * pitch, lanes)
         c, d = load(out, to + farther * pitch, lanes), load(out, to + last * pitch, lanes)
     for k in range(count):
-        row = load(right, start + k * width, lanes)
+        row = load(right_rows, start + k * width, lanes)
         a = a + peek(left, one + k * step) * row
         b = b + peek(left, two + k * step) * row
         c = c + peek(left, three + k * step) * row
@@ -142,7 +142,7 @@ def _compile_block_attention(lanes, width, value_width):
     @numba_kernel
     def attention(
         memory, room, begin, end, block_size, is_causal, query_side, key_side, query, key, value, rowptr, col, bias,
-        scale, least, kept, query_words, key_words, out, tops, norms,
+        scale, least, grow, query_words, key_words, out, tops, norms,
     ):  # fmt: skip
         queries, tokens, starts, lengths, positions = query_side
         _, key_tokens, key_starts, key_lengths, key_positions = key_side
@@ -164,37 +164,37 @@ def _compile_block_attention(lanes, width, value_width):
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
-                    for t in range(0, some, 16):
+                    for t in range(0, filled, 16):
                         high, sums = load(top, s + t, 16), splat(zero, 16)
                         for j in range(keys):
                             logit = strip_logits(
-                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
                             )
                             high = maximum(logit, high)
                             store(scores, j * lanes + t, logit)
                         shift = maximum(high, splat(lowest, 16))
                         if key_words.size:
-                            count_up(numbers, start + s + t, some - t)
+                            count_up(numbers, start + s + t, filled - t)
                         for j in range(keys):
                             p = exp(load(scores, j * lanes + t, 16) - shift)
                             sums = sums + p
                             if key_words.size:
-                                p = p * keep16(query_words, numbers, peek(key_words, first + j), least, kept)
+                                p = p * keep16(query_words, numbers, peek(key_words, first + j), least, grow)
                             store(scores, j * lanes + t, p)
                         changed = exp(load(top, s + t, 16) - shift)
                         store(norm, s + t, load(norm, s + t, 16) * changed + sums)
                         store(top, s + t, high)
                         store(factor, s + t, changed)
-                    for i in range(0, some, 4):
+                    for i in range(0, filled, 4):
                         for c in range(0, value_width, value_lanes):
                             to = (start + s + i) * value_width + c
-                            for k in range(min(4, some - i)):
+                            for k in range(min(4, filled - i)):
                                 here = to + k * value_width
                                 store(out, here, load(out, here, value_lanes) * peek(factor, s + i + k))
                             multiply(
-                                out, to, value_width, zero, False, scores, i, 1, lanes, some - i, value,
+                                out, to, value_width, zero, False, scores, i, 1, lanes, filled - i, value,
                                 first * value_width + c, value_width, keys, value_lanes,
                             )  # fmt: skip
             for i in range(count):
@@ -214,7 +214,7 @@ def _compile_block_attention_backward(lanes, width, value_width):
     @numba_kernel
     def backward(
         memory, room, begin, end, unit, block_size, is_causal, query_side, key_side, grad_out, query, key, value,
-        rowptr, col, bias, out, lse, scale, least, kept, query_words, key_words, dquery, dkey, dvalue, dbias,
+        rowptr, col, bias, out, lse, scale, least, grow, query_words, key_words, dquery, dkey, dvalue, dbias,
     ):  # fmt: skip
         queries, tokens, starts, lengths, positions = query_side
         _, key_tokens, key_starts, key_lengths, key_positions = key_side
@@ -244,50 +244,51 @@ def _compile_block_attention_backward(lanes, width, value_width):
                 poke(shift, i, max(peek(lse, start + i), lowest))
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
-                mine, first = unit * key_tokens + peek(key_starts, other), head * key_tokens + peek(key_starts, other)
+                unit_first = unit * key_tokens + peek(key_starts, other)
+                first = head * key_tokens + peek(key_starts, other)
                 keys = peek(key_lengths, other)
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
-                    for t in range(0, some, 16):
+                    for t in range(0, filled, 16):
                         lse_here, mean_here = load(shift, s + t, 16), load(mean, s + t, 16)
                         if key_words.size:
-                            count_up(numbers, start + s + t, some - t)
+                            count_up(numbers, start + s + t, filled - t)
                         for j in range(keys):
                             logit = strip_logits(
-                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
                             )
                             p, gain = exp(logit - lse_here), load(gains, j * lanes + t, 16)
                             used = p
                             if key_words.size:
-                                drop = keep16(query_words, numbers, peek(key_words, first + j), least, kept)
+                                drop = keep16(query_words, numbers, peek(key_words, first + j), least, grow)
                                 used, gain = p * drop, gain * drop
                             store(scores, j * lanes + t, used)
                             slope = p * but_first(j - lag - s - t, gain - mean_here, zero)
                             store(gains, j * lanes + t, slope)
                     if dbias.size:
-                        for i in range(some):
+                        for i in range(filled):
                             for j in range(keys):
                                 poke(dbias, bias_offset + i * block_size + j, peek(gains, j * lanes + i))
                     for j in range(0, keys, 4):
                         for c in range(0, value_width, value_lanes):
                             multiply(
-                                dvalue, (mine + j) * value_width + c, value_width, zero, False, scores, j * lanes,
-                                lanes, 1, keys - j, grad_out, (start + s) * value_width + c, value_width, some,
+                                dvalue, (unit_first + j) * value_width + c, value_width, zero, False, scores, j * lanes,
+                                lanes, 1, keys - j, grad_out, (start + s) * value_width + c, value_width, filled,
                                 value_lanes,
                             )  # fmt: skip
                         for c in range(0, width, query_lanes):
                             multiply(
-                                dkey, (mine + j) * width + c, width, zero, False, gains, j * lanes, lanes, 1, keys - j,
-                                query, (start + s) * width + c, width, some, query_lanes,
+                                dkey, (unit_first + j) * width + c, width, zero, False, gains, j * lanes, lanes, 1,
+                                keys - j, query, (start + s) * width + c, width, filled, query_lanes,
                             )  # fmt: skip
-                    for i in range(0, some, 4):
+                    for i in range(0, filled, 4):
                         for c in range(0, width, query_lanes):
                             multiply(
-                                dquery, (start + s + i) * width + c, width, zero, False, gains, i, 1, lanes, some - i,
-                                key, first * width + c, width, keys, query_lanes,
+                                dquery, (start + s + i) * width + c, width, zero, False, gains, i, 1, lanes,
+                                filled - i, key, first * width + c, width, keys, query_lanes,
                             )  # fmt: skip
             for c in range(start * width, (start + count) * width, query_lanes):
                 store(dquery, c, load(dquery, c, query_lanes) * scale)
@@ -323,14 +324,14 @@ def _compile_pair_gains(lanes, width, value_width):
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
-                    some, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
-                    for t in range(0, some, 16):
+                    for t in range(0, filled, 16):
                         top, sums, sums_gain = splat(low, 16), splat(zero, 16), splat(zero, 16)
                         for j in range(keys):
                             logit = strip_logits(
-                                scores, j, t, lanes, scale, bias, bias_offset, block_size, some, j - lag - s, low
+                                scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
                             )
                             top = maximum(logit, top)
                             store(scores, j * lanes + t, logit)
@@ -341,9 +342,9 @@ def _compile_pair_gains(lanes, width, value_width):
                             gain = but_first(j - lag - s - t, load(gains, j * lanes + t, 16), zero)
                             sums_gain = sums_gain + p * gain
                         to = edge * block_size + s + t
-                        store16(tops, to, some - t, top)
-                        store16(norms, to, some - t, sums)
-                        store16(means, to, some - t, sums_gain / maximum(sums, splat(tiny, 16)))
+                        store16(tops, to, filled - t, top)
+                        store16(norms, to, filled - t, sums)
+                        store16(means, to, filled - t, sums_gain / maximum(sums, splat(tiny, 16)))
 
     return gains
 
@@ -366,19 +367,19 @@ def _leave_one_out(
                     top, second, best = logit, top, edge
                 elif logit > second:
                     second = logit
-            rest, rest_gain, ratio = zero, zero, np.exp(second - top) if second > low else zero
+            others, others_gain, ratio = zero, zero, np.exp(second - top) if second > low else zero
             for edge in range(start, stop):  # weights without the heaviest, relative to the second
                 if second > low and edge != best:
                     weight = np.exp(peek(logits, edge * block_size + i) - second)
                     poke(logits, edge * block_size + i, weight)
-                    rest += weight
-                    rest_gain += weight * peek(gains, edge * block_size + i)
+                    others += weight
+                    others_gain += weight * peek(gains, edge * block_size + i)
             heaviest = peek(gains, best * block_size + i) if best >= 0 else zero
-            whole, whole_gain = one + rest * ratio, heaviest + rest_gain * ratio
+            whole, whole_gain = one + others * ratio, heaviest + others_gain * ratio
             for edge in range(start, stop):
                 gain = peek(gains, edge * block_size + i)
                 if edge == best:
-                    change = (gain - (rest_gain / rest if rest > zero else zero)) / whole
+                    change = (gain - (others_gain / others if others > zero else zero)) / whole
                 elif second > low:
                     share = peek(logits, edge * block_size + i) * ratio
                     change = share / whole * (gain - (whole_gain - share * gain) / (whole - share))
@@ -474,7 +475,7 @@ def _compute_pair_gains(
     tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """As :func:`.reference.blocks.pair_gains`."""
-    like, block_size, found = tokens[1], cuts[0].block_size, []
+    like, block_size, logits_and_gains = tokens[1], cuts[0].block_size, []
     g, q, k, v = (to_padded_array(x, like) for x in tokens)
     for rowptr, col, bias in sets:
         offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
@@ -485,8 +486,8 @@ def _compute_pair_gains(
         )  # fmt: skip
         pieces = split(offsets, task_count(key_blocks.size * block_size**2 * (q.shape[1] + v.shape[1]), 3))
         _run(_compile_pair_gains, [(*piece, *arguments) for piece in pieces], block_size, q, v)
-        found.append((logit.add_(norm.log_()), gain))
-    return found
+        logits_and_gains.append((logit.add_(norm.log_()), gain))
+    return logits_and_gains
 
 
 def block_effect(
@@ -496,9 +497,9 @@ def block_effect(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col.to(col.dtype), probe_bias)
-    found = _compute_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    logits_and_gains = _compute_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     arrays, out = [], []
-    for (offsets, key_blocks, _), numbers in zip(sets, found, strict=True):
+    for (offsets, key_blocks, _), numbers in zip(sets, logits_and_gains, strict=True):
         arrays += [x.contiguous().view(-1).numpy() for x in (offsets, key_blocks, *numbers)]
         out.append(numbers[0].new_zeros(key_blocks.numel()))
     arguments = (block_size, *arrays, *(x.numpy() for x in out))

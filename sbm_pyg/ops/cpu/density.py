@@ -76,8 +76,8 @@ def scale_to_density(
     degree, (rates, _, *sides) = reach.degrees(*arrays), arrays
     sums = np.empty((2, rate.size(0), query_ptr.numel() - 1))
     scaled, factor, means = np.empty_like(rates), np.empty_like(degree), running.double().numpy()
-    given = (rates, *sides, degree, means, density, MIN_MEAN_PROBABILITY, scaled, factor, *sums)
-    run(_scale_rates, [(*piece, *given) for piece in reach.sequence_pieces(*arrays[:3])])
+    arguments = (rates, *sides, degree, means, density, MIN_MEAN_PROBABILITY, scaled, factor, *sums)
+    run(_scale_rates, [(*piece, *arguments) for piece in reach.sequence_pieces(*arrays[:3])])
     statistics = np.where(np.isfinite(sums[0]), sums, 0).sum(2).astype(degree.dtype)
     more = torch.from_numpy(factor), torch.from_numpy(degree), torch.from_numpy(statistics)
     return torch.from_numpy(scaled).to(rate.dtype), *more
@@ -91,9 +91,15 @@ def scale_to_density_backward(
     arrays = reach.to_arrays(rate, member, query_ptr, key_ptr, is_causal, is_strict)
     of_degree = np.empty(degree.shape, degree.numpy().dtype)
     more = (degree.numpy(), factor.numpy(), running.double().numpy(), MIN_MEAN_PROBABILITY, of_degree)
-    given = (to_array(grad, rate), to_array(grad_factor, rate).reshape(-1, rate.size(1)), arrays[0], *arrays[2:], *more)
-    run(_degree_gradients, [(*piece, *given) for piece in reach.sequence_pieces(*arrays[:3])])
+    arguments = (
+        to_array(grad, rate),
+        to_array(grad_factor, rate).reshape(-1, rate.size(1)),
+        arrays[0],
+        *arrays[2:],
+        *more,
+    )
+    run(_degree_gradients, [(*piece, *arguments) for piece in reach.sequence_pieces(*arrays[:3])])
     of_rate, of_member = reach.gradients(of_degree, arrays, need_rate, need_member)
     if need_rate:
-        of_rate.addcmul_(torch.from_numpy(given[0]), factor[..., None])
+        of_rate.addcmul_(torch.from_numpy(arguments[0]), factor[..., None])
     return of_rate.to(rate.dtype), of_member.to(member.dtype)

@@ -95,8 +95,8 @@ def pair_prob(rate, member, blocks, exploration):
 @numba_kernel
 def _bernoulli_word(byte, j, position, sequence_id, head, seed):
     """The random word of a pair, from its first byte."""
-    rest = philox_once(j >> 2, position, sequence_id, head | BERNOULLI_REST, seed)[j & 3] >> np.uint64(8)
-    return np.float64(np.uint64(byte) << np.uint64(24) | rest)
+    low_bits = philox_once(j >> 2, position, sequence_id, head | BERNOULLI_REST, seed)[j & 3] >> np.uint64(8)
+    return np.float64(np.uint64(byte) << np.uint64(24) | low_bits)
 
 
 @numba_kernel
@@ -157,8 +157,8 @@ def by_pairs(
             hits |= (masks & np.uint64(0xFFFF)) << np.uint64(k)
             maybe |= (masks >> np.uint64(16)) << np.uint64(k)
         if first + KEYS_PER_PANEL > num_keys:
-            some = (np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1)
-            hits, maybe = hits & some, maybe & some
+            existing = (np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1)
+            hits, maybe = hits & existing, maybe & existing
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
@@ -211,18 +211,18 @@ def by_gaps(
     number, drawn, quick = 0, -1, num_keys <= 2**22
     far = num_keys * width > 2**17  # more than half of a usual second-level cache
     while drawn < num_keys:
-        some = 0
-        while some < 512 and drawn < num_keys:
-            philox16(number, position, sequence_id, head | GAP, seed, words, 4 * some)
-            last = quick_gaps16(words, 4 * some, spread, drawn, num_keys, at(positions, some)) if quick else -1
+        count = 0
+        while count < 512 and drawn < num_keys:
+            philox16(number, position, sequence_id, head | GAP, seed, words, 4 * count)
+            last = quick_gaps16(words, 4 * count, spread, drawn, num_keys, at(positions, count)) if quick else -1
             if last < 0:
-                last = gaps16(words, 4 * some, spread, drawn, num_keys, at(positions, some))
+                last = gaps16(words, 4 * count, spread, drawn, num_keys, at(positions, count))
             drawn = last
             number += 16
-            some += 16
+            count += 16
         left = 0
-        for k in range(0, some, 16):
-            if far and k + 16 < some:
+        for k in range(0, count, 16):
+            if far and k + 16 < count:
                 for t in range(16):
                     for c in range(0, width, 16):
                         fetch(low_member, np.int64(peek(positions, k + 16 + t)) * width + c)
@@ -245,7 +245,7 @@ def by_gaps(
             word = peek(words, 4 * (lane & ~15) + 32 + (lane & 15))
             hit = np.float64(word) * bound < p * 2.0**32
             poke(masks, lane >> 4, peek(masks, lane >> 4) | np.int32(np.int64(hit) << (lane & 15)))
-        for k in range(0, some, 16):
+        for k in range(0, count, 16):
             used = pick16(np.uint64(peek(masks, k >> 4)), at(positions, k), first_key, out, used)
     return used
 
@@ -306,10 +306,10 @@ def by_proposals(
     squeeze = np.uint32(min(2.0**32 / stretch, 4294967295.0))  # below 1/c every probability accepts
     for first in range(0, count, 16):
         philox16(first, position, sequence_id, head | PROPOSAL, seed, drawn, 0)
-        some = min(16, count - first)
-        for t in range(some):
+        size = min(16, count - first)
+        for t in range(size):
             drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
-        for t in range(some):
+        for t in range(size):
             block = np.int64(drawn[t])
             if block < blocks:
                 panel = start + block * skip
@@ -317,7 +317,7 @@ def by_proposals(
                 group[t] = _find(coarse, panel, groups, target[t])
                 for line in range(0, KEYS_PER_PANEL, 8):
                     fetch(fine, KEYS_PER_PANEL * group[t] + line)
-        for t in range(some):
+        for t in range(size):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
                 sums = KEYS_PER_PANEL * (start + block * skip)
@@ -325,7 +325,7 @@ def by_proposals(
                 drawn[16 + t] = _find(fine, KEYS_PER_PANEL * group[t], length, target[t]) - sums
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
-        for t in range(some):
+        for t in range(size):
             j = np.int64(drawn[16 + t])
             bit = np.uint64(1) << np.uint64(j & 63)
             if seen[j >> 6] & bit:

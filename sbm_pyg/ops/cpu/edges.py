@@ -81,27 +81,9 @@ def _compile_edge_attention(width, value_width):
 
     @numba_kernel
     def attention(
-        begin,
-        end,
-        queries,
-        keys,
-        query,
-        key,
-        value,
-        rowptr,
-        col,
-        gate,
-        bias,
-        scale,
-        weighted,
-        least,
-        kept,
-        query_words,
-        key_words,
-        out,
-        tops,
-        norms,
-    ):
+        begin, end, queries, keys, query, key, value, rowptr, col, gate, bias, scale, weighted, least, grow,
+        query_words, key_words, out, tops, norms,
+    ):  # fmt: skip
         weight, factor, tail = scratch(query, EDGES_PER_STRIP), scratch(query, EDGES_PER_STRIP), scratch(col, 16)
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
@@ -126,7 +108,7 @@ def _compile_edge_attention(width, value_width):
                     high = maximum(logit, high)
                     store(weight, t, logit)
                     if key_words.size:
-                        store(factor, t, keep16(words_here, tokens, peek(query_words, row), least, kept))
+                        store(factor, t, keep16(words_here, tokens, peek(query_words, row), least, grow))
                 new = highest(high)
                 if new > top:
                     if top > low:
@@ -166,7 +148,7 @@ def _compile_edge_attention_backward(width, value_width):
     @numba_kernel
     def attention_backward(
         memory, begin, end, unit, tiles, queries, keys, grad_out, query, key, value, rowptr, col, gate, bias, out, lse,
-        scale, weighted, least, kept, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
+        scale, weighted, least, grow, query_words, key_words, dquery, dkey, dvalue, dgate, dbias,
     ):  # fmt: skip
         slopes, weights, factor, tail = scratch(query, 16), scratch(query, 16), scratch(query, 16), scratch(col, 16)
         position = rowptr[begin:end].copy()
@@ -204,7 +186,7 @@ def _compile_edge_attention_backward(width, value_width):
                         logit = logit + load16(bias, start, count)
                     p = exp(logit - shift)
                     if key_words.size:
-                        store(factor, 0, keep16(words_here, tokens, peek(query_words, row), least, kept))
+                        store(factor, 0, keep16(words_here, tokens, peek(query_words, row), least, grow))
                         gain = gain * load(factor, 0, 16)
                     slope = p * (gain - mean)
                     if dgate.size:

@@ -112,7 +112,7 @@ def _compile_edge_effect(width, value_width, blocks):
                     top, best, second, best_gain = highest(high), 0, low, zero
                     while best < count and peek(logits, best) != top:
                         best += 1
-                    rest, rest_gain = splat(zero, 16), splat(zero, 16)
+                    other_weights, other_gains = splat(zero, 16), splat(zero, 16)
                     if best < count:
                         best_gain = peek(gains, best)
                         poke(logits, best, low)
@@ -123,10 +123,10 @@ def _compile_edge_effect(width, value_width, blocks):
                     shift = second if second != low else zero
                     for t in range(0, count, 16):
                         weight = exp(load(logits, t, 16) - shift)
-                        rest = rest + weight
-                        rest_gain = rest_gain + weight * load(gains, t, 16)
+                        other_weights = other_weights + weight
+                        other_gains = other_gains + weight * load(gains, t, 16)
                         store(logits, t, weight)
-                    others, others_gain = lane_sum(rest), lane_sum(rest_gain)
+                    others, others_gain = lane_sum(other_weights), lane_sum(other_gains)
                     ratio = np.exp(second - top) if second - top > NEGLIGIBLE_LOGIT else zero
                     sums, sums_gain = (
                         (one + others * ratio, best_gain + others_gain * ratio) if top != low else (zero, zero)

@@ -123,11 +123,11 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
         if abs(step - tau) <= ROOT_TOLERANCE * -tau:
             break
         if mass > 1:
-            low, some = tau, 0
+            low, remaining = tau, 0
             for k in range(count):
-                index[some], level[some], part[some] = index[k], level[k], part[k]
-                some += slack[k] > 0
-            count = some
+                index[remaining], level[remaining], part[remaining] = index[k], level[k], part[k]
+                remaining += slack[k] > 0
+            count = remaining
         else:
             high = tau
             if less <= 1:
@@ -152,30 +152,30 @@ def _entmax_rows(begin, end, column, longest, src, rowptr, alpha, out):
 
 
 @numba_kernel
-def _support_rows(begin, end, longest, src, rowptr, alpha, found, counts):
+def _support_rows(begin, end, longest, src, rowptr, alpha, places, counts):
     index, level, slack, share = np.empty(longest, np.int64), np.empty(longest), np.empty(longest), np.empty(longest)
     for row in range(begin, end):
         start, stop = rowptr[row], rowptr[row + 1]
         count, mass = _solve(src, start, stop, alpha[row], index, level, slack, share)
-        some = start
+        place = start
         if mass == mass:
             for k in range(count):
-                found[some] = start + index[k]
-                some += share[k] > 0
+                places[place] = start + index[k]
+                place += share[k] > 0
         else:
             for e in range(start, stop):
-                found[e] = e
-            some = stop
-        counts[row + 1] = some - start
+                places[e] = e
+            place = stop
+        counts[row + 1] = place - start
 
 
 @numba_kernel
-def _gather_found(begin, end, found, rowptr, rows, out):
-    """``out[rows[r] : rows[r + 1]]`` from what each row found, which starts where the row does."""
+def _gather_places(begin, end, places, rowptr, rows, out):
+    """``out[rows[r] : rows[r + 1]]`` from the places of each row, which start where the row does."""
     for row in range(begin, end):
         start, to = rowptr[row], rows[row]
         for k in range(rows[row + 1] - to):
-            out[to + k] = found[start + k]
+            out[to + k] = places[start + k]
 
 
 @numba_kernel
@@ -223,8 +223,8 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     values, alphas = to_array(src, src).reshape(-1), alpha.detach().double().contiguous().view(-1).numpy()
     out = torch.empty(src.shape, dtype=torch.promote_types(src.dtype, torch.float32))
     tasks = [(*piece, column) for column in range(src.shape[0]) for piece in pieces]
-    rest = (longest, values, offsets, alphas, out.view(-1).numpy())
-    run(_entmax_rows, [(*task, *rest) for task in tasks], task_count(PASSES_PER_ROW * values.size))
+    arguments = (longest, values, offsets, alphas, out.view(-1).numpy())
+    run(_entmax_rows, [(*task, *arguments) for task in tasks], task_count(PASSES_PER_ROW * values.size))
     return out.to(src.dtype)
 
 
@@ -246,9 +246,9 @@ def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, 
     check_ptr(rowptr, src.shape[0])
     offsets, pieces, longest = _work(rowptr)
     values, alphas = to_array(src, src), alpha.detach().double().contiguous().numpy()
-    found, rows = np.empty(src.shape[0], np.int64), np.zeros(len(offsets), np.int64)
-    run(_support_rows, [(*piece, longest, values, offsets, alphas, found, rows) for piece in pieces])
+    places, rows = np.empty(src.shape[0], np.int64), np.zeros(len(offsets), np.int64)
+    run(_support_rows, [(*piece, longest, values, offsets, alphas, places, rows) for piece in pieces])
     np.cumsum(rows, out=rows)
     index = np.empty(rows[-1], np.int64)
-    run(_gather_found, [(*piece, found, offsets, rows, index) for piece in pieces])
+    run(_gather_places, [(*piece, places, offsets, rows, index) for piece in pieces])
     return torch.from_numpy(rows), torch.from_numpy(index)

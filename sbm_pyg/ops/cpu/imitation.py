@@ -116,20 +116,20 @@ def _compile_edge_cross_entropy(width):
                 logit = add_dots(splat(zero, 16), query, row * width, keys_here, width, tokens, width, lanes) * scale
                 if bias.size:
                     logit = logit + load16(bias, start + t, count)
-                logit, known = first(count, logit, low), first(count, load16(log_p, start + t, count), low)
-                high, most = maximum(logit, high), maximum(known, most)
+                logit, log_prob = first(count, logit, low), first(count, load16(log_p, start + t, count), low)
+                high, most = maximum(logit, high), maximum(log_prob, most)
                 store(weights, t, logit)
-                store(shares, t, known)
+                store(shares, t, log_prob)
             top, best = highest(high), highest(most)
             top, best = top if top > low else zero, best if best > low else zero
             total = seen = product = whole = splat(zero, 16)
             for t in range(0, size, 16):
-                known = load(shares, t, 16)
-                weight, share = exp(load(weights, t, 16) - top), exp(known - best)
+                log_prob = load(shares, t, 16)
+                weight, share = exp(load(weights, t, 16) - top), exp(log_prob - best)
                 total, whole = total + weight, whole + share
-                weight = weight * where_above(known, low, one, splat(zero, 16))  # nothing where p = 0
+                weight = weight * where_above(log_prob, low, one, splat(zero, 16))  # nothing where p = 0
                 seen = seen + weight
-                product = product + weight * maximum(known - best, splat(least, 16))
+                product = product + weight * maximum(log_prob - best, splat(least, 16))
                 store(weights, t, weight)
                 store(shares, t, share)
             norm, sums = lane_sum(total), lane_sum(whole)
@@ -138,8 +138,8 @@ def _compile_edge_cross_entropy(width):
             ratio = part / sums if sums != zero else zero
             poke(loss, row, part * np.log(sums) - lane_sum(product) * norm if sums != zero else zero)
             for t in range(0, size, 16):
-                each = load(shares, t, 16) * ratio - load(weights, t, 16) * norm
-                store16(slope, start + t, min(16, size - t), each)
+                change = load(shares, t, 16) * ratio - load(weights, t, 16) * norm
+                store16(slope, start + t, min(16, size - t), change)
 
     return cross_entropy
 

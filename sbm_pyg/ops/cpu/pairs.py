@@ -78,9 +78,9 @@ def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
 @numba_kernel
 def _kth_largest(numbers, count, k):
     """The k-th largest of the first ``count`` numbers, by Hoare's selection; the k largest come to the front."""
-    low, high, wanted = 0, count - 1, k - 1
+    low, high, target = 0, count - 1, k - 1
     while low < high:
-        pivot, i, j = numbers[wanted], low, high
+        pivot, i, j = numbers[target], low, high
         while i <= j:
             while numbers[i] > pivot:
                 i += 1
@@ -90,11 +90,11 @@ def _kth_largest(numbers, count, k):
                 numbers[i], numbers[j] = numbers[j], numbers[i]
                 i += 1
                 j -= 1
-        if j < wanted:
+        if j < target:
             low = i
-        if i > wanted:
+        if i > target:
             high = j
-    return numbers[wanted]
+    return numbers[target]
 
 
 @numba_kernel
@@ -125,14 +125,14 @@ def _spread_of(scores, count, kind):
     """
     lowest, zero, one = kind.type(-np.inf), splat(kind.type(0), 16), kind.type(1)
     top = bottom = splat(lowest, 16)
-    total = square = known = zero
+    total = square = finite = zero
     whole = count // 16 * 16
     for j in range(0, whole, 16):
-        some = load(scores, j, 16)
-        top, bottom = maximum(some, top), maximum(zero - some, bottom)
-        known = known + where_above(some, lowest, one, zero)
-        total, square = total + some, square + some * some
-    number, low, high = int(lane_sum(known)), -highest(bottom), highest(top)
+        numbers = load(scores, j, 16)
+        top, bottom = maximum(numbers, top), maximum(zero - numbers, bottom)
+        finite = finite + where_above(numbers, lowest, one, zero)
+        total, square = total + numbers, square + numbers * numbers
+    number, low, high = int(lane_sum(finite)), -highest(bottom), highest(top)
     for j in range(whole, count):
         score = peek(scores, j)
         number += score > lowest
@@ -177,14 +177,14 @@ def _write_above(scores, end, bound, ties, base, out, used):
 
 
 @numba_kernel
-def _write_best_of_few(scores, k, known, low, high, best, where, base, out, used):
-    """Append ``base`` and the k largest of the ``known`` scores at ``where``, which lie from ``low`` to ``high``."""
+def _write_best_of_few(scores, k, count, low, high, best, where, base, out, used):
+    """Append ``base`` and the k largest of the ``count`` scores at ``where``, which lie from ``low`` to ``high``."""
     half = best.dtype.type(0.5)
-    last = (known + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
-    for j in range(known):
+    last = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
+    for j in range(count):
         best[j] = peek(scores, where[j])
-    best[known:last] = np.nan
-    above = known
+    best[count:last] = np.nan
+    above = count
     for _ in range(BISECTIONS):
         bound = half * low + half * high
         if above == k or not low < bound < high:
@@ -196,8 +196,8 @@ def _write_best_of_few(scores, k, known, low, high, best, where, base, out, used
             high = bound
     ties = 0
     if above != k:
-        low, above = _kth_largest(best, known, k), 0
-        for j in range(known):
+        low, above = _kth_largest(best, count, k), 0
+        for j in range(count):
             best[j] = peek(scores, where[j])
             above += best[j] > low
         ties = k - above
@@ -205,8 +205,8 @@ def _write_best_of_few(scores, k, known, low, high, best, where, base, out, used
         mask, equal = _masks(best, first, low)
         mask, ties = _with_ties(mask, equal, ties)
         for j in range(0, KEYS_PER_PANEL, 16):
-            some = mask >> np.uint64(j) & np.uint64(0xFFFF)
-            used = pick16(some, at(where, first + j), base, out, used)
+            chosen = mask >> np.uint64(j) & np.uint64(0xFFFF)
+            used = pick16(chosen, at(where, first + j), base, out, used)
     return used
 
 
@@ -219,17 +219,17 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     ``end`` numbers, and ``where`` for 64 more.
     """
     lowest, half, zero = best.dtype.type(-np.inf), best.dtype.type(0.5), best.dtype.type(0)
-    known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
-    if known < count:  # others are NaN, or minus infinity
+    candidates, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
+    if candidates < count:  # others are NaN, or minus infinity
         for j in range(count):
             score = peek(scores, j)
             if score != score:
                 poke(scores, j, -lowest)
-        known, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
-    if known <= k:
-        return _write_above(scores, end, lowest, k - known, base, out, used)
+        candidates, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
+    if candidates <= k:
+        return _write_above(scores, end, lowest, k - candidates, base, out, used)
     at_high, start = 0, lowest
-    if relu and low < 0 <= high:  # sums of ReLUs are often 0
+    if relu and low < 0 <= high:
         above, equal = 0, 0
         for first in range(0, end, KEYS_PER_PANEL):
             more, same = _masks(scores, first, zero)
@@ -237,13 +237,13 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
         if above <= k <= above + equal:
             return _write_above(scores, end, zero, k - above, base, out, used)
         if above > k:
-            low, known, start = zero, above, zero
+            low, candidates, start = zero, above, zero
         else:
             high, at_high = zero, above
-    wanted, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
-    guess = mean + deviation * _gaussian_tail(wanted / known) if wanted < known else low
+    goal, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
+    guess = mean + deviation * _gaussian_tail(goal / candidates) if goal < candidates else low
     for trial in range(TRIALS):
-        if known <= most:
+        if candidates <= most:
             break
         bound = best.dtype.type(guess)
         if not low < bound < high:
@@ -252,7 +252,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
                 break
         above = _count_above(scores, end, bound)
         if above >= k:
-            low, known, start = bound, above, bound
+            low, candidates, start = bound, above, bound
         else:
             high, at_high = bound, above
         if above == k:
@@ -260,16 +260,16 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
         if trial % 3 == 2:
             guess = half * low + half * high
         else:  # the logarithm of the number above falls about linearly
-            part = math.log(known / wanted) / math.log(known / (at_high + 0.5))
+            part = math.log(candidates / goal) / math.log(candidates / (at_high + 0.5))
             guess = low + part * (high - low)
-    if known == k:
+    if candidates == k:
         return _write_above(scores, end, start, 0, base, out, used)
     _write_above(scores, end, start, 0, 0, where, 0)
-    return _write_best_of_few(scores, k, known, low, high, best, where, base, out, used)
+    return _write_best_of_few(scores, k, candidates, low, high, best, where, base, out, used)
 
 
 @numba_kernel
-def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wanted, key_ptr, panel_ptr, out):
+def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num_chosen, key_ptr, panel_ptr, out):
     """Write the keys of rows ``first .. last-1``, ascending.
 
     Without small heads the scores are dot products.
@@ -291,16 +291,16 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, wan
             while done < min(last, begin + ROWS, (head + 1) * queries) and batch[done % queries] == b:
                 most = max(most, (allowed[done % queries] + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)
                 done += 1
-            mine, sizes = at(query, r * pitch), (done - begin, channels)
+            group_query, sizes = at(query, r * pitch), (done - begin, channels)
             if small:
-                _scores(mine, pitch, at(weight, r * small), small, *sizes, columns, start, most, scores, width)
+                _scores(group_query, pitch, at(weight, r * small), small, *sizes, columns, start, most, scores, width)
             else:
-                _dots(mine, pitch, *sizes, columns, start, most, scores, width)
+                _dots(group_query, pitch, *sizes, columns, start, most, scores, width)
         row = at(scores, (r - begin) * width)
         end = panels * KEYS_PER_PANEL
         for j in range(count, end):
             poke(row, j, query.dtype.type(np.nan))
-        used = _write_best(row, count, end, wanted[i], small > 0, best, where, key_ptr[b], out, used)
+        used = _write_best(row, count, end, num_chosen[i], small > 0, best, where, key_ptr[b], out, used)
 
 
 def index_top_k(
@@ -318,7 +318,7 @@ def index_top_k(
     q_ptr, k_ptr = (ptr.contiguous().numpy() for ptr in (query_ptr, key_ptr))
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
     allowed = allowed_keys(query_ptr, key_ptr, queries, is_causal)
-    wanted = torch.minimum(count, allowed)
+    num_chosen = torch.minimum(count, allowed)
     panel_ptr = np.concatenate([[0], np.cumsum(-(-np.diff(k_ptr) // KEYS_PER_PANEL))])
     columns = np.empty((heads, panel_ptr[-1], channels, KEYS_PER_PANEL), keys.dtype)
     spans = [(head, b) for head in range(heads) for b in range(q_ptr.size - 1)]
@@ -327,9 +327,9 @@ def index_top_k(
         heads * queries, task_count(heads * int(allowed.sum()) * (max(1, small) * channels // 8 + 4), 8)
     )
     rowptr = np.zeros(heads * queries + 1, np.int64)
-    np.cumsum(np.tile(wanted.numpy(), heads), out=rowptr[1:])
+    np.cumsum(np.tile(num_chosen.numpy(), heads), out=rowptr[1:])
     outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
-    shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), wanted.numpy(), k_ptr)
+    shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), num_chosen.numpy(), k_ptr)
     tasks = [(*piece, *shared, panel_ptr, out) for piece, out in zip(pieces, outs, strict=True)]
     run(_rank_rows, tasks)
     ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))
@@ -359,13 +359,13 @@ def _rank_segments(first, last, src, ptr, count, out):
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     numbers = to_array(src, src.new_empty(0, dtype=torch.promote_types(src.dtype, torch.float32)))
-    before, wanted = ptr.contiguous().numpy(), count.contiguous().numpy()
-    most = np.minimum(wanted, np.diff(before)).clip(0)
+    before, num_chosen = ptr.contiguous().numpy(), count.contiguous().numpy()
+    most = np.minimum(num_chosen, np.diff(before)).clip(0)
     ends = np.concatenate([[0], most.cumsum()])
     pieces = split(before, task_count(4 * numbers.size)) or [(0, 0)]
     outs = [np.empty(ends[last] - ends[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
-    tasks = [(*piece, numbers, before, wanted, out) for piece, out in zip(pieces, outs, strict=True)]
+    tasks = [(*piece, numbers, before, num_chosen, out) for piece, out in zip(pieces, outs, strict=True)]
     run(_rank_segments, tasks)
-    found = [out[: ends[last] - ends[first]] for (first, last), out in zip(pieces, outs, strict=True)]
-    edge = np.concatenate(found) + np.repeat(before[:-1], most)
+    places = [out[: ends[last] - ends[first]] for (first, last), out in zip(pieces, outs, strict=True)]
+    edge = np.concatenate(places) + np.repeat(before[:-1], most)
     return torch.from_numpy(ends), torch.from_numpy(edge)

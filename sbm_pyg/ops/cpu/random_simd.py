@@ -236,10 +236,10 @@ def weigh16(typing, approx, words, offset, positions, end, scale, below, less, a
             for factor, term in (args[6:8], args[8:])
         )
         position = builder.load(pointer(context, builder, positions, args[3], ir.Constant(I64, 0), _WORDS), align=4)
-        there = builder.icmp_signed("<", position, _splat16(builder, builder.trunc(args[4], I32)))
-        sure = builder.and_(there, builder.fcmp_ordered("<", word, low))
+        inside = builder.icmp_signed("<", position, _splat16(builder, builder.trunc(args[4], I32)))
+        sure = builder.and_(inside, builder.fcmp_ordered("<", word, low))
         maybe = builder.and_(
-            there, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high))
+            inside, builder.and_(builder.fcmp_ordered(">=", word, low), builder.fcmp_ordered("<=", word, high))
         )
         masks = [builder.zext(builder.bitcast(mask, I16), I64) for mask in (sure, maybe)]
         return builder.or_(masks[0], builder.shl(masks[1], ir.Constant(I64, LANES)))
@@ -267,9 +267,9 @@ def _append16(typing, mask, base, out, used):
 @intrinsic
 def _pick16(typing, mask, numbers, base, out, used):
     def generate(context, builder, signature, args):
-        some = builder.load(pointer(context, builder, numbers, args[1], ir.Constant(I64, 0), _WORDS), align=4)
-        some = builder.add(some, _splat16(builder, builder.trunc(args[2], I32)))
-        return _append(context, builder, args[0], some, out, *args[3:])
+        picked = builder.load(pointer(context, builder, numbers, args[1], ir.Constant(I64, 0), _WORDS), align=4)
+        picked = builder.add(picked, _splat16(builder, builder.trunc(args[2], I32)))
+        return _append(context, builder, args[0], picked, out, *args[3:])
 
     return types.int64(types.uint64, numbers, types.int64, out, types.int64), generate
 
@@ -318,8 +318,8 @@ def below16(typing, bounds, offset, word):
     """How many of the sixteen uint32 from ``offset`` on lie below the word."""
 
     def generate(context, builder, signature, args):
-        some = builder.load(pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
-        mask = builder.bitcast(builder.icmp_unsigned("<", some, _splat16(builder, args[2])), I16)
+        numbers = builder.load(pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
+        mask = builder.bitcast(builder.icmp_unsigned("<", numbers, _splat16(builder, args[2])), I16)
         return builder.zext(call_llvm(builder, "llvm.ctpop.i16", I16, [mask]), I64)
 
     return types.int64(bounds, types.int64, types.uint32), generate
@@ -331,9 +331,9 @@ def above16(typing, array, offset, bound):
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(context.get_value_type(array.dtype), 16)
-        some = builder.load(pointer(context, builder, array, *args[:2], kind), align=array.dtype.bitwidth // 8)
+        numbers = builder.load(pointer(context, builder, array, *args[:2], kind), align=array.dtype.bitwidth // 8)
         bounds = splat_number(builder, args[2], 16)
-        masks = [builder.bitcast(builder.fcmp_ordered(order, some, bounds), I16) for order in (">", "==")]
+        masks = [builder.bitcast(builder.fcmp_ordered(order, numbers, bounds), I16) for order in (">", "==")]
         above, equal = (builder.zext(mask, I64) for mask in masks)
         return builder.or_(above, builder.shl(equal, ir.Constant(I64, 16)))
 
@@ -364,13 +364,13 @@ def shared_masks(typing, halves, others, offset, half, other, limits, masks, upp
         most = ir.Constant(_FLOATS, [65535.0] * LANES)
         limit = builder.select(builder.fcmp_ordered("<", args[5], most), args[5], most)
         limit = builder.trunc(builder.fptoui(limit, _WORDS), ir.VectorType(I16, LANES))
-        own = [splat_number(builder, builder.trunc(x, I16), 32) for x in args[3:5]]
+        group_words = [splat_number(builder, builder.trunc(x, I16), 32) for x in args[3:5]]
         both = []
         for part in range(8):
             start = builder.add(args[2], ir.Constant(I64, 32 * part))
             first, second = (
                 builder.add(builder.load(pointer(context, builder, kind, data, start, lanes), align=2), word)
-                for kind, data, word in zip((halves, others), args[:2], own, strict=True)
+                for kind, data, word in zip((halves, others), args[:2], group_words, strict=True)
             )
             word = mixed(builder.xor(mixed(first), second))
             target = pointer(context, builder, upper, args[7], ir.Constant(I64, 32 * part), lanes)
@@ -383,8 +383,8 @@ def shared_masks(typing, halves, others, offset, half, other, limits, masks, upp
             builder.store(mask, pointer(context, builder, masks, args[6], ir.Constant(I64, part)))
         return context.get_dummy_value()
 
-    given = (types.int64, types.int64, types.int64, limits, masks, upper)
-    return types.void(halves, others, *given), generate
+    kinds = (types.int64, types.int64, types.int64, limits, masks, upper)
+    return types.void(halves, others, *kinds), generate
 
 
 @intrinsic
@@ -402,9 +402,9 @@ def words_within(typing, words, limits):
     """Which of sixteen uint16 do not exceed the limits, a vector of float32, as bits."""
 
     def generate(context, builder, signature, args):
-        some = pointer(context, builder, words, args[0], ir.Constant(I64, 0), ir.VectorType(I16, LANES))
-        some = builder.uitofp(builder.load(some, align=2), _FLOATS)
-        return builder.zext(builder.bitcast(builder.fcmp_ordered("<=", some, args[1]), I16), I64)
+        numbers = pointer(context, builder, words, args[0], ir.Constant(I64, 0), ir.VectorType(I16, LANES))
+        numbers = builder.uitofp(builder.load(numbers, align=2), _FLOATS)
+        return builder.zext(builder.bitcast(builder.fcmp_ordered("<=", numbers, args[1]), I16), I64)
 
     return types.uint64(words, limits), generate
 
@@ -414,8 +414,8 @@ def words_below(typing, words, offset, end):
     """Which of sixteen int32 from ``offset`` on are less than ``end``, as bits."""
 
     def generate(context, builder, signature, args):
-        some = builder.load(pointer(context, builder, words, *args[:2], _WORDS), align=4)
-        mask = builder.icmp_signed("<", some, _splat16(builder, builder.trunc(args[2], I32)))
+        numbers = builder.load(pointer(context, builder, words, *args[:2], _WORDS), align=4)
+        mask = builder.icmp_signed("<", numbers, _splat16(builder, builder.trunc(args[2], I32)))
         return builder.zext(builder.bitcast(mask, I16), I64)
 
     return types.uint64(words, types.int64, types.int64), generate
@@ -427,9 +427,9 @@ def lanes_with_bit(typing, words, offset, bit):
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(I16, LANES)
-        some = builder.load(pointer(context, builder, words, *args[:2], kind), align=2)
+        numbers = builder.load(pointer(context, builder, words, *args[:2], kind), align=2)
         one = splat_number(builder, builder.shl(ir.Constant(I16, 1), builder.trunc(args[2], I16)), LANES)
-        mask = builder.icmp_unsigned("!=", builder.and_(some, one), ir.Constant(kind, [0] * LANES))
+        mask = builder.icmp_unsigned("!=", builder.and_(numbers, one), ir.Constant(kind, [0] * LANES))
         return builder.zext(builder.bitcast(mask, I16), I64)
 
     return types.uint64(words, types.int64, types.int64), generate

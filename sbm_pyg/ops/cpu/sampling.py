@@ -127,11 +127,11 @@ def pack_lanes(head, b, member, key_ptr, panel_ptr, columns):
     """Memberships of a sequence of one head in panels of 64 keys, block by block; zeros fill the last panel."""
     for panel in range(panel_ptr[b], panel_ptr[b + 1]):
         first = key_ptr[b] + KEYS_PER_PANEL * (panel - panel_ptr[b])
-        some = min(KEYS_PER_PANEL, key_ptr[b + 1] - first)
+        count = min(KEYS_PER_PANEL, key_ptr[b + 1] - first)
         for v in range(member.shape[2]):
-            for j in range(some):
+            for j in range(count):
                 columns[head, panel, v, j] = member[head, first + j, v]
-            columns[head, panel, v, some:] = 0
+            columns[head, panel, v, count:] = 0
 
 
 @numba_kernel
@@ -175,7 +175,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
     rough = 1.1 * BFLOAT16_ERROR + (blocks + 8) * 2.0**-22
     approx = np.empty((ROWS_PER_GROUP, (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL), np.float32)
     group = np.empty(ROWS_PER_GROUP, np.int64)
-    known, ready = 0, 0  # rows of the group that are used, and that it holds
+    taken, ready = 0, 0  # rows of the group that are used, and that it holds
     r, used = state[0], state[1]
     while r < last:
         head, i = r // queries, r % queries
@@ -206,8 +206,8 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
             members = member[head, shift:end]
             if used + num_keys + 64 > out.size:
                 break
-            if known == ready:
-                known, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
+            if taken == ready:
+                taken, ready, next_row, stop = 0, 0, r, min(last, head * queries + query_ptr[b + 1])
                 while ready < ROWS_PER_GROUP and next_row < stop:
                     if way[next_row] >= PAIRS:
                         group[ready] = next_row
@@ -217,17 +217,17 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                 most = (longest_row + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL  # panels of the last row
                 approximate_probs(low_rate, group, ready, columns, head * skip + start, most, approx)
             if way[r] == LARGE_PAIRS and not is_fastrg:
-                top[0] = 0.0 if clamp else largest_prob(approx[known], error, rate[r], members, exploration)
+                top[0] = 0.0 if clamp else largest_prob(approx[taken], error, rate[r], members, exploration)
                 if top[0] > MAX_PROB + exploration:
                     state[2] = 1
                     break
                 for j in range(num_keys):
-                    approx[known, j] = min(approx[known, j], np.float32(2))
+                    approx[taken, j] = min(approx[taken, j], np.float32(2))
             used = by_pairs(
-                approx[known], error, rate[r], members, position, sequence_id, its_head, seed, is_fastrg, exploration,
+                approx[taken], error, rate[r], members, position, sequence_id, its_head, seed, is_fastrg, exploration,
                 words, shift, out, used,
             )  # fmt: skip
-            known += 1
+            taken += 1
         counts[r] = used - before
         r += 1
     state[0], state[1] = r, used
@@ -308,7 +308,7 @@ def sample_sbm(
     likely = np.minimum(expected, row_keys)
     steps = STEPS_PER_EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= PAIRS].sum())
     pieces = even_ranges(heads * queries, task_count(steps, 8))
-    found: list[list[np.ndarray]] = [[] for _ in pieces]
+    buffers_of_pieces: list[list[np.ndarray]] = [[] for _ in pieces]
 
     def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:
         state, top = np.array([first, 0, 0]), np.zeros(1)
@@ -322,10 +322,10 @@ def sample_sbm(
             buffers.append(out[: state[1]])
             room *= 2
 
-    run(rows, [(a, z, buffers) for (a, z), buffers in zip(pieces, found, strict=True)])
+    run(rows, [(a, z, buffers) for (a, z), buffers in zip(pieces, buffers_of_pieces, strict=True)])
     rowptr = np.zeros(heads * queries + 1, np.int64)
     np.cumsum(counts, out=rowptr[1:])
-    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in found for buffer in buffers)])
+    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in buffers_of_pieces for buffer in buffers)])
     return torch.from_numpy(rowptr), torch.from_numpy(col)
 
 

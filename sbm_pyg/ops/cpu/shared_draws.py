@@ -133,10 +133,10 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     slots, sizes = np.empty(blocks * LEVELS + 1, np.int64), np.empty(bucket.size, np.float32)
     bits, sums, products = sizes.view(np.int32), splat(np.float32(0), 16), np.empty(2 * num_pairs + 16, np.float32)
     for begin in range(0, num_keys, segment):
-        some, most = min(segment, num_keys - begin), np.int32(0)
+        count, most = min(segment, num_keys - begin), np.int32(0)
 
         # the strongest community of each key, and its row in bfloat16
-        for j in range(some):
+        for j in range(count):
             key = head * key_ptr[-1] + first + begin + j
             row, largest = at(member, key * blocks), splat(np.float32(0), 16)
             sums = sums + _pack_row(row, blocks, num_pairs, low, key * num_pairs)
@@ -155,12 +155,12 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
 
         # and its size, in half powers of 2
         slots[:] = 0
-        for j in range(some):
+        for j in range(count):
             bucket[j] = bucket[j] * LEVELS + min(LEVELS - 1, (most - bits[j]) >> 22)
             slots[bucket[j] + 1] += 1
         for v in range(1, slots.size):
             slots[v] += slots[v - 1]
-        for j in range(some):
+        for j in range(count):
             if j % 16 == 0:
                 philox16(begin + j, 0, sequence_ids[b], (head + first_heads[b]) | SHARED, seed, words, 0)
             slot = start + begin + slots[bucket[j]]
@@ -191,10 +191,10 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
 
 
 @numba_kernel
-def _whole_word(upper, word, own):
+def _whole_word(upper, word, group_word):
     """The word of a key and a group: its upper half, and the lower one from the second words of both."""
     low = np.uint32(0xFFFF)
-    x = ((word >> np.uint32(16)) + (own >> np.uint32(16))) & low
+    x = ((word >> np.uint32(16)) + (group_word >> np.uint32(16))) & low
     for turn in range(2):
         x ^= x >> np.uint32(8)
         x = (x * np.uint32(MIX16[0])) & low
@@ -202,7 +202,7 @@ def _whole_word(upper, word, own):
         x = (x * np.uint32(MIX16[1])) & low
         x ^= x >> np.uint32(9)
         if turn == 0:
-            x ^= (word + own) & low
+            x ^= (word + group_word) & low
     return np.uint32(upper) << np.uint32(16) | x
 
 
@@ -304,8 +304,12 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
             if count and not _load_rates(rate, row, count, rows, turned[t], most[t]):
                 state[2] = 1
                 return
-            own, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
-            own_words[t] = np.int64(own >> np.uint64(16)), np.int64(own & np.uint64(0xFFFF)), np.int64(own_lower)
+            group_word, own_lower, _, _ = philox_once(group, 1, sequence_ids[b], (head + first_heads[b]) | SHARED, seed)
+            own_words[t] = (
+                np.int64(group_word >> np.uint64(16)),
+                np.int64(group_word & np.uint64(0xFFFF)),
+                np.int64(own_lower),
+            )
 
         first_panel, panels = head * panel_ptr[-1] + panel_ptr[b], panel_ptr[b + 1] - panel_ptr[b]
         origin = first_panel * KEYS_PER_PANEL
@@ -325,9 +329,9 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                 )
                 if panel == panels - 1 or (panel + 1) * KEYS_PER_PANEL > allowed // segment * segment:
                     for k in range(0, KEYS_PER_PANEL, 16):
-                        there = words_below(at(place, 0), start + k, allowed) << np.uint64(k & 63)
-                        there |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
-                        poke(its_masks, k >> 6, peek(its_masks, k >> 6) & there)
+                        allowed_mask = words_below(at(place, 0), start + k, allowed) << np.uint64(k & 63)
+                        allowed_mask |= ~(np.uint64(0xFFFF) << np.uint64(k & 63))
+                        poke(its_masks, k >> 6, peek(its_masks, k >> 6) & allowed_mask)
                 fresh[t] = 0
 
             # 2. their keys whose own bound it may lie below
@@ -366,11 +370,11 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                 for k in range(left, left + 4):
                     poke(its_candidates, k, np.int32(0))
                 for begin in range(0, left, 4):
-                    some = at(its_candidates, begin)
+                    four_keys = at(its_candidates, begin)
                     _four_products(
-                        at(members, peek(some, 0) * num_pairs), at(members, peek(some, 1) * num_pairs),
-                        at(members, peek(some, 2) * num_pairs), at(members, peek(some, 3) * num_pairs), num_pairs,
-                        at(turned, t * turned.shape[1]), at(probs, 0),
+                        at(members, peek(four_keys, 0) * num_pairs), at(members, peek(four_keys, 1) * num_pairs),
+                        at(members, peek(four_keys, 2) * num_pairs), at(members, peek(four_keys, 3) * num_pairs),
+                        num_pairs, at(turned, t * turned.shape[1]), at(probs, 0),
                     )  # fmt: skip
                     for k in range(begin, min(begin + 4, left)):
                         key, word = np.int64(peek(its_candidates, k)), peek(full, k)
@@ -408,24 +412,24 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
 
         # 4. the keys by position, and for each row its own
         for t in range(tiles):
-            found = 0
+            drawn = 0
             for part in range((reachable[t] + 63) >> 6):
                 mask = peek(present, t * present.shape[1] + part)
                 poke(present, t * present.shape[1] + part, np.uint64(0))
                 while mask:
                     key = 64 * part + lowest_bit(mask)
                     mask &= mask - np.uint64(1)
-                    poke(row_keys, found, np.int32(key))
-                    poke(row_marks, found, peek(marks, t * marks.shape[1] + key))
-                    found += 1
-            row_marks[found : found + 16] = 0
-            if used + sizes[t] * found + 16 > out.size:
+                    poke(row_keys, drawn, np.int32(key))
+                    poke(row_marks, drawn, peek(marks, t * marks.shape[1] + key))
+                    drawn += 1
+            row_marks[drawn : drawn + 16] = 0
+            if used + sizes[t] * drawn + 16 > out.size:
                 present[:] = 0
                 state[0], state[1] = tile, used
                 return
             for lane in range(sizes[t]):
                 before = used
-                for begin in range(0, found, 16):
+                for begin in range(0, drawn, 16):
                     used = pick16(lanes_with_bit(row_marks, begin, lane), at(row_keys, begin), key_ptr[b], out, used)
                 counts[head * queries + query_ptr[b] + positions[t] + lane] = used - before
             tile += 1
@@ -465,9 +469,9 @@ def sample_shared(
 
     counts = np.zeros(heads * queries, np.int64)
     law = (word, exploration, clamp, is_causal, row_group, segment)
-    each = 8 if torch.get_num_threads() > 1 else 1
-    pieces = even_ranges(heads * int(tile_ptr[-1]), task_count(16 * (rates.size + members.size), each))
-    found: list[list[np.ndarray]] = [[] for _ in pieces]
+    tasks_per_thread = 8 if torch.get_num_threads() > 1 else 1
+    pieces = even_ranges(heads * int(tile_ptr[-1]), task_count(16 * (rates.size + members.size), tasks_per_thread))
+    buffers_of_pieces: list[list[np.ndarray]] = [[] for _ in pieces]
     tops_of, bad = np.zeros((len(pieces), 1)), [False]
 
     def draw(first: int, last: int, buffers: list[np.ndarray], top: np.ndarray) -> None:
@@ -482,7 +486,10 @@ def sample_shared(
             room *= 2
 
     if np.isfinite(totals).all():
-        run(draw, [(*piece, buffers, top) for piece, buffers, top in zip(pieces, found, tops_of, strict=True)])
+        run(
+            draw,
+            [(*piece, buffers, top) for piece, buffers, top in zip(pieces, buffers_of_pieces, tops_of, strict=True)],
+        )
     if bad[0] or not np.isfinite(totals).all():
         more = (seed, "bernoulli", exploration, clamp, is_causal, row_group)
         return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
@@ -490,5 +497,5 @@ def sample_shared(
         raise ValueError(reference_sampling.probability_error(float(tops_of.max()) - exploration))
     rowptr = np.zeros(heads * queries + 1, np.int64)
     np.cumsum(counts, out=rowptr[1:])
-    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in found for buffer in buffers)])
+    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in buffers_of_pieces for buffer in buffers)])
     return torch.from_numpy(rowptr), torch.from_numpy(col)

@@ -278,8 +278,8 @@ def first(typing, count, vector, other):
     """The first ``count`` lanes of ``vector``, and the number ``other`` in the rest."""
 
     def generate(context, builder, signature, args):
-        rest = splat_number(builder, args[2], vector.lanes)
-        return builder.select(_below(builder, args[0], vector.lanes), args[1], rest)
+        tail = splat_number(builder, args[2], vector.lanes)
+        return builder.select(_below(builder, args[0], vector.lanes), args[1], tail)
 
     return vector(types.int64, vector, vector.dtype), generate
 
@@ -504,12 +504,12 @@ def add_products_of_pairs(typing, sums, pairs, offset, pair):
 
 
 @intrinsic
-def keep16(typing, words, tokens, own, least, kept):
-    """``kept`` in the lanes k where the mixed word of ``words[tokens[k]]`` and ``own`` is more than ``least``, else 0.
+def keep16(typing, words, tokens, query_word, least, grow):
+    """``grow`` in the lanes k where the mixed word of ``words[tokens[k]]`` and the query's exceeds ``least``, else 0.
 
     Words are uint32, mixed as :func:`sbm_pyg.ops.reference.edges.dropout_mask` does.
     """
-    result = Vector(kept, 16)
+    result = Vector(grow, 16)
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(I32, 16)
@@ -527,16 +527,16 @@ def keep16(typing, words, tokens, own, least, kept):
         number = context.get_value_type(result)
         return builder.select(keep, splat_number(builder, args[4], 16), ir.Constant(number, [0.0] * 16))
 
-    return result(words, tokens, types.uint32, types.uint32, kept), generate
+    return result(words, tokens, types.uint32, types.uint32, grow), generate
 
 
 def _arithmetic(python, instruction):
     """Let numba apply a python operator to two vectors, or to a vector and a number."""
 
     @intrinsic
-    def apply(typing, left, right):
-        result = left if isinstance(left, Vector) else right
-        kinds = [kind if isinstance(kind, Vector) else result.dtype for kind in (left, right)]
+    def apply(typing, one, two):
+        result = one if isinstance(one, Vector) else two
+        kinds = [kind if isinstance(kind, Vector) else result.dtype for kind in (one, two)]
 
         def generate(context, builder, signature, args):
             vectors = [
@@ -548,9 +548,9 @@ def _arithmetic(python, instruction):
         return result(*kinds), generate
 
     @overload(python)
-    def operation(left, right):
-        if isinstance(left, Vector) or isinstance(right, Vector):
-            return lambda left, right: apply(left, right)
+    def operation(one, two):
+        if isinstance(one, Vector) or isinstance(two, Vector):
+            return lambda one, two: apply(one, two)
 
 
 for _operation in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):

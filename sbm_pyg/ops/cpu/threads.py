@@ -94,14 +94,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def task_count(steps: int, each: int = 1) -> int:
-    """Number of tasks to cut work into: ``each`` for a thread, but none of less than ``MIN_STEPS_PER_TASK`` steps.
+def task_count(steps: int, per_thread: int = 1) -> int:
+    """Number of tasks: ``per_thread`` for a thread, but no task of fewer than ``MIN_STEPS_PER_TASK`` steps.
 
     Args:
         steps: About how many products of two numbers the whole work takes.
-        each: Tasks for each thread.
+        per_thread: Tasks for each thread.
     """
-    return max(1, min(each * torch.get_num_threads(), steps // MIN_STEPS_PER_TASK))
+    return max(1, min(per_thread * torch.get_num_threads(), steps // MIN_STEPS_PER_TASK))
 
 
 def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) -> None:
@@ -248,9 +248,9 @@ def compilation() -> Iterator[Callable[[], float]]:
     if not INSTALLED:
         yield lambda: 0.0
         return
-    found = event.TimingListener()
-    with event.install_listener("numba:compile", found):
-        yield lambda: found.duration if found.done else 0.0
+    listener = event.TimingListener()
+    with event.install_listener("numba:compile", listener):
+        yield lambda: listener.duration if listener.done else 0.0
 
 
 if INSTALLED:
@@ -268,8 +268,8 @@ if INSTALLED:
                 self.announced = True
                 folder = getattr(numba_kernel._cache, "cache_path", None)
                 anew = "in every process anew, as no folder can be written to"
-                kept = anew if folder is None else f"once, into {folder}"
-                log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", kept)
+                where = anew if folder is None else f"once, into {folder}"
+                log.warning("sbm_pyg compiles the CPU kernels that a call needs, some seconds each; %s", where)
             log.info("compiling %s", numba_kernel.__name__)
 
         def on_end(self, event):

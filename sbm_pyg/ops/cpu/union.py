@@ -110,26 +110,26 @@ def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tenso
 
 
 @numba_kernel
-def _count_rows(first, last, rowptr, kept, some_rowptr):
+def _count_rows(first, last, rowptr, is_selected, selected_rowptr):
     for row in range(first, last):
-        count = rowptr[row + 1] - rowptr[row] if kept[row % kept.size] else 0
-        some_rowptr[row + 1] = some_rowptr[row] + count
+        count = rowptr[row + 1] - rowptr[row] if is_selected[row % is_selected.size] else 0
+        selected_rowptr[row + 1] = selected_rowptr[row] + count
 
 
 @numba_kernel
-def _copy_rows(first, last, rowptr, col, some_rowptr, some, number):
+def _copy_rows(first, last, rowptr, col, selected_rowptr, selected, number):
     for row in range(first, last):
-        start, count = some_rowptr[row], some_rowptr[row + 1] - some_rowptr[row]
-        copy_keys(some, start, col, rowptr[row], count)
+        start, count = selected_rowptr[row], selected_rowptr[row + 1] - selected_rowptr[row]
+        copy_keys(selected, start, col, rowptr[row], count)
         for edge in range(count):
             poke(number, start + edge, rowptr[row] + edge)
 
 
-def select_rows(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, offset, keys, mask = rowptr.numel() - 1, *(x.contiguous().numpy() for x in (rowptr, col, kept))
-    some_rowptr = np.zeros(rows + 1, np.int64)
-    run(_count_rows, [(0, rows, offset, mask, some_rowptr)])
-    some, number = np.empty(some_rowptr[-1], keys.dtype), np.empty(some_rowptr[-1], np.int64)
+def select_rows(rowptr: Tensor, col: Tensor, is_selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, offset, keys, mask = rowptr.numel() - 1, *(x.contiguous().numpy() for x in (rowptr, col, is_selected))
+    selected_rowptr = np.zeros(rows + 1, np.int64)
+    run(_count_rows, [(0, rows, offset, mask, selected_rowptr)])
+    selected, number = np.empty(selected_rowptr[-1], keys.dtype), np.empty(selected_rowptr[-1], np.int64)
     pieces = even_ranges(rows, task_count(rows + number.size, 3))
-    run(_copy_rows, [(*piece, offset, keys, some_rowptr, some, number) for piece in pieces])
-    return torch.from_numpy(some_rowptr), torch.from_numpy(some), torch.from_numpy(number)
+    run(_copy_rows, [(*piece, offset, keys, selected_rowptr, selected, number) for piece in pieces])
+    return torch.from_numpy(selected_rowptr), torch.from_numpy(selected), torch.from_numpy(number)

@@ -14,7 +14,7 @@ from .threads import numba_kernel, run, split, task_count
 
 
 @numba_kernel
-def _first_invalid_row(first, last, rowptr, col, low, high, found, piece):
+def _first_invalid_row(first, last, rowptr, col, low, high, invalid, piece):
     """Write the first row in ``first .. last-1`` that is not valid, or nothing."""
     for row in range(first, last):
         start, end = rowptr[row], rowptr[row + 1]
@@ -25,7 +25,7 @@ def _first_invalid_row(first, last, rowptr, col, low, high, found, piece):
             for edge in range(start, end - 1):
                 wrong |= col[edge] >= col[edge + 1]
         if wrong:
-            found[piece] = row
+            invalid[piece] = row
             return
 
 
@@ -35,7 +35,7 @@ def invalid_row(rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     rises = rows[0] >= 0 and rows[-1] <= keys.size and bool((rows[1:] >= rows[:-1]).all())
     # Edges can be shared out by rows that rise alone.
     pieces = split(rows, task_count(4 * keys.size, 3)) if rises else [(0, rows.size - 1)]
-    found = np.full(len(pieces), rows.size, np.int64)
-    run(_first_invalid_row, [(*piece, rows, keys, low, high, found, number) for number, piece in enumerate(pieces)])
-    first = int(found.min(initial=rows.size))
+    invalid = np.full(len(pieces), rows.size, np.int64)
+    run(_first_invalid_row, [(*piece, rows, keys, low, high, invalid, number) for number, piece in enumerate(pieces)])
+    first = int(invalid.min(initial=rows.size))
     return torch.tensor(first if first < rows.size else -1)

@@ -54,18 +54,18 @@ HAS_FLOAT64_DOT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @triton.jit
-def load_tokens(source, first, number, there, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+def load_tokens(source, first, number, exists, WIDTH: tl.constexpr, TYPE: tl.constexpr):
     """Tokens of a block, ``[tokens, width]``; zeros where the mask is false."""
     channel = tl.arange(0, max(16, triton.next_power_of_2(WIDTH)))
-    inside = there[:, None] & (channel < WIDTH)[None, :]
+    inside = exists[:, None] & (channel < WIDTH)[None, :]
     return tl.load(source + first * WIDTH + (number[:, None] * WIDTH + channel[None, :]), mask=inside, other=0).to(TYPE)
 
 
 @triton.jit
-def store_tokens(target, first, number, there, x, WIDTH: tl.constexpr):
+def store_tokens(target, first, number, exists, x, WIDTH: tl.constexpr):
     """Write tokens of a block."""
     channel = tl.arange(0, max(16, triton.next_power_of_2(WIDTH)))
-    inside = there[:, None] & (channel < WIDTH)[None, :]
+    inside = exists[:, None] & (channel < WIDTH)[None, :]
     tl.store(target + first * WIDTH + (number[:, None] * WIDTH + channel[None, :]), cast_like(x, target), mask=inside)
 
 
@@ -77,26 +77,26 @@ def load_block(layout, block, blocks, head, tokens):
 
 
 @triton.jit
-def load_words(query_words, key_words, first, row, mine, first_key, column, theirs):
+def load_words(query_words, key_words, first, row, is_query, first_key, column, is_key):
     """Words of queries xor those of keys, ``[queries, keys]``, for :func:`.rows.keeps_words`."""
-    one = tl.load(query_words + first + row, mask=mine, other=0)
-    return one[:, None] ^ tl.load(key_words + first_key + column, mask=theirs, other=0)[None, :]
+    one = tl.load(query_words + first + row, mask=is_query, other=0)
+    return one[:, None] ^ tl.load(key_words + first_key + column, mask=is_key, other=0)[None, :]
 
 
 @triton.jit
 def token_logits(
-    query, key, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL: tl.constexpr,
+    query, key, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL: tl.constexpr,
     ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of queries and keys, ``[queries, keys]``; -inf where a query does not attend to a key."""
     logit = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC_TYPE) * from_bits(scale, ACC_TYPE)
-    there = mine[:, None] & theirs[None, :]
+    attends = is_query[:, None] & is_key[None, :]
     if CAUSAL:
-        there = there & (column[None, :] <= (row + lag)[:, None])
+        attends = attends & (column[None, :] <= (row + lag)[:, None])
     if bias is not None:
         offsets = row[:, None] * block_size.to(tl.int32) + column[None, :]
-        logit += tl.load(bias + edge * block_size * block_size + offsets, mask=there, other=0).to(ACC_TYPE)
-    return tl.where(there, logit, float("-inf"))
+        logit += tl.load(bias + edge * block_size * block_size + offsets, mask=attends, other=0).to(ACC_TYPE)
+    return tl.where(attends, logit, float("-inf"))
 
 
 # ------------------------------------------------------------------ kernels
@@ -113,8 +113,8 @@ def _block_attention_kernel(
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    mine = row < count
-    q = load_tokens(query, first, row, mine, WIDTH, TYPE)
+    is_query = row < count
+    q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
     top, norm = tl.full([TOKENS], float("-inf"), ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE)
     sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], ACC_TYPE)
     for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
@@ -124,39 +124,39 @@ def _block_attention_kernel(
         lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
-            theirs = column < key_count
-            k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
+            is_key = column < key_count
+            k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
             logit = token_logits(
-                q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+                q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
             )
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
             if query_words is not None:
-                word = load_words(query_words, key_words, first, row, mine, first_key, column, theirs)
+                word = load_words(query_words, key_words, first, row, is_query, first_key, column, is_key)
                 weight = tl.where(keeps_words(word, least), weight, 0)
-            v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
+            v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
             sums = sums * shrink[:, None] + tl.dot(weight.to(TYPE), v, input_precision=PRECISION, out_dtype=ACC_TYPE)
     if query_words is not None:
         sums *= from_bits(grow, ACC_TYPE)
-    store_tokens(out, first, row, mine, sums / tl.where(norm == 0, 1, norm)[:, None], VALUE_WIDTH)
-    tl.store(lse + first + row, top + tl.log(norm), mask=mine)
+    store_tokens(out, first, row, is_query, sums / tl.where(norm == 0, 1, norm)[:, None], VALUE_WIDTH)
+    tl.store(lse + first + row, top + tl.log(norm), mask=is_query)
 
 
 @triton.jit
 def score_slope(
-    q, k, g, v, mean, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first, first_key,
+    q, k, g, v, mean, shift, row, column, edge, is_query, is_key, lag, bias, query_words, key_words, first, first_key,
     scale, block_size, least, grow, CAUSAL: tl.constexpr, ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores, and weights that multiply the gradient of the output, ``[queries, keys]``."""
     logit = token_logits(
-        q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+        q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
     )
     weight = tl.exp(logit - shift[:, None])
     gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
     share = weight
     if query_words is not None:
-        keep = keeps_words(load_words(query_words, key_words, first, row, mine, first_key, column, theirs), least)
+        keep = keeps_words(load_words(query_words, key_words, first, row, is_query, first_key, column, is_key), least)
         gain = tl.where(keep, gain * from_bits(grow, ACC_TYPE), 0)
         share = tl.where(keep, weight * from_bits(grow, ACC_TYPE), 0)
     return weight * (gain - mean[:, None]), share
@@ -175,12 +175,12 @@ def _block_queries_kernel(
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    mine = row < count
-    q = load_tokens(query, first, row, mine, WIDTH, TYPE)
-    g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
-    average = tl.sum(g.to(ACC_TYPE) * load_tokens(out, first, row, mine, VALUE_WIDTH, ACC_TYPE), 1)
-    tl.store(mean + first + row, average, mask=mine)
-    shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(ACC_TYPE))
+    is_query = row < count
+    q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
+    g = load_tokens(grad_out, first, row, is_query, VALUE_WIDTH, TYPE)
+    average = tl.sum(g.to(ACC_TYPE) * load_tokens(out, first, row, is_query, VALUE_WIDTH, ACC_TYPE), 1)
+    tl.store(mean + first + row, average, mask=is_query)
+    shift = finite(tl.load(lse + first + row, mask=is_query, other=0).to(ACC_TYPE))
     sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], ACC_TYPE)
     for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
         first_key, key_count, key_number = load_block(
@@ -189,19 +189,21 @@ def _block_queries_kernel(
         lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
-            theirs = column < key_count
-            k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
-            v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
+            is_key = column < key_count
+            k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
+            v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
             change, _ = score_slope(
-                q, k, g, v, average, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first,
-                first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
+                q, k, g, v, average, shift, row, column, edge, is_query, is_key, lag, bias, query_words, key_words,
+                first, first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
             )  # fmt: skip
             if grad_bias is not None:
                 offsets = row[:, None] * block_size.to(tl.int32) + column[None, :]
-                there = mine[:, None] & theirs[None, :]
-                tl.store(grad_bias + edge * block_size * block_size + offsets, cast_like(change, grad_bias), mask=there)
+                exists = is_query[:, None] & is_key[None, :]
+                tl.store(
+                    grad_bias + edge * block_size * block_size + offsets, cast_like(change, grad_bias), mask=exists
+                )
             sums += tl.dot(change.to(TYPE), k, input_precision=PRECISION, out_dtype=ACC_TYPE)
-    store_tokens(grad_query, first, row, mine, sums * from_bits(scale, ACC_TYPE), WIDTH)
+    store_tokens(grad_query, first, row, is_query, sums * from_bits(scale, ACC_TYPE), WIDTH)
 
 
 @triton_kernel
@@ -217,9 +219,9 @@ def _block_keys_kernel(
     head, block = program // key_blocks, program % key_blocks
     first_key, key_count, key_number = load_block(key_side, block, key_blocks, head, keys)
     column = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    theirs = column < key_count
-    k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
-    v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
+    is_key = column < key_count
+    k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
+    v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
     key_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], ACC_TYPE)
     value_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], ACC_TYPE)
     for at in range(tl.load(ptr + program), tl.load(ptr + program + 1)):
@@ -228,19 +230,19 @@ def _block_keys_kernel(
         lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, count, TOKENS):
             row = begin + tl.arange(0, TOKENS)
-            mine = row < count
-            q = load_tokens(query, first, row, mine, WIDTH, TYPE)
-            g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
-            average = tl.load(mean + first + row, mask=mine, other=0)
-            shift = finite(tl.load(lse + first + row, mask=mine, other=0).to(ACC_TYPE))
+            is_query = row < count
+            q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
+            g = load_tokens(grad_out, first, row, is_query, VALUE_WIDTH, TYPE)
+            average = tl.load(mean + first + row, mask=is_query, other=0)
+            shift = finite(tl.load(lse + first + row, mask=is_query, other=0).to(ACC_TYPE))
             change, share = score_slope(
-                q, k, g, v, average, shift, row, column, edge, mine, theirs, lag, bias, query_words, key_words, first,
-                first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
+                q, k, g, v, average, shift, row, column, edge, is_query, is_key, lag, bias, query_words, key_words,
+                first, first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
             )  # fmt: skip
             key_sums += tl.dot(tl.trans(change.to(TYPE)), q, input_precision=PRECISION, out_dtype=ACC_TYPE)
             value_sums += tl.dot(tl.trans(share.to(TYPE)), g, input_precision=PRECISION, out_dtype=ACC_TYPE)
-    store_tokens(grad_key, first_key, column, theirs, key_sums * from_bits(scale, ACC_TYPE), WIDTH)
-    store_tokens(grad_value, first_key, column, theirs, value_sums, VALUE_WIDTH)
+    store_tokens(grad_key, first_key, column, is_key, key_sums * from_bits(scale, ACC_TYPE), WIDTH)
+    store_tokens(grad_value, first_key, column, is_key, value_sums, VALUE_WIDTH)
 
 
 @triton_kernel
@@ -255,10 +257,10 @@ def _block_gains_kernel(
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    mine = row < count
-    q = load_tokens(query, first, row, mine, WIDTH, TYPE)
+    is_query = row < count
+    q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
     if VALUE_WIDTH > 0:
-        g = load_tokens(grad_out, first, row, mine, VALUE_WIDTH, TYPE)
+        g = load_tokens(grad_out, first, row, is_query, VALUE_WIDTH, TYPE)
     for edge in range(tl.load(rowptr + program), tl.load(rowptr + program + 1)):
         first_key, key_count, key_number = load_block(
             key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
@@ -268,20 +270,20 @@ def _block_gains_kernel(
         sums = tl.zeros([TOKENS], ACC_TYPE)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
-            theirs = column < key_count
-            k = load_tokens(key, first_key, column, theirs, WIDTH, TYPE)
+            is_key = column < key_count
+            k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
             logit = token_logits(
-                q, k, row, column, edge, mine, theirs, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
+                q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
             )
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
             if VALUE_WIDTH > 0:
-                v = load_tokens(value, first_key, column, theirs, VALUE_WIDTH, TYPE)
+                v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
                 gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
                 sums = sums * shrink + tl.sum(weight * gain, 1)
-        tl.store(logits + edge * block_size + row, top + tl.log(norm), mask=mine)
-        tl.store(gains + edge * block_size + row, sums / tl.where(norm == 0, 1, norm), mask=mine)
+        tl.store(logits + edge * block_size + row, top + tl.log(norm), mask=is_query)
+        tl.store(gains + edge * block_size + row, sums / tl.where(norm == 0, 1, norm), mask=is_query)
 
 
 @triton_kernel
@@ -291,31 +293,31 @@ def _block_effect_kernel(
 ):  # fmt: skip
     """The effects of pairs and probes, summed over the queries of each: :func:`.reference.effects.leave_one_out`."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
-    start, stop, there = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < block_size
+    start, stop, exists = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < block_size
     low, best = tl.full([TOKENS], float("-inf"), ACC_TYPE), slot.to(tl.int64) * 0 - 1
     top, second, heaviest = low, low, tl.zeros([TOKENS], ACC_TYPE)
     for edge in range(start, stop):
-        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
+        logit = tl.load(logits + edge * block_size + slot, mask=exists, other=float("-inf"))
         more = logit > top
         second, top = tl.maximum(second, tl.minimum(logit, top)), tl.maximum(logit, top)
-        heaviest = tl.where(more, tl.load(gains + edge * block_size + slot, mask=there, other=0), heaviest)
+        heaviest = tl.where(more, tl.load(gains + edge * block_size + slot, mask=exists, other=0), heaviest)
         best = tl.where(more, edge, best)
-    rest, rest_gain, base = tl.zeros([TOKENS], ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE), finite(second)
+    others, others_gain, base = tl.zeros([TOKENS], ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE), finite(second)
     for edge in range(start, stop):  # weights without the heaviest, relative to the second
-        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
+        logit = tl.load(logits + edge * block_size + slot, mask=exists, other=float("-inf"))
         weight = tl.where(best == edge, 0, tl.exp(tl.minimum(logit, second) - base))
-        rest += weight
-        rest_gain += weight * tl.load(gains + edge * block_size + slot, mask=there, other=0)
+        others += weight
+        others_gain += weight * tl.load(gains + edge * block_size + slot, mask=exists, other=0)
     ratio = tl.exp(second - finite(top))
-    whole, whole_gain = 1 + rest * ratio, heaviest + rest_gain * ratio
-    alone = rest_gain / tl.where(rest == 0, 1, rest)
+    whole, whole_gain = 1 + others * ratio, heaviest + others_gain * ratio
+    alone = others_gain / tl.where(others == 0, 1, others)
     for edge in range(start, stop):
-        logit = tl.load(logits + edge * block_size + slot, mask=there, other=float("-inf"))
-        gain = tl.load(gains + edge * block_size + slot, mask=there, other=0)
+        logit = tl.load(logits + edge * block_size + slot, mask=exists, other=float("-inf"))
+        gain = tl.load(gains + edge * block_size + slot, mask=exists, other=0)
         share = tl.exp(tl.minimum(logit, second) - base) * ratio
         other = share * (gain - (whole_gain - share * gain) / tl.where(best == edge, 1, whole - share))
         change = tl.where(best == edge, gain - alone, other) / whole
-        tl.store(effects + edge, tl.sum(tl.where(there, change, 0), 0))
+        tl.store(effects + edge, tl.sum(tl.where(exists, change, 0), 0))
     mean = tl.where(best < 0, 0, whole_gain / whole)
     for probe in range(tl.load(probe_rowptr + row), tl.load(probe_rowptr + row + 1)):
         token, least, most = tl.load(probe_col + probe), start, stop
@@ -323,11 +325,11 @@ def _block_effect_kernel(
             middle = (least + most) // 2
             below = tl.load(col + middle) < token
             least, most = tl.where(below, middle + 1, least), tl.where(below, most, middle)
-        found = tl.load(col + least, mask=least < stop, other=-1)
-        logit = tl.load(probe_logits + probe * block_size + slot, mask=there, other=float("-inf"))
-        gain = tl.load(probe_gains + probe * block_size + slot, mask=there, other=0)
+        edge_key = tl.load(col + least, mask=least < stop, other=-1)
+        logit = tl.load(probe_logits + probe * block_size + slot, mask=exists, other=float("-inf"))
+        gain = tl.load(probe_gains + probe * block_size + slot, mask=exists, other=0)
         odds = tl.where(best < 0, 0, whole * tl.exp(top - finite(logit)))
-        counts = (logit > float("-inf")) & (found != token)
+        counts = (logit > float("-inf")) & (edge_key != token)
         tl.store(probe_effects + probe, tl.sum(tl.where(counts, (gain - mean) / (1 + odds), 0), 0))
 
 
@@ -386,12 +388,12 @@ def block_attention(
             query, key, value, rowptr, col, query_ptr, key_ptr, block_size, is_causal, bias, scale, dropout, seed
         )
     out, lse = value.new_empty(*query.shape[:2], value.size(2)), query.new_empty(query.shape[:2], dtype=work.acc_dtype)
-    given = (x.contiguous() for x in (query, key, value, rowptr, col))
+    tensors = (x.contiguous() for x in (query, key, value, rowptr, col))
     *load_words, least, grow = dropout_arguments(query, key, dropout, seed)
     bias = bias if bias is None else bias.contiguous()
     last = *work.sizes, least, grow, float_bits(scale)
     tables = (cut.table for cut in work.sides)
-    work.start(_block_attention_kernel, 0, *given, *tables, bias, *load_words, out, lse, *last)
+    work.start(_block_attention_kernel, 0, *tensors, *tables, bias, *load_words, out, lse, *last)
     return out, lse
 
 
@@ -427,7 +429,7 @@ def _launch_pair_gains(
     parts: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
     """As :func:`.reference.blocks.pair_gains`."""
-    query, value, found = parts[1], parts[3], []
+    query, value, logits_and_gains = parts[1], parts[3], []
     biases = [bias for _, _, bias in sets]
     plain = all(bias is None for bias in biases)
     work = _BlockLaunch(cuts, query, value, (parts[2], *biases), is_causal, plain)
@@ -441,8 +443,8 @@ def _launch_pair_gains(
         rows, extra = (rowptr.contiguous(), col.contiguous()), bias if bias is None else bias.contiguous()
         graph = *rows, *(cut.table for cut in work.sides), extra
         work.start(_block_gains_kernel, 0, *tokens, *graph, logit, gain, *work.sizes, float_bits(scale))
-        found.append((logit, gain))
-    return found
+        logits_and_gains.append((logit, gain))
+    return logits_and_gains
 
 
 def block_effect(
@@ -452,9 +454,14 @@ def block_effect(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
-    found = _launch_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
-    graphs = ((*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, found, strict=True))
-    effects, tokens = [logit.new_empty(logit.size(0)) for logit, _ in found], triton.next_power_of_2(block_size)
+    logits_and_gains = _launch_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    graphs = (
+        (*(x.contiguous() for x in rows), *numbers) for (*rows, _), numbers in zip(sets, logits_and_gains, strict=True)
+    )
+    effects, tokens = (
+        [logit.new_empty(logit.size(0)) for logit, _ in logits_and_gains],
+        triton.next_power_of_2(block_size),
+    )
     warps = min(32, max(1, tokens // 128))
     launch(
         _block_effect_kernel, rowptr.numel() - 1, *chain(*graphs), *effects, block_size, TOKENS=tokens,

@@ -54,9 +54,9 @@ def _edge_dot_kernel(
     row, first, start, stop, _ = work_item(rowptr, piece_ends, rows, queries, keys, MAX_EDGES)
     q = load_vector(query, row, WIDTH, ACC_TYPE)
     for begin in range(start, stop, EDGES):
-        edge, there, end = load_edges(col, begin, stop, first, EDGES)
-        score = dot_rows(gather(key, end, there, WIDTH, ACC_TYPE), q)
-        tl.store(out + edge, cast_like(score, out), mask=there)
+        edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
+        tl.store(out + edge, cast_like(score, out), mask=exists)
 
 
 @triton_kernel
@@ -68,11 +68,11 @@ def _gather_kernel(
     _, first, start, stop, slot = work_item(ptr, piece_ends, rows, queries, keys, MAX_EDGES)
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE)
     for begin in range(start, stop, EDGES):
-        edge, there, end = load_edges(ends, begin, stop, first, EDGES)
+        edge, exists, end = load_edges(ends, begin, stop, first, EDGES)
         if order is not None:
-            edge = tl.load(order + edge, mask=there, other=0)
-        factor = tl.load(weight + edge, mask=there, other=0).to(ACC_TYPE)
-        sums += weighted_sum(factor, gather(source, end, there, WIDTH, ACC_TYPE))
+            edge = tl.load(order + edge, mask=exists, other=0)
+        factor = tl.load(weight + edge, mask=exists, other=0).to(ACC_TYPE)
+        sums += weighted_sum(factor, gather(source, end, exists, WIDTH, ACC_TYPE))
     store_row(out, parts, slot, sums, WIDTH)
 
 
@@ -90,17 +90,17 @@ def _edge_attention_kernel(
     if query_words is not None:
         word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
-        edge, there, end = load_edges(col, begin, stop, first, EDGES)
-        score = dot_rows(gather(key, end, there, WIDTH, ACC_TYPE), q)
-        logit, factor = gated_logits(score, gate, bias, edge, there, WEIGHTED, ACC_TYPE)
+        edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
+        logit, factor = gated_logits(score, gate, bias, edge, exists, WEIGHTED, ACC_TYPE)
         new = tl.maximum(top, tl.max(logit, 0))
         weight, shrink = tl.exp(logit - finite(new)), tl.exp(top - finite(new))
         if WEIGHTED:
             weight *= factor
         norm, top = norm * shrink + tl.sum(weight, 0), new
         if query_words is not None:
-            weight = tl.where(keeps_edges(word, key_words, end, there, least), weight, 0)
-        sums = sums * shrink + weighted_sum(weight, gather(value, end, there, VALUE_WIDTH, ACC_TYPE))
+            weight = tl.where(keeps_edges(word, key_words, end, exists, least), weight, 0)
+        sums = sums * shrink + weighted_sum(weight, gather(value, end, exists, VALUE_WIDTH, ACC_TYPE))
     if query_words is not None:
         sums *= from_bits(grow, ACC_TYPE)
     if parts is None:
@@ -131,30 +131,30 @@ def _edge_attention_backward_kernel(
     if query_words is not None:
         word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
-        edge, there, end = load_edges(col, begin, stop, first, EDGES)
-        k = gather(key, end, there, WIDTH, ACC_TYPE)
+        edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        k = gather(key, end, exists, WIDTH, ACC_TYPE)
         score = dot_rows(k, q)
-        gain = dot_rows(gather(value, end, there, VALUE_WIDTH, ACC_TYPE), g)
-        logit, factor = gated_logits(score, gate, bias, edge, there, WEIGHTED, ACC_TYPE)
+        gain = dot_rows(gather(value, end, exists, VALUE_WIDTH, ACC_TYPE), g)
+        logit, factor = gated_logits(score, gate, bias, edge, exists, WEIGHTED, ACC_TYPE)
         weight = tl.exp(logit - shift)
         share = weight
         if query_words is not None:
-            keep = keeps_edges(word, key_words, end, there, least)
+            keep = keeps_edges(word, key_words, end, exists, least)
             gain = tl.where(keep, gain * from_bits(grow, ACC_TYPE), 0)
             share = tl.where(keep, weight * from_bits(grow, ACC_TYPE), 0)
         slope = weight * (gain - mean)
         if grad_gate is not None:
             change = slope if WEIGHTED else slope * score
-            tl.store(grad_gate + edge, cast_like(change, grad_gate), mask=there)
+            tl.store(grad_gate + edge, cast_like(change, grad_gate), mask=exists)
         if WEIGHTED:
             share, slope = share * factor, slope * factor
         if grad_bias is not None:
-            tl.store(grad_bias + edge, cast_like(slope, grad_bias), mask=there)
+            tl.store(grad_bias + edge, cast_like(slope, grad_bias), mask=exists)
         if not WEIGHTED:
             slope *= factor
         slope *= from_bits(scale, ACC_TYPE)
-        tl.store(slopes + edge, slope, mask=there)
-        tl.store(shares + edge, share, mask=there)
+        tl.store(slopes + edge, slope, mask=exists)
+        tl.store(shares + edge, share, mask=exists)
         sums += weighted_sum(slope, k)
     store_row(grad_query, parts, slot, sums, WIDTH)
 
@@ -225,10 +225,10 @@ def edge_attention(
     work = SplitRows(rowptr, col.size(0), lse)
     parts, tops, norms = work.parts(value_width), work.parts(), work.parts()
     tokens, edges = (query, key, value), (col, gate, bias)
-    given, of_edge = ([x if x is None else x.contiguous() for x in side] for side in (tokens, edges))
+    of_tokens, of_edge = ([x if x is None else x.contiguous() for x in side] for side in (tokens, edges))
     *words, least, grow = dropout_arguments(query, key, dropout, seed)
     launch(
-        _edge_attention_kernel, rows + work.programs, *given, rowptr, work.piece_ends, *of_edge, *words, out, lse,
+        _edge_attention_kernel, rows + work.programs, *of_tokens, rowptr, work.piece_ends, *of_edge, *words, out, lse,
         parts, tops, norms, rows, queries, keys, least, grow, float_bits(scale),
         WEIGHTED=gate is not None and gate_form == "weight", WIDTH=width, VALUE_WIDTH=value_width,
         MAX_EDGES=work.max_edges, **tile_options(dtype, width, value_width),
@@ -252,8 +252,8 @@ def edge_attention_backward(
     grad_out, query, key, value = (x.contiguous() for x in (grad_out, query, key, value))
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     slopes, shares = lse.new_empty(2, aligned_size(col.size(0)), dtype=dtype)
-    wanted = ((gate, need_gate), (bias, need_bias))
-    grad_gate, grad_bias = (x.new_empty(x.shape) if x is not None and need else None for x, need in wanted)
+    needs = ((gate, need_gate), (bias, need_bias))
+    grad_gate, grad_bias = (x.new_empty(x.shape) if x is not None and need else None for x, need in needs)
     rows, rowptr = heads * queries, rowptr.contiguous()
     work = SplitRows(rowptr, col.size(0), slopes)
     parts = work.parts(width)

@@ -56,15 +56,15 @@ def _effect_weight(p, eta, PROBING: tl.constexpr):
 
 
 @triton.jit
-def _load_logit(of, edge, there):
+def _load_logit(of, edge, exists):
     """The first number that :func:`_measure_kernel` left; -inf where there is no edge."""
-    return tl.load(of + edge, mask=there, other=float("-inf"))
+    return tl.load(of + edge, mask=exists, other=float("-inf"))
 
 
 @triton.jit
-def _load_number(of, edge, there):
+def _load_number(of, edge, exists):
     """Another of them, ``of`` where it starts; 0 where there is no edge."""
-    return tl.load(of + edge, mask=there, other=0)
+    return tl.load(of + edge, mask=exists, other=0)
 
 
 @triton.jit
@@ -77,20 +77,21 @@ def _empty_row(ACC_TYPE: tl.constexpr):
 
 
 @triton.jit
-def _merge_parts(top, best, best_gain, second, rest, rest_gain, high, found, gain, level, sums, sum_gains):
+def _merge_parts(top, best, best_gain, second, mass, others_gain, high, heaviest, gain, level, sums, sum_gains):
     """What is kept of a row, of what is kept of two parts of it. Of edges as heavy, the first part's is heaviest."""
     new = high > top
     less, less_gain = tl.where(new, top, high), tl.where(new, best_gain, gain)  # one of the others now
     base = tl.maximum(tl.maximum(second, level), less)
     one, two, three = tl.exp(second - finite(base)), tl.exp(level - finite(base)), tl.exp(less - finite(base))
-    rest, rest_gain = rest * one + sums * two + three, rest_gain * one + sum_gains * two
-    rest_gain += tl.where(less > float("-inf"), three * less_gain, 0)
-    return tl.maximum(top, high), tl.where(new, found, best), tl.where(new, gain, best_gain), base, rest, rest_gain
+    mass, others_gain = mass * one + sums * two + three, others_gain * one + sum_gains * two
+    others_gain += tl.where(less > float("-inf"), three * less_gain, 0)
+    gain = tl.where(new, gain, best_gain)
+    return tl.maximum(top, high), tl.where(new, heaviest, best), gain, base, mass, others_gain
 
 
 @triton_kernel
 def _measure_kernel(
-    grad_out, query, key, value, rowptr, piece_ends, col, bias, rate, member, chance, out, kept, count: tl.int64,
+    grad_out, query, key, value, rowptr, piece_ends, col, bias, rate, member, chance, out, summaries, count: tl.int64,
     rows: tl.int64, queries: tl.int64, keys: tl.int64, scale: tl.int64, exploration: tl.int64, PROBING: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCKS: tl.constexpr, MAX_EDGES: tl.constexpr, TILE: tl.constexpr,
     EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
@@ -106,36 +107,36 @@ def _measure_kernel(
     if rate is not None:
         y, eta = load_vector(rate, row, BLOCKS, ACC_TYPE), tl.load(chance + row % queries).to(ACC_TYPE)
     for begin in range(start, stop, EDGES):
-        edge, there, end = load_edges(col, begin, stop, first, EDGES)
-        score = dot_rows(gather(key, end, there, WIDTH, ACC_TYPE), q)
-        tl.store(out + edge, gated_logits(score, None, bias, edge, there, False, ACC_TYPE)[0], mask=there)
-        tl.store(out + count + edge, dot_rows(gather(value, end, there, VALUE_WIDTH, ACC_TYPE), g), mask=there)
+        edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
+        tl.store(out + edge, gated_logits(score, None, bias, edge, exists, False, ACC_TYPE)[0], mask=exists)
+        tl.store(out + count + edge, dot_rows(gather(value, end, exists, VALUE_WIDTH, ACC_TYPE), g), mask=exists)
         if rate is not None:
-            p = dot_rows(gather(member, end, there, BLOCKS, ACC_TYPE), y) + from_bits(exploration, ACC_TYPE)
-            tl.store(out + 2 * count + edge, _effect_weight(p, eta, PROBING), mask=there)
-    if kept is not None:
+            p = dot_rows(gather(member, end, exists, BLOCKS, ACC_TYPE), y) + from_bits(exploration, ACC_TYPE)
+            tl.store(out + 2 * count + edge, _effect_weight(p, eta, PROBING), mask=exists)
+    if summaries is not None:
         tl.debug_barrier()  # what others have written is read again, which takes fewer registers than to hold it
-        top, best, best_gain, second, rest, rest_gain = _empty_row(ACC_TYPE)
+        top, best, best_gain, second, mass, others_gain = _empty_row(ACC_TYPE)
         for begin in range(0, stop - start, TILE):  # from 0: whether a row has edges is not held, either
             edge = start + begin + tl.arange(0, TILE)
             logit, gain = _load_logit(out, edge, edge < stop), _load_number(out + count, edge, edge < stop)
             high = tl.max(logit, 0)
-            found = tl.min(tl.where(logit == high, edge, stop), 0)
-            high_gain = tl.sum(tl.where(edge == found, gain, 0), 0)
-            logit = tl.where(edge == found, float("-inf"), logit)
+            heaviest = tl.min(tl.where(logit == high, edge, stop), 0)
+            high_gain = tl.sum(tl.where(edge == heaviest, gain, 0), 0)
+            logit = tl.where(edge == heaviest, float("-inf"), logit)
             level = tl.max(logit, 0)
             weight = tl.exp(logit - finite(level))
-            top, best, best_gain, second, rest, rest_gain = _merge_parts(
-                top, best, best_gain, second, rest, rest_gain, high, found, high_gain, level, tl.sum(weight, 0),
-                tl.sum(weight * gain, 0),
+            top, best, best_gain, second, mass, others_gain = _merge_parts(
+                top, best, best_gain, second, mass, others_gain, high, heaviest, high_gain, level,
+                tl.sum(weight, 0), tl.sum(weight * gain, 0),
             )  # fmt: skip
-        at = kept + 6 * tl.program_id(0).to(tl.int64)
+        at = summaries + 6 * tl.program_id(0).to(tl.int64)
         tl.store(at, top)
         tl.store(at + 1, best)
         tl.store(at + 2, best_gain)
         tl.store(at + 3, second)
-        tl.store(at + 4, rest)
-        tl.store(at + 5, rest_gain)
+        tl.store(at + 4, mass)
+        tl.store(at + 5, others_gain)
 
 
 @triton.jit
@@ -143,39 +144,42 @@ def _is_among(token, col, start, stop):
     """Whether each token is among ascending ones, by halving the range where it may be."""
     low, high, size = token * 0 + start, token * 0 + stop, stop - start
     while size > 0:
-        middle, some = (low + high) // 2, low < high
-        below = some & (tl.load(col + middle, mask=some, other=0) < token)
+        middle, searching = (low + high) // 2, low < high
+        below = searching & (tl.load(col + middle, mask=searching, other=0) < token)
         low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
         size //= 2
     return (low < stop) & (tl.load(col + low, mask=low < stop, other=0) == token)
 
 
 @triton.jit
-def _merge_row(kept, piece_ends, row, rows, ACC_TYPE: tl.constexpr):
+def _merge_row(summaries, piece_ends, row, rows, ACC_TYPE: tl.constexpr):
     """Of a row, by all programs that had it: its heaviest edge, the mean gain of the others, and the sums of weights
     and of weights by gains, relative to the heaviest.
     """
-    top, best, best_gain, second, rest, rest_gain = _empty_row(ACC_TYPE)
+    top, best, best_gain, second, mass, others_gain = _empty_row(ACC_TYPE)
     first, last = programs_of_row(piece_ends, row, rows)
     for program in range(first, last):
-        at = kept + 6 * program
-        top, best, best_gain, second, rest, rest_gain = _merge_parts(
-            top, best, best_gain, second, rest, rest_gain, tl.load(at).to(ACC_TYPE), tl.load(at + 1).to(tl.int64),
-            tl.load(at + 2).to(ACC_TYPE), tl.load(at + 3).to(ACC_TYPE), tl.load(at + 4).to(ACC_TYPE),
-            tl.load(at + 5).to(ACC_TYPE),
+        at = summaries + 6 * program
+        top, best, best_gain, second, mass, others_gain = _merge_parts(
+            top, best, best_gain, second, mass, others_gain, tl.load(at).to(ACC_TYPE),
+            tl.load(at + 1).to(tl.int64), tl.load(at + 2).to(ACC_TYPE), tl.load(at + 3).to(ACC_TYPE),
+            tl.load(at + 4).to(ACC_TYPE), tl.load(at + 5).to(ACC_TYPE),
         )  # fmt: skip
-    ratio, some = tl.exp(second - finite(top)), top > float("-inf")
-    norm, norm_gain = tl.where(some, 1 + rest * ratio, 0), tl.where(some, best_gain + rest_gain * ratio, 0)
-    return top, best, rest_gain / tl.where(rest == 0, 1, rest), norm, norm_gain
+    ratio, has_edges = tl.exp(second - finite(top)), top > float("-inf")
+    norm, norm_gain = (
+        tl.where(has_edges, 1 + mass * ratio, 0),
+        tl.where(has_edges, best_gain + others_gain * ratio, 0),
+    )
+    return top, best, others_gain / tl.where(mass == 0, 1, mass), norm, norm_gain
 
 
 @triton.jit
 def _edge_effects(
-    edges, kept, rowptr, piece_ends, out, count, rows, MODEL: tl.constexpr, MAX_EDGES: tl.constexpr,
+    edges, summaries, rowptr, piece_ends, out, count, rows, MODEL: tl.constexpr, MAX_EDGES: tl.constexpr,
     EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
     row, _, start, stop, _ = work_item(rowptr, piece_ends, rows, 1, 0, MAX_EDGES)
-    top, best, alone, norm, norm_gain = _merge_row(kept, piece_ends, row, rows, ACC_TYPE)
+    top, best, alone, norm, norm_gain = _merge_row(summaries, piece_ends, row, rows, ACC_TYPE)
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         logit, gain = _load_logit(edges, edge, edge < stop), _load_number(edges + count, edge, edge < stop)
@@ -190,26 +194,26 @@ def _edge_effects(
 
 @triton.jit
 def _probe_effects(
-    probes, kept, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, out, count, rows,
+    probes, summaries, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, out, count, rows,
     MODEL: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
     row, first, start, stop, _ = work_item(probe_rowptr, probe_piece_ends, rows, 1, 0, MAX_EDGES)
-    top, _, _, norm, norm_gain = _merge_row(kept, piece_ends, row, rows, ACC_TYPE)
+    top, _, _, norm, norm_gain = _merge_row(summaries, piece_ends, row, rows, ACC_TYPE)
     edges, last, mean = tl.load(rowptr + row), tl.load(rowptr + row + 1), norm_gain / tl.where(norm == 0, 1, norm)
     for begin in range(start, stop, EDGES):
-        probe, there, token = load_edges(probe_col, begin, stop, first, EDGES)
-        logit, gain = _load_logit(probes, probe, there), _load_number(probes + count, probe, there)
+        probe, exists, token = load_edges(probe_col, begin, stop, first, EDGES)
+        logit, gain = _load_logit(probes, probe, exists), _load_number(probes + count, probe, exists)
         odds = tl.where(top > float("-inf"), norm * tl.exp(top - logit), 0)  # of being without the probe
         nothing = (logit == float("-inf")) | _is_among(token.to(tl.int64), col, edges, last)
         change = tl.where(nothing, 0, (gain - mean) / (1 + odds))
         if MODEL:
-            change *= _load_number(probes + 2 * count, probe, there)
-        tl.store(out + probe, cast_like(change, out), mask=there)
+            change *= _load_number(probes + 2 * count, probe, exists)
+        tl.store(out + probe, cast_like(change, out), mask=exists)
 
 
 @triton_kernel
 def _edge_effect_kernel(
-    edges, probes, kept, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, out, probe_out,
+    edges, probes, summaries, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, out, probe_out,
     count: tl.int64, probe_count: tl.int64, rows: tl.int64, pieces: tl.int64, probe_pieces: tl.int64,
     MODEL: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -217,11 +221,11 @@ def _edge_effect_kernel(
     behind = tl.program_id(0) - rows  # 0 for the first piece
     if tl.program_id(1) == 0:
         if behind < pieces:
-            _edge_effects(edges, kept, rowptr, piece_ends, out, count, rows, MODEL, MAX_EDGES, EDGES, ACC_TYPE)
+            _edge_effects(edges, summaries, rowptr, piece_ends, out, count, rows, MODEL, MAX_EDGES, EDGES, ACC_TYPE)
     elif behind < probe_pieces:
         _probe_effects(
-            probes, kept, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, probe_out, probe_count,
-            rows, MODEL, MAX_EDGES, EDGES, ACC_TYPE,
+            probes, summaries, rowptr, piece_ends, col, probe_rowptr, probe_piece_ends, probe_col, probe_out,
+            probe_count, rows, MODEL, MAX_EDGES, EDGES, ACC_TYPE,
         )  # fmt: skip
 
 
@@ -264,19 +268,19 @@ def edge_effect(
     parts, of_numbers = 2 if rate is None else 3, tile_options(dtype, 1)
     sizes = [aligned_size(parts * count) for count in counts]
     numbers = query.new_empty(sum(sizes), dtype=dtype).split(sizes)
-    kept = query.new_empty(6 * (rows + pieces[0]), dtype=torch.float64)  # which holds the number of an edge, too
+    summaries = query.new_empty(6 * (rows + pieces[0]), dtype=torch.float64)  # which holds the number of an edge, too
     sides: list[Tensor | None] = []
-    for (pointer, tokens_of), extra, work, found, count in zip(graphs, biases, works, numbers, counts, strict=True):
+    for (pointer, tokens_of), extra, work, measured, count in zip(graphs, biases, works, numbers, counts, strict=True):
         probing, graph = bool(sides), (pointer, work.piece_ends, tokens_of)
         sides += graph
         launch(
-            _measure_kernel, rows + work.programs, *tokens, *graph, extra, *model, found, None if probing else kept,
-            count, rows, queries, keys, float_bits(scale), float_bits(exploration), PROBING=probing, WIDTH=width,
-            VALUE_WIDTH=value_width, BLOCKS=blocks, MAX_EDGES=work.max_edges, TILE=of_numbers["EDGES"],
-            **tile_options(dtype, width, value_width, blocks),
+            _measure_kernel, rows + work.programs, *tokens, *graph, extra, *model, measured,
+            None if probing else summaries, count, rows, queries, keys, float_bits(scale), float_bits(exploration),
+            PROBING=probing, WIDTH=width, VALUE_WIDTH=value_width, BLOCKS=blocks, MAX_EDGES=work.max_edges,
+            TILE=of_numbers["EDGES"], **tile_options(dtype, width, value_width, blocks),
         )  # fmt: skip
     launch(
-        _edge_effect_kernel, (rows + max(pieces), 2), *numbers, kept, *sides, *outs, *counts, rows, *pieces,
+        _edge_effect_kernel, (rows + max(pieces), 2), *numbers, summaries, *sides, *outs, *counts, rows, *pieces,
         MODEL=rate is not None, MAX_EDGES=works[0].max_edges, **of_numbers,
     )  # fmt: skip
     return outs[0], outs[1]

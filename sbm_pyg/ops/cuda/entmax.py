@@ -77,7 +77,7 @@ def _largest_value(src, start, stop, EDGES: tl.constexpr):
 
 @triton_kernel
 def _near_kernel(
-    src, rowptr, piece_ends, alpha, near, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    src, rowptr, piece_ends, alpha, near, summaries, segments: tl.int64, pieces: tl.int64, count: tl.int64,
     MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """The values of a piece that may have a share, from where it starts; the largest, how many are wrong, and near."""
@@ -85,24 +85,24 @@ def _near_kernel(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
     top, wrong = _largest_value(src, start, stop, EDGES)
-    found = start
+    end = start
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        there = _load_slack(src, edge, stop, finite(top), -1.0, less) > 0
-        x = tl.load(src + edge, mask=there, other=0)
-        tl.store(near + found + tl.cumsum(there.to(tl.int32), 0) - 1, x, mask=there)
-        found += tl.sum(there.to(tl.int32), 0)
-    at = kept + 3 * tl.program_id(0).to(tl.int64)
+        is_near = _load_slack(src, edge, stop, finite(top), -1.0, less) > 0
+        x = tl.load(src + edge, mask=is_near, other=0)
+        tl.store(near + end + tl.cumsum(is_near.to(tl.int32), 0) - 1, x, mask=is_near)
+        end += tl.sum(is_near.to(tl.int32), 0)
+    at = summaries + 3 * tl.program_id(0).to(tl.int64)
     tl.store(at, top)
     tl.store(at + 1, wrong)
-    tl.store(at + 2, found - start)
+    tl.store(at + 2, end - start)
 
 
 @triton.jit
-def _candidate_counts(kept, program, last, length, PIECES_PER_STEP: tl.constexpr):
+def _candidate_counts(summaries, program, last, length, PIECES_PER_STEP: tl.constexpr):
     """How many values may have a share, of each of some programs that share a row; of one that has it, all."""
     at = program + tl.arange(0, PIECES_PER_STEP)
-    counts = tl.load(kept + 3 * at + 2, mask=at < last, other=0) if kept is not None else at * 0 + length
+    counts = tl.load(summaries + 3 * at + 2, mask=at < last, other=0) if summaries is not None else at * 0 + length
     return counts.to(tl.int32)
 
 
@@ -119,14 +119,14 @@ def _piece_slack(
 
 @triton_kernel
 def _entmax_kernel(
-    src, rowptr, piece_ends, alpha, near, kept, out, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    src, rowptr, piece_ends, alpha, near, summaries, out, segments: tl.int64, pieces: tl.int64, count: tl.int64,
     PIECES_PER_STEP: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     row, _number, start, stop, _slot, less, offset, programs = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
     first, last, begins = 0, 1, start
-    if kept is None:
+    if summaries is None:
         top, wrong = _largest_value(src, start, stop, EDGES)
     else:
         first, last = programs_of_row(piece_ends, row, segments)
@@ -134,23 +134,23 @@ def _entmax_kernel(
         top, wrong = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
         last = tl.where(start < stop, last, first)  # a program without a piece looks for nothing
         for program in range(first, last):
-            top = tl.maximum(top, tl.load(kept + 3 * program))
-            wrong += (tl.load(kept + 3 * program + 1) > 0).to(tl.int32)
-    shift, some = finite(top), tl.full([], 0, tl.float64)
+            top = tl.maximum(top, tl.load(summaries + 3 * program))
+            wrong += (tl.load(summaries + 3 * program + 1) > 0).to(tl.int32)
+    shift, num_near = finite(top), tl.full([], 0, tl.float64)
     for program in range(first, last, PIECES_PER_STEP):
-        counts = _candidate_counts(kept, program, last, stop - start, PIECES_PER_STEP)
+        counts = _candidate_counts(summaries, program, last, stop - start, PIECES_PER_STEP)
         for begin in range(0, tl.max(counts, 0), EDGES // PIECES_PER_STEP):
             slack = _piece_slack(
                 near, begins, program, first, begin, counts, shift, -1.0, less, PIECES_PER_STEP, MAX_EDGES, EDGES
             )
-            some += tl.sum(tl.sum((slack > 0).to(tl.float64), 1), 0)
+            num_near += tl.sum(tl.sum((slack > 0).to(tl.float64), 1), 0)
 
-    low, high = shift * 0 - 1, -_positive_power(tl.maximum(some, 1), -less)  # the root lies between
-    tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (some > 0), _MAX_NEWTON_STEPS, 0)
+    low, high = shift * 0 - 1, -_positive_power(tl.maximum(num_near, 1), -less)  # the root lies between
+    tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (num_near > 0), _MAX_NEWTON_STEPS, 0)
     while steps > 0:
         steep, mass = shift * 0, shift * 0
         for program in range(first, last, PIECES_PER_STEP):
-            counts = _candidate_counts(kept, program, last, stop - start, PIECES_PER_STEP)
+            counts = _candidate_counts(summaries, program, last, stop - start, PIECES_PER_STEP)
             for begin in range(0, tl.max(counts, 0), EDGES // PIECES_PER_STEP):
                 slack = _piece_slack(
                     near, begins, program, first, begin, counts, shift, tau, less, PIECES_PER_STEP, MAX_EDGES, EDGES
@@ -198,7 +198,7 @@ def _row_sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.const
 
 @triton_kernel
 def _entmax_sums_kernel(
-    grad, out, rowptr, piece_ends, alpha, kept, segments: tl.int64, pieces: tl.int64, count: tl.int64,
+    grad, out, rowptr, piece_ends, alpha, piece_sums, segments: tl.int64, pieces: tl.int64, count: tl.int64,
     WHOLE: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """The sums of a piece, six numbers for each program."""
@@ -206,7 +206,7 @@ def _entmax_sums_kernel(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
     whole, norm, tilted, shared, mixed, entropy = _row_sums(grad, out, start, stop, less, WHOLE, EDGES)
-    at = kept + 6 * tl.program_id(0).to(tl.int64)
+    at = piece_sums + 6 * tl.program_id(0).to(tl.int64)
     tl.store(at, whole)
     tl.store(at + 1, norm)
     tl.store(at + 2, tilted)
@@ -217,14 +217,14 @@ def _entmax_sums_kernel(
 
 @triton_kernel
 def _entmax_backward_kernel(
-    grad, out, rowptr, piece_ends, alpha, kept, grad_src, grad_alpha, segments: tl.int64, pieces: tl.int64,
+    grad, out, rowptr, piece_ends, alpha, piece_sums, grad_src, grad_alpha, segments: tl.int64, pieces: tl.int64,
     count: tl.int64, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """See :func:`.reference.entmax.segment_entmax_backward`."""
     row, number, start, stop, slot, less, _shift, programs = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
-    if kept is None:
+    if piece_sums is None:
         whole, norm, tilted, shared, mixed, entropy = _row_sums(
             grad, out, start, stop, less, grad_alpha is not None, EDGES
         )
@@ -233,7 +233,7 @@ def _entmax_backward_kernel(
         whole, norm, tilted, shared, mixed, entropy = nothing, nothing, nothing, nothing, nothing, nothing
         first, last = programs_of_row(piece_ends, row, segments)
         for program in range(first, last):
-            at = kept + 6 * (programs + program)
+            at = piece_sums + 6 * (programs + program)
             whole, norm, tilted = whole + tl.load(at), norm + tl.load(at + 1), tilted + tl.load(at + 2)
             shared, mixed, entropy = shared + tl.load(at + 3), mixed + tl.load(at + 4), entropy + tl.load(at + 5)
     mean = tl.where(whole == 0, 0, tilted / norm)  # a row of zeros has no support, a row of NaN stays one
@@ -258,16 +258,16 @@ def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
     reference_entmax.check_ptr(rowptr, src.size(1))
     (columns, count), segments, out = src.shape, rowptr.numel() - 1, src.new_empty(src.shape)
     src, rowptr, alpha = (x.contiguous() for x in (src, rowptr, alpha))
-    work, near, kept = SplitRows(rowptr, count, src), src, None
+    work, near, summaries = SplitRows(rowptr, count, src), src, None
     options = {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)}
     sizes = (segments, work.programs, count)
     programs = columns * (segments + work.programs)
     if work.piece_ends is not None:
-        near, kept = torch.empty_like(src), alpha.new_empty(3 * programs, dtype=torch.float64)
-        launch(_near_kernel, programs, src, rowptr, work.piece_ends, alpha, near, kept, *sizes, **options)
+        near, summaries = torch.empty_like(src), alpha.new_empty(3 * programs, dtype=torch.float64)
+        launch(_near_kernel, programs, src, rowptr, work.piece_ends, alpha, near, summaries, *sizes, **options)
     launch(
-        _entmax_kernel, programs, src, rowptr, work.piece_ends, alpha, near, kept, out, *sizes,
-        PIECES_PER_STEP=1 if kept is None else PIECES_PER_STEP, maxnreg=128, **options,
+        _entmax_kernel, programs, src, rowptr, work.piece_ends, alpha, near, summaries, out, *sizes,
+        PIECES_PER_STEP=1 if summaries is None else PIECES_PER_STEP, maxnreg=128, **options,
     )  # fmt: skip
     return out
 
@@ -278,15 +278,15 @@ def segment_entmax_backward(
     (columns, count), segments = out.shape, rowptr.numel() - 1
     grad, out, rowptr, alpha = (x.contiguous() for x in (grad, out, rowptr, alpha))
     grad_src, grad_alpha = out.new_empty(out.shape), alpha.new_empty(alpha.shape if need_alpha else 0)
-    work, kept = SplitRows(rowptr, count, out), None
+    work, piece_sums = SplitRows(rowptr, count, out), None
     options = {"MAX_EDGES": work.max_edges, **_row_tile_options(count, segments)}
     sizes = (segments, work.programs, count)
-    programs, given = columns * (segments + work.programs), (grad, out, rowptr, work.piece_ends, alpha)
+    programs, arguments = columns * (segments + work.programs), (grad, out, rowptr, work.piece_ends, alpha)
     if work.piece_ends is not None:
-        kept = alpha.new_empty(6 * programs, dtype=torch.float64)
-        launch(_entmax_sums_kernel, programs, *given, kept, *sizes, WHOLE=need_alpha, **options)
+        piece_sums = alpha.new_empty(6 * programs, dtype=torch.float64)
+        launch(_entmax_sums_kernel, programs, *arguments, piece_sums, *sizes, WHOLE=need_alpha, **options)
     grads = grad_src, grad_alpha if need_alpha else None
-    launch(_entmax_backward_kernel, programs, *given, kept, *grads, *sizes, **options)
+    launch(_entmax_backward_kernel, programs, *arguments, piece_sums, *grads, *sizes, **options)
     return grad_src, grad_alpha
 
 

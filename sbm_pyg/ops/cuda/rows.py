@@ -61,14 +61,14 @@ def aligned_size(count: int) -> int:
     return 4 * triton.cdiv(count, 4)
 
 
-def supports(*given: Tensor | None) -> bool:
+def supports(*tensors: Tensor | None) -> bool:
     """True if kernels take vectors of these widths; the reference takes the others."""
-    return all(0 < x.size(-1) <= MAX_CHANNELS for x in given if x is not None)
+    return all(0 < x.size(-1) <= MAX_CHANNELS for x in tensors if x is not None)
 
 
-def accumulate_dtype(*given: Tensor | None) -> torch.dtype:
+def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Type that kernels compute in: float64 if an input has it, else float32."""
-    doubles = any(x is not None and x.dtype == torch.float64 for x in given)
+    doubles = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return torch.float64 if doubles else torch.float32
 
 
@@ -110,15 +110,15 @@ class SplitRows:
     Args:
         rowptr: Offsets of the rows.
         num_edges: How many edges there are.
-        given: Summands; parts are on their device, in the type that kernels compute in.
+        tensors: Summands; parts are on their device, in the type that kernels compute in.
     """
 
-    def __init__(self, rowptr: Tensor, num_edges: int, *given: Tensor) -> None:
+    def __init__(self, rowptr: Tensor, num_edges: int, *tensors: Tensor) -> None:
         self.max_edges = MAX_EDGES_PER_PROGRAM
         long, most = num_edges > MAX_EDGES_PER_PROGRAM, MAX_EDGES_PER_PROGRAM
         self.piece_ends = _PIECE_ENDS.get(_count_pieces, rowptr, most) if long else None
         self.programs = 2 * num_edges // most if long else 0
-        self._device, self._dtype = given[0].device, accumulate_dtype(*given)
+        self._device, self._dtype = tensors[0].device, accumulate_dtype(*tensors)
 
     def parts(self, *width: int) -> Tensor | None:
         """Memory for the sums of each piece, ``[programs, *width]``."""
@@ -197,8 +197,8 @@ def work_item_of(ptr, piece_ends, program, rows, MAX_EDGES: tl.constexpr):
     start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
     if piece_ends is not None:
         begin = tl.minimum(start + (slot - first) * MAX_EDGES, stop)
-        mine = tl.where(slot < 0, stop - start <= MAX_EDGES, slot < last)
-        start, stop = begin, tl.where(mine, tl.minimum(begin + MAX_EDGES, stop), begin)
+        has_edges = tl.where(slot < 0, stop - start <= MAX_EDGES, slot < last)
+        start, stop = begin, tl.where(has_edges, tl.minimum(begin + MAX_EDGES, stop), begin)
     return row, start, stop, slot
 
 
@@ -223,8 +223,8 @@ def programs_of_row(piece_ends, row, rows):
 def load_edges(col, begin, stop, first, EDGES: tl.constexpr):
     """Edges from ``begin`` on, a mask of those that exist, and their keys."""
     edge = begin + tl.arange(0, EDGES)
-    there = edge < stop
-    return edge, there, first + tl.load(col + edge, mask=there, other=0)
+    exists = edge < stop
+    return edge, exists, first + tl.load(col + edge, mask=exists, other=0)
 
 
 @triton.jit
@@ -235,10 +235,10 @@ def load_vector(source, row, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
 
 
 @triton.jit
-def gather(source, rows, there, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
+def gather(source, rows, exists, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
     """Some rows of a matrix, ``[EDGES, width]``; zeros where the mask is false."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
-    inside = there[:, None] & (channel < WIDTH)[None, :]
+    inside = exists[:, None] & (channel < WIDTH)[None, :]
     return tl.load(source + rows[:, None] * WIDTH + channel[None, :], mask=inside, other=0).to(ACC_TYPE)
 
 
@@ -251,10 +251,10 @@ def cast_like(x, target):
 
 
 @triton.jit
-def store_vector(target, row, x, WIDTH: tl.constexpr, there=None):
-    """Write a row of a matrix; with ``there``, only if it is true."""
+def store_vector(target, row, x, WIDTH: tl.constexpr, exists=None):
+    """Write a row of a matrix; with ``exists``, only if it is true."""
     channel = tl.arange(0, triton.next_power_of_2(WIDTH))
-    inside = channel < WIDTH if there is None else channel < tl.where(there, WIDTH, 0)
+    inside = channel < WIDTH if exists is None else channel < tl.where(exists, WIDTH, 0)
     tl.store(target + row * WIDTH + channel, cast_like(x, target), mask=inside)
 
 
@@ -282,19 +282,19 @@ def dot_rows(rows, x):
 
 
 @triton.jit
-def gated_logits(score, gate, bias, edge, there, WEIGHTED: tl.constexpr, ACC_TYPE: tl.constexpr):
+def gated_logits(score, gate, bias, edge, exists, WEIGHTED: tl.constexpr, ACC_TYPE: tl.constexpr):
     """Logits, -inf where there is no edge; and the gate, 1 without one.
 
     A gate of the form "weight" multiplies the weight, and is left out of the logit.
     """
     factor = tl.full(score.shape, 1, ACC_TYPE)
     if gate is not None:
-        factor = tl.load(gate + edge, mask=there, other=1).to(ACC_TYPE)
+        factor = tl.load(gate + edge, mask=exists, other=1).to(ACC_TYPE)
         if not WEIGHTED:
             score = score * factor + 0.0  # not fused with the subtraction of a maximum, from which it would then differ
     if bias is not None:
-        score += tl.load(bias + edge, mask=there, other=0).to(ACC_TYPE)
-    return tl.where(there, score, float("-inf")), factor
+        score += tl.load(bias + edge, mask=exists, other=0).to(ACC_TYPE)
+    return tl.where(exists, score, float("-inf")), factor
 
 
 @triton.jit
@@ -304,9 +304,9 @@ def finite(x):
 
 
 @triton.jit
-def keeps_edges(query_word, key_words, ends, there, least):
+def keeps_edges(query_word, key_words, ends, exists, least):
     """True for the edges that dropout keeps; see :func:`.random_words.dropout_keeps`."""
-    return keeps_words(query_word ^ tl.load(key_words + ends, mask=there, other=0), least)
+    return keeps_words(query_word ^ tl.load(key_words + ends, mask=exists, other=0), least)
 
 
 @triton.jit
@@ -338,9 +338,9 @@ def _dropout_words_kernel(table, numbers: tl.int64, side: tl.int32, seed: tl.int
 def _count_pieces_kernel(ptr, out, count: tl.int64, MAX_EDGES: tl.constexpr, TILE: tl.constexpr):
     """Number of pieces of each row, 0 for rows of one program."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = row < count
-    edges = tl.load(ptr + row + 1, mask=there, other=0) - tl.load(ptr + row, mask=there, other=0)
-    tl.store(out + row, tl.where(edges > MAX_EDGES, (edges + MAX_EDGES - 1) // MAX_EDGES, 0), mask=there)
+    exists = row < count
+    edges = tl.load(ptr + row + 1, mask=exists, other=0) - tl.load(ptr + row, mask=exists, other=0)
+    tl.store(out + row, tl.where(edges > MAX_EDGES, (edges + MAX_EDGES - 1) // MAX_EDGES, 0), mask=exists)
 
 
 @triton_kernel

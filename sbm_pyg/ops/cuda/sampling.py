@@ -94,10 +94,10 @@ def _panel_of(ptr, slot, sequences, SIZE: tl.constexpr = _PANEL):
 
 
 @triton.jit
-def _load_matrix(source, rows, there, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def _load_matrix(source, rows, exists, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """Some columns of some rows of a matrix, ``[rows, TILE]`` in float64; zeros where the mask is false."""
     block = first + tl.arange(0, TILE)
-    inside = there[:, None] & (block < BLOCKS)[None, :]
+    inside = exists[:, None] & (block < BLOCKS)[None, :]
     return tl.load(source + rows[:, None] * BLOCKS + block[None, :], mask=inside, other=0).to(tl.float64)
 
 
@@ -109,12 +109,12 @@ def _load_columns_of_row(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _pair_probs(rate, row, member, ends, there, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def _pair_probs(rate, row, member, ends, exists, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """Probabilities of some pairs of a row, without exploration."""
     p = tl.zeros(ends.shape, tl.float64)
     for first in range(0, BLOCKS, TILE):
         y = _load_columns_of_row(rate, row, BLOCKS, first, BLOCKS, TILE)
-        p += tl.sum(_load_matrix(member, ends, there, first, BLOCKS, TILE) * y[None, :], 1)
+        p += tl.sum(_load_matrix(member, ends, exists, first, BLOCKS, TILE) * y[None, :], 1)
     return p
 
 
@@ -150,9 +150,9 @@ def _panel_sums_kernel(
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     sequence, panel = _panel_of(key_ptr, slot, sequences)
     number = tl.load(key_ptr + sequence) + panel * _PANEL + tl.arange(0, _PANEL)
-    there = number < tl.load(key_ptr + sequence + 1)
+    exists = number < tl.load(key_ptr + sequence + 1)
     for first in range(0, BLOCKS, TILE):
-        z = _load_matrix(member, head * keys + number, there, first, BLOCKS, TILE)
+        z = _load_matrix(member, head * keys + number, exists, first, BLOCKS, TILE)
         block = first + tl.arange(0, TILE)
         target = sums + (head * count + slot) * BLOCKS + block
         tl.store(target, tl.sum(z, 0), mask=block < BLOCKS)
@@ -165,17 +165,17 @@ def _join_panels_kernel(
     PANELS_PER_STEP: tl.constexpr
 ):  # fmt: skip
     """Running sums and maxima over the panels of a sequence, written over those of single panels."""
-    sequence, some = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sequence, head_part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts: tl.constexpr = (BLOCKS + TILE - 1) // TILE
-    head, first, begin = some // parts, some % parts * TILE, tl.load(key_ptr + sequence)
+    head, first, begin = head_part // parts, head_part % parts * TILE, tl.load(key_ptr + sequence)
     panels = (tl.load(key_ptr + sequence + 1) - begin + _PANEL - 1) // _PANEL
     slot, step = head * count + begin // _PANEL + sequence, tl.arange(0, PANELS_PER_STEP)
     most = sums + segments * count * BLOCKS  # segments: heads
     total, top = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     for panel in range(0, panels, PANELS_PER_STEP):
-        there, block = panel + step < panels, first + tl.arange(0, TILE)
+        exists, block = panel + step < panels, first + tl.arange(0, TILE)
         position = (slot + panel + step)[:, None] * BLOCKS + block[None, :]
-        inside = there[:, None] & (block < BLOCKS)[None, :]
+        inside = exists[:, None] & (block < BLOCKS)[None, :]
         x = tl.load(sums + position, mask=inside, other=0)
         tl.store(sums + position, tl.cumsum(x, 0) + total[None, :], mask=inside)
         total += tl.sum(x, 0)
@@ -201,7 +201,7 @@ def _plan_kernel(
     sequence, panel = _panel_of(query_ptr, slot, sequences)
     position = panel * _PANEL + tl.arange(0, _PANEL)
     query, begin = tl.load(query_ptr + sequence) + position, tl.load(key_ptr + sequence)
-    there, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
+    exists, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
     length = tl.load(key_ptr + sequence + 1) - begin
     # `before`: panels whose keys are all allowed
     allowed, before = position * 0 + length, (length + _PANEL - 1) // _PANEL
@@ -219,7 +219,7 @@ def _plan_kernel(
                 z = tl.where((position >= number)[:, None], z[None, :], 0)
                 total, top = total + z, tl.maximum(top, z)
         total += _load_columns_of_row(sums, last, seen, first, BLOCKS, TILE)[None, :]
-        y = _load_matrix(rate, row, there, first, BLOCKS, TILE)
+        y = _load_matrix(rate, row, exists, first, BLOCKS, TILE)
         expected, bound = expected + tl.sum(y * total, 1), bound + tl.sum(y * top, 1)
 
     eta, room = from_bits(exploration, tl.float64), allowed.to(tl.float64)
@@ -238,10 +238,10 @@ def _plan_kernel(
         factor = tl.where(way == _BY_GAPS, 1 / steps, stretch)
     sound = expected < float("inf")
     segments = tl.num_programs(1) * queries
-    tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=there)
-    tl.store(floats + row, bound, mask=there)
-    tl.store(floats + segments + row, factor, mask=there)
-    tl.store(floats + 2 * segments + row, tl.where(sound, eta * 0, float("inf")), mask=there)
+    tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=exists)
+    tl.store(floats + row, bound, mask=exists)
+    tl.store(floats + segments + row, factor, mask=exists)
+    tl.store(floats + 2 * segments + row, tl.where(sound, eta * 0, float("inf")), mask=exists)
 
 
 # ------------------------------------------------------------------ the ways
@@ -301,11 +301,11 @@ def _first_above(source, stride, count, target, scale):
     """Place of the first of rising numbers whose whole part in units lies above each target; ``count`` for none."""
     low, high, size = (target * 0).to(tl.int64), (target * 0).to(tl.int64) + count, count
     while size > 0:
-        middle, some = (low + high) // 2, low < high
-        number = tl.load(source + middle * stride, mask=some, other=0)
+        middle, searching = (low + high) // 2, low < high
+        number = tl.load(source + middle * stride, mask=searching, other=0)
         if scale is not None:
             number = tl.floor(number * scale)
-        below = some & (number <= target)
+        below = searching & (number <= target)
         low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
         size //= 2
     return low
@@ -329,13 +329,19 @@ def _proposals_kernel(
                 row, tasks, query_ptr, key_ptr, sequence_ids, queries, CAUSAL
             )
             stretch, used = tl.load(floats + segments + row), tl.load(ptr + row, mask=writing != 0, other=0)
-            panel, slot, own = (allowed - 1) // _PANEL, head * count + shift // _PANEL + sequence, head * keys + shift
+            panel, slot, first_member = (
+                (allowed - 1) // _PANEL,
+                head * count + shift // _PANEL + sequence,
+                head * keys + shift,
+            )
 
             # the mass of each block, up to each
             total_mass, within = tl.full([], 0, tl.float64), panel * _PANEL + tl.arange(0, _PANEL)
             for first in range(0, BLOCKS, TILE):
                 if CAUSAL:
-                    total = tl.sum(_load_matrix(member, own + within, within < allowed, first, BLOCKS, TILE), 0)
+                    total = tl.sum(
+                        _load_matrix(member, first_member + within, within < allowed, first, BLOCKS, TILE), 0
+                    )
                     total += _load_columns_of_row(
                         sums, slot + panel - 1, tl.where(panel > 0, BLOCKS, 0), first, BLOCKS, TILE
                     )
@@ -357,19 +363,21 @@ def _proposals_kernel(
             drawn, scale = _poisson(total_mass * stretch, seed, position, sequence_id, head), _WORD_RANGE / total_mass
             for begin in range(0, drawn, WORDS):
                 step = tl.arange(0, WORDS)
-                there = begin + step < drawn
+                exists = begin + step < drawn
                 one, two, three, _four = _row_words(seed, begin + step, position, sequence_id, head | _PURPOSE_PROPOSAL)
                 share = two.to(tl.int64)
                 block = _first_above(mass, 1, allowed * 0 + BLOCKS, one.to(tl.int64).to(tl.float64), scale)
-                known = tl.minimum(block, BLOCKS - 1)
-                target = (share.to(tl.float64) + 0.5) * 2.0**-32 * tl.load(whole + known)
-                here = _first_above(sums + slot * BLOCKS + known, BLOCKS, panel, target, None)
-                base = tl.load(sums + (slot + here - 1) * BLOCKS + known, mask=here > 0, other=0)
+                cluster = tl.minimum(block, BLOCKS - 1)
+                target = (share.to(tl.float64) + 0.5) * 2.0**-32 * tl.load(whole + cluster)
+                here = _first_above(sums + slot * BLOCKS + cluster, BLOCKS, panel, target, None)
+                base = tl.load(sums + (slot + here - 1) * BLOCKS + cluster, mask=here > 0, other=0)
                 chosen = here * _PANEL
-                for some in range(0, _PANEL, KEYS_PER_SCAN):
-                    number = (here * _PANEL + some)[:, None] + tl.arange(0, KEYS_PER_SCAN)[None, :]
+                for offset in range(0, _PANEL, KEYS_PER_SCAN):
+                    number = (here * _PANEL + offset)[:, None] + tl.arange(0, KEYS_PER_SCAN)[None, :]
                     inside = number < allowed
-                    z = tl.load(member + (own + number) * BLOCKS + known[:, None], mask=inside, other=0).to(tl.float64)
+                    z = tl.load(member + (first_member + number) * BLOCKS + cluster[:, None], mask=inside, other=0).to(
+                        tl.float64
+                    )
                     below = inside & (tl.cumsum(z, 1) + base[:, None] <= target[:, None])
                     chosen += tl.sum(below.to(tl.int64), 1)
                     base += tl.sum(z, 1)
@@ -377,12 +385,12 @@ def _proposals_kernel(
                 chosen = tl.where(block < BLOCKS, tl.minimum(chosen, allowed - 1), share * allowed >> 32)
 
                 again = (chosen[:, None] == chosen[None, :]) & (step[:, None] > step[None, :])
-                new = there & (tl.sum(again.to(tl.int32), 1) == 0)
+                new = exists & (tl.sum(again.to(tl.int32), 1) == 0)
                 bit = (chosen % 32).to(tl.int32)
                 mark = tl.full(bit.shape, 1, tl.int32) << bit
                 new &= (tl.atomic_or(seen + chosen // 32, mark, mask=new) >> bit & 1) == 0
                 if not FASTRG:
-                    p = _pair_probs(rate, row, member, own + chosen, new, BLOCKS, TILE) + eta
+                    p = _pair_probs(rate, row, member, first_member + chosen, new, BLOCKS, TILE) + eta
                     new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * _WORD_RANGE
                 tl.atomic_or(taken + chosen // 32, mark, mask=new.to(tl.int64) * writing != 0)
                 used += tl.sum(new.to(tl.int64), 0)
@@ -399,12 +407,12 @@ def _proposals_kernel(
 
 
 @triton.jit
-def _exact_probs(rate, real, queries, member, there, keys, blocks, exploration, ROWS: tl.constexpr):
+def _exact_probs(rate, real, queries, member, exists, keys, blocks, exploration, ROWS: tl.constexpr):
     """Probabilities of some rows with 64 keys in float64, from pointers to those of the first block."""
     p = tl.zeros([ROWS, 64], tl.float64)
     for block in range(blocks):
         y = tl.load(rate + block * queries, mask=real, other=0).to(tl.float64)
-        z = tl.load(member + block * keys, mask=there, other=0).to(tl.float64)
+        z = tl.load(member + block * keys, mask=exists, other=0).to(tl.float64)
         p += y[:, None] * z[None, :]
     return p + from_bits(exploration, tl.float64)
 
@@ -431,8 +439,8 @@ def _bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexp
     one, two, three, four = _row_words(
         seed, begin // 4 + counter, position[:, None], sequence_id, head | _PURPOSE_BERNOULLI_REST
     )
-    rest = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
-    return byte << 24 | rest
+    low_bits = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), [ROWS, 64]) >> 8
+    return byte << 24 | low_bits
 
 
 @triton_kernel
@@ -463,16 +471,16 @@ def _pairs_kernel(
         position, allowed = query - tl.load(query_ptr + sequence), tl.load(key_ptr + sequence + 1) - shift
         if CAUSAL:
             allowed = tl.minimum(allowed, position + 1)
-        mine = by_pairs & (sequences == sequence)
-        allowed = tl.where(mine, allowed, 0)
+        in_sequence = by_pairs & (sequences == sequence)
+        allowed = tl.where(in_sequence, allowed, 0)
         for begin in range(0, tl.max(allowed, 0), 64):
             number = begin + tl.arange(0, 64)
-            there, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
+            exists, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
             word = _bernoulli_words(seed, begin, position, sequence_id, head, ROWS)
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
-                y = tl.load(rate + (head * blocks + block) * queries + query, mask=mine, other=0).to(tl.float32)
-                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(
+                y = tl.load(rate + (head * blocks + block) * queries + query, mask=in_sequence, other=0).to(tl.float32)
+                z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=exists, other=0).to(
                     tl.float32
                 )
                 low += y[:, None] * z[None, :]
@@ -485,8 +493,8 @@ def _pairs_kernel(
             sure = (hit | (most_p < needed)) & (most_p <= from_bits(limit, tl.float32))
             if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
                 p = _exact_probs(
-                    rate + head * blocks * queries + query, mine, queries,
-                    member + head * blocks * keys + shift + number, there, keys, blocks, exploration, ROWS,
+                    rate + head * blocks * queries + query, in_sequence, queries,
+                    member + head * blocks * keys + shift + number, exists, keys, blocks, exploration, ROWS,
                 )  # fmt: skip
                 if FASTRG:
                     p = -_expm1(-p)
@@ -545,12 +553,12 @@ def _shared_kernel(
     group = (tile * ROWS + tl.arange(0, GROUPS)) // row_group
     for begin in range(0, tl.max(allowed, 0), 64):
         number = begin + tl.arange(0, 64)
-        there, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
+        exists, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
         word = _shared_words(seed, group, number, sequence_id, head)
         low = tl.zeros([ROWS, 64], tl.float32)
         for block in range(blocks):
             y = tl.load(rate + (head * blocks + block) * queries + query, mask=real, other=0).to(tl.float32)
-            z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=there, other=0).to(tl.float32)
+            z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=exists, other=0).to(tl.float32)
             low += y[:, None] * z[None, :]
         low += from_bits(exploration, tl.float32)
         needed = (word.to(tl.float32) + 1) * 2.0**-32
@@ -559,7 +567,7 @@ def _shared_kernel(
         if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
             p = _exact_probs(
                 rate + head * blocks * queries + query, real, queries,
-                member + head * blocks * keys + shift + number, there, keys, blocks, exploration, ROWS,
+                member + head * blocks * keys + shift + number, exists, keys, blocks, exploration, ROWS,
             )  # fmt: skip
             p = tl.where(inside, tl.where(p < float("inf"), p, float("inf")), 0)  # NaN, too
             top = tl.maximum(top, tl.max(p, 1))
@@ -640,7 +648,7 @@ def sample_sbm(
     programs = max(1, min(rows, MAX_PROPOSAL_BYTES // (8 * marked + 16 * blocks)))
     table = torch.empty(programs, 2, blocks, dtype=torch.float64, device=device)
     marks = torch.empty(programs, 2, marked, dtype=torch.int32, device=device)
-    given = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
+    arguments = (rate, member, floats, tasks, query_ptr, key_ptr, sequence_ids)
     turned = rate.mT.contiguous(), member.mT.contiguous()  # neighbors in memory are tokens
     sizes, most = (rows, queries, keys), reference_sampling.MAX_PROB + exploration
     limit = float_bits(1e38 if clamp or method == "fastrg" else most)  # beyond 1e38, and for NaN, float64 decides
@@ -649,15 +657,15 @@ def sample_sbm(
         ends = (seed, eta, writing)
         if method != "fastrg":
             step = {"CAUSAL": is_causal, "WORDS": GAP_WORDS}
-            launch(_gaps_kernel, rows, *given, ptr, col, *sizes, *ends, **step, **tile, **one)
+            launch(_gaps_kernel, rows, *arguments, ptr, col, *sizes, *ends, **step, **tile, **one)
         launch(
-            _proposals_kernel, programs, *given, ptr, col, sums, table, marks, *sizes, slots, *ends,
+            _proposals_kernel, programs, *arguments, ptr, col, sums, table, marks, *sizes, slots, *ends,
             WORDS=PROPOSAL_WORDS, KEYS_PER_SCAN=KEYS_PER_SCAN, **law, **tile, **two,
         )  # fmt: skip
         tiles = (triton.cdiv(queries, PAIR_ROWS), heads)
         launch(
-            _pairs_kernel, tiles, *turned, *given[2:], ptr, col, *sizes, *ends, limit, blocks, ROWS=PAIR_ROWS, **law,
-            **four
+            _pairs_kernel, tiles, *turned, *arguments[2:], ptr, col, *sizes, *ends, limit, blocks, ROWS=PAIR_ROWS,
+            **law, **four
         )  # fmt: skip
 
     draw(counts, torch.empty(0, dtype=dtype, device=device), 0)

@@ -31,16 +31,16 @@ def _find_sequences(query_ptr, query, sequences):
     """Sequence of queries, or of one, and their positions."""
     low, high, size = query * 0, query * 0 + sequences, sequences
     while size > 0:
-        middle, some = (low + high) // 2, high - low > 1
-        below = some & (tl.load(query_ptr + middle, mask=some, other=0) <= query)
-        low, high = tl.where(below, middle, low), tl.where(some & (below == 0), middle, high)
+        middle, searching = (low + high) // 2, high - low > 1
+        below = searching & (tl.load(query_ptr + middle, mask=searching, other=0) <= query)
+        low, high = tl.where(below, middle, low), tl.where(searching & (below == 0), middle, high)
         size //= 2
     return low, query - tl.load(query_ptr + low)
 
 
 @triton_kernel
 def _sample_queries_kernel(
-    query_ptr, sequence_ids, kept, queries: tl.int64, sequences: tl.int64, start_word: tl.int64, least: tl.int64,
+    query_ptr, sequence_ids, is_sampled, queries: tl.int64, sequences: tl.int64, start_word: tl.int64, least: tl.int64,
     ROWS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """True for the queries whose word is small; see :func:`.random_words.query_words`."""
@@ -48,28 +48,28 @@ def _sample_queries_kernel(
     sequence, position = _find_sequences(query_ptr, query, sequences)
     step = tl.mul(tl.load(sequence_ids + sequence).to(tl.uint32), _QUERY_STEP, sanitize_overflow=False)
     word = (step.to(tl.int64) + position + start_word).to(tl.uint32)
-    tl.store(kept + query, mix_words(word) < least, mask=query < queries)
+    tl.store(is_sampled + query, mix_words(word) < least, mask=query < queries)
 
 
 def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:
-    kept = query_ptr.new_empty(num_queries, dtype=torch.bool)
+    is_sampled = query_ptr.new_empty(num_queries, dtype=torch.bool)
     launch(
         _sample_queries_kernel, triton.cdiv(num_queries, ROWS_PER_PROGRAM), query_ptr.contiguous(),
-        sequence_ids.contiguous(), kept, num_queries, query_ptr.numel() - 1, random_words.query_start(seed),
+        sequence_ids.contiguous(), is_sampled, num_queries, query_ptr.numel() - 1, random_words.query_start(seed),
         round(part * 2**32), ROWS_PER_PROGRAM=ROWS_PER_PROGRAM, num_warps=1,
     )  # fmt: skip
-    return kept
+    return is_sampled
 
 
 @triton.jit
-def _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL: tl.constexpr):
+def _locate_queries(chance, query_ptr, key_ptr, query, exists, sequences, CAUSAL: tl.constexpr):
     """Sequence of queries, or of one, their positions, the keys they may attend to, and the probability of each key."""
     low, position = _find_sequences(query_ptr, query, sequences)
     allowed = tl.load(key_ptr + low + 1) - tl.load(key_ptr + low)
     if CAUSAL:
         allowed = tl.minimum(allowed, position + 1)
-    given = tl.load(chance + query, mask=there, other=0).to(tl.float64)
-    return low, position, allowed, tl.where(given > 0, tl.where(given < 1, given, 1), 0)
+    p = tl.load(chance + query, mask=exists, other=0).to(tl.float64)
+    return low, position, allowed, tl.where(p > 0, tl.where(p < 1, p, 1), 0)
 
 
 @triton_kernel
@@ -79,14 +79,14 @@ def _start_kernel(
 ):  # fmt: skip
     """Draw the start of each row, as a fraction of its spacing, and count its keys."""
     row = tl.program_id(0).to(tl.int64) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
-    there, query = row < segments, row % queries
-    sequence, position, allowed, share = _locate_queries(chance, query_ptr, key_ptr, query, there, sequences, CAUSAL)
+    exists, query = row < segments, row % queries
+    sequence, position, allowed, share = _locate_queries(chance, query_ptr, key_ptr, query, exists, sequences, CAUSAL)
     sequence_id = tl.load(sequence_ids + sequence)
     head = (row // queries + (sequence_id >> 32)).to(tl.uint32) | _PURPOSE_SYSTEMATIC
     word = tl.philox(seed, position.to(tl.uint32) * 0, position.to(tl.uint32), sequence_id.to(tl.uint32), head)[0]
     part = word.to(tl.float64) / 4294967296.0
-    tl.store(start + row, part, mask=there)
-    tl.store(counts + row + 1, tl.maximum(tl.ceil(allowed.to(tl.float64) * share - part), 0).to(tl.int64), mask=there)
+    tl.store(start + row, part, mask=exists)
+    tl.store(counts + row + 1, tl.maximum(tl.ceil(allowed.to(tl.float64) * share - part), 0).to(tl.int64), mask=exists)
 
 
 @triton_kernel
@@ -110,8 +110,8 @@ def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     rows, queries, sequences = heads * chance.numel(), chance.numel(), query_ptr.numel() - 1
-    given = (chance, query_ptr, key_ptr, sequence_ids)
-    chance, query_ptr, key_ptr, sequence_ids = (x.detach().contiguous() for x in given)
+    arguments = (chance, query_ptr, key_ptr, sequence_ids)
+    chance, query_ptr, key_ptr, sequence_ids = (x.detach().contiguous() for x in arguments)
     start = chance.new_empty(rows, dtype=torch.float64)
     counts, exact = query_ptr.new_zeros(rows + 1), {"num_warps": 1, "enable_fp_fusion": False}
     launch(

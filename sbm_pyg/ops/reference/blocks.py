@@ -105,9 +105,9 @@ def cut_blocks(
     totals: tuple[int, int], ptrs: tuple[Tensor, Tensor], block_size: int, counts: Sequence[int | None] = (None, None)
 ) -> tuple[Cut, Cut]:
     """Cut queries and keys into blocks: one cut for both if they are the same tokens."""
-    mine = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
+    query_cut = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
     same = ptrs[1] is ptrs[0] and totals[0] == totals[1]
-    return mine, mine if same else _cached_cut(ptrs[1], totals[1], block_size, counts[1])
+    return query_cut, query_cut if same else _cached_cut(ptrs[1], totals[1], block_size, counts[1])
 
 
 def cut_rows(
@@ -140,13 +140,13 @@ class Pairs:
 
     def allowed(self, which: Tensor) -> Tensor | None:
         """Mask of the tokens that attend in some pairs, broadcast to ``[..., block_size, block_size]``; None: all."""
-        slot, found = torch.arange(self.block_size, device=which.device), None
+        slot, mask = torch.arange(self.block_size, device=which.device), None
         if self.length is not None:
-            found = (slot < self.length[which][..., None])[..., None, :]
+            mask = (slot < self.length[which][..., None])[..., None, :]
         if self.lag is not None:
             early = slot <= slot[:, None] + self.block_size * self.lag[which][..., None, None]
-            found = early if found is None else found & early
-        return found
+            mask = early if mask is None else mask & early
+        return mask
 
     def scores(
         self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float
@@ -156,8 +156,8 @@ class Pairs:
         Yields:
             Pairs ``[e]``, their query blocks and key blocks ``[e]``, and scores ``[e, block_size, block_size]``.
         """
-        every, chunk = torch.arange(len(self), device=self.row.device), SCORES_PER_CHUNK // self.block_size**2
-        for which in every.split(max(1, chunk)):
+        all_pairs, chunk = torch.arange(len(self), device=self.row.device), SCORES_PER_CHUNK // self.block_size**2
+        for which in all_pairs.split(max(1, chunk)):
             row, block = self.row[which], self.key[which]
             score = torch.bmm(query[row], key[block].mT).mul_(scale)
             score = score if bias is None else score.add_(bias[which])
@@ -166,14 +166,9 @@ class Pairs:
             yield which, row, block, score
 
     def sums(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        scale: float,
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float,
         keep: DropoutFactors | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
         """Attention of each query over the tokens of one key block, for a few pairs of blocks at a time.
 
         Args:
@@ -230,8 +225,10 @@ def block_attention(
     blocks = _split_tokens(cuts, query, key, value)
     logit = blocks[0].new_empty(len(pairs), block_size)
     mean = logit.new_empty(*logit.shape, value.size(2))
-    for which, *each in pairs.sums(*blocks, bias, scale, _dropout_factors(cuts, query.size(0), dropout, seed, logit)):
-        logit[which], mean[which] = each
+    for which, *numbers in pairs.sums(
+        *blocks, bias, scale, _dropout_factors(cuts, query.size(0), dropout, seed, logit)
+    ):
+        logit[which], mean[which] = numbers
     weight, total = _normalize(logit, pairs.row, rowptr)
     out = segments(weight[..., None] * mean, rowptr)
     heads = query.size(0)
@@ -254,19 +251,19 @@ def block_attention_backward(
     grad_bias = [q.new_empty(0)]
     for _, row, block, score in pairs.scores(q, k, bias, scale):
         weight = score.sub_(total[row][..., None]).exp_()
-        gain, kept = torch.bmm(grad[row], v[block].mT), weight
+        gain, share = torch.bmm(grad[row], v[block].mT), weight
         if keep is not None:
             factor = keep(row, block)
-            gain, kept = gain * factor, weight * factor
-        grads[2].index_add_(0, block, torch.bmm(kept.mT, grad[row]))
+            gain, share = gain * factor, weight * factor
+        grads[2].index_add_(0, block, torch.bmm(share.mT, grad[row]))
         change = weight * (gain - mean[row])
         grads[0].index_add_(0, row, torch.bmm(change, k[block]) * scale)
         grads[1].index_add_(0, block, torch.bmm(change.mT, q[row]) * scale)
         if need_bias:
             grad_bias.append(change.flatten())
     heads = query.size(0)
-    found = (cut.join(x, heads) for cut, x in zip((cuts[0], cuts[1], cuts[1]), grads, strict=True))
-    d_query, d_key, d_value = (x.to(like.dtype) for x, like in zip(found, (query, key, value), strict=True))
+    joined = (cut.join(x, heads) for cut, x in zip((cuts[0], cuts[1], cuts[1]), grads, strict=True))
+    d_query, d_key, d_value = (x.to(like.dtype) for x, like in zip(joined, (query, key, value), strict=True))
     if bias is None or not need_bias:
         return d_query, d_key, d_value, lse.new_empty(0)
     return d_query, d_key, d_value, torch.cat(grad_bias).view(-1, block_size, block_size).to(bias.dtype)
@@ -281,14 +278,14 @@ def pair_gains(
         tokens: Gradient of the output, queries, keys and values.
         sets: Pairs of blocks.
     """
-    grad, blocks, found = upcast(cuts[0].split(tokens[0])), _split_tokens(cuts, *tokens[1:]), []
+    grad, blocks, logits_and_gains = upcast(cuts[0].split(tokens[0])), _split_tokens(cuts, *tokens[1:]), []
     for rowptr, col, bias in sets:
         pairs = Pairs(rowptr, col, cuts, is_causal)
         logit, gain = (grad.new_empty(len(pairs), cuts[0].block_size) for _ in range(2))
         for which, logit[which], mean in pairs.sums(*blocks, bias, scale):
             gain[which] = (mean * grad.index_select(0, pairs.row[which])).sum(-1)
-        found.append((logit, gain))
-    return found
+        logits_and_gains.append((logit, gain))
+    return logits_and_gains
 
 
 def block_effect(
@@ -307,11 +304,11 @@ def block_effect(
     """
     cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
-    found = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
+    logits_and_gains = compute_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     rows = (edge_row(pointer, keys.numel()) for pointer, keys, _ in sets)
-    edges, probes = ((row, *each) for row, each in zip(rows, found, strict=True))
-    known = find_edges(edges[0] * cuts[1].count + col, probes[0] * cuts[1].count + probe_col)
-    effect, probe_effect = leave_one_out(rowptr, edges, probes, known)
+    edges, probes = ((row, *numbers) for row, numbers in zip(rows, logits_and_gains, strict=True))
+    is_edge = find_edges(edges[0] * cuts[1].count + col, probes[0] * cuts[1].count + probe_col)
+    effect, probe_effect = leave_one_out(rowptr, edges, probes, is_edge)
     return effect.sum(-1).to(query.dtype), probe_effect.sum(-1).to(query.dtype)
 
 

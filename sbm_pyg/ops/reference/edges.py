@@ -96,17 +96,17 @@ def edge_attention_backward(
     alpha = torch.where(logit == -math.inf, 0, (logit - lse.flatten()[row]).exp())
     flat_grad, flat_query, flat_key = (upcast(x).flatten(0, 1) for x in (grad_out, query, key))
     gain = row_dots(grad_out, value, row, end)
-    kept = alpha
+    share = alpha
     if dropout > 0:
         keep = dropout_mask(rowptr, col, query.size(0), key.size(1), dropout, seed).to(alpha.dtype) / (1 - dropout)
-        gain, kept = gain * keep, alpha * keep
+        gain, share = gain * keep, alpha * keep
     mean_gain = (flat_grad * upcast(out).flatten(0, 1)).sum(-1)
     grad_logit = alpha * (gain - mean_gain[row])
     grad_score = grad_logit * scale if gate is None or gate_form == "weight" else grad_logit * scale * upcast(gate)
     grad_query = segments(grad_score[:, None] * flat_key[end], rowptr)
     order, ptr, rows = by_key(rowptr, col, *key.shape[:2])
     grad_key = segments(grad_score[order][:, None] * flat_query[rows], ptr)
-    grad_value = segments(kept[order][:, None] * flat_grad[rows], ptr)
+    grad_value = segments(share[order][:, None] * flat_grad[rows], ptr)
     grad_gate, grad_bias = (grad_logit.new_empty(0) for _ in range(2))
     if gate is not None and need_gate:
         grad_gate = (grad_logit * score if gate_form == "score" else grad_logit / upcast(gate)).to(gate.dtype)

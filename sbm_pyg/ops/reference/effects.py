@@ -48,7 +48,7 @@ def find_edges(edges: Tensor, probes: Tensor) -> Tensor:
 
 
 def leave_one_out(
-    rowptr: Tensor, edges: tuple[Tensor, Tensor, Tensor], probes: tuple[Tensor, Tensor, Tensor], known: Tensor
+    rowptr: Tensor, edges: tuple[Tensor, Tensor, Tensor], probes: tuple[Tensor, Tensor, Tensor], is_edge: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The effect of each edge and of each probe, from the logarithms of their weights and from their gains.
 
@@ -56,7 +56,7 @@ def leave_one_out(
         rowptr: Offsets of the rows among the edges.
         edges: Row of each edge ``[E]``, logit and gain ``[E, ...]``; numbers behind the first are rows of their own.
         probes: The same of the probes.
-        known: Which probes are edges, ``[E']`` bool; their effect is 0.
+        is_edge: Which probes are edges, ``[E']`` bool; their effect is 0.
     """
     (row, logit, gain), (probe_row, probe_logit, probe_gain) = edges, probes
     rows, shape = rowptr.numel() - 1, logit.shape[1:]
@@ -70,23 +70,23 @@ def leave_one_out(
     best = heaviest[row] == number
     second = segment_max(torch.where(best, -math.inf, logit), index, rows)
     weight = torch.where(best | (second[row] == -math.inf), 0, (logit - second[row]).exp())
-    rest, rest_gain = segments(weight, rowptr), segments(weight * gain, rowptr)
+    other_weights, other_gains = segments(weight, rowptr), segments(weight * gain, rowptr)
     ratio = torch.where(second == -math.inf, 0, (second - top).exp())
     best_gain = segments(torch.where(best, gain, 0), rowptr)
-    some = top > -math.inf
-    total = torch.where(top == -math.inf, 0, 1 + rest * ratio)
-    total_gain = torch.where(top == -math.inf, 0, best_gain + rest_gain * ratio)
+    has_edges = top > -math.inf
+    total = torch.where(top == -math.inf, 0, 1 + other_weights * ratio)
+    total_gain = torch.where(top == -math.inf, 0, best_gain + other_gains * ratio)
 
     share = weight * ratio[row]  # exp(logit - top), of all but the heaviest
-    without = (rest_gain / rest.where(rest != 0, 1))[row]  # the heaviest
+    without = (other_gains / other_weights.where(other_weights != 0, 1))[row]  # the heaviest
     others = torch.where(best, without, (total_gain[row] - share * gain) / (total[row] - share))
     effect = torch.where(best, 1, share) / total[row] * (gain - others)
     effect = torch.where(logit == -math.inf, 0, effect)
     # odds of being without the probe
-    odds = torch.where(some[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)
+    odds = torch.where(has_edges[probe_row], total[probe_row] * (top[probe_row] - probe_logit).exp(), 0)
     mean = (total_gain / total.where(total != 0, 1))[probe_row]
     probe_effect = torch.where(probe_logit == -math.inf, 0, (probe_gain - mean) / (1 + odds))
-    return effect, torch.where(known.view(-1, *[1] * len(shape)), 0, probe_effect)
+    return effect, torch.where(is_edge.view(-1, *[1] * len(shape)), 0, probe_effect)
 
 
 def edge_effect(
@@ -120,8 +120,8 @@ def edge_effect(
         measured.append((row, logit, row_dots(grad_out, value, row, end)))
     (row, logit, gain), (probe_row, probe_logit, probe_gain) = measured
 
-    found = find_edges(row * key.size(1) + col, probe_row * key.size(1) + probe_col)
-    effect, probe_effect = leave_one_out(rowptr, (row, logit, gain), (probe_row, probe_logit, probe_gain), found)
+    is_edge = find_edges(row * key.size(1) + col, probe_row * key.size(1) + probe_col)
+    effect, probe_effect = leave_one_out(rowptr, (row, logit, gain), (probe_row, probe_logit, probe_gain), is_edge)
     if rate is not None and member is not None and chance is not None:
         eta = upcast(chance).repeat(query.size(0))
         p, probe_p = (
@@ -141,8 +141,8 @@ def effect_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of rates and memberships from the effects of edges and probes, which are linear in ``grad_out``."""
     edges, probes = (rowptr, col), (probe_rowptr, probe_col)
-    given = (query, key, value, *edges, bias, *probes, probe_bias, scale, rate, member, chance, exploration)
-    effect, probe_effect = effects(grad_out if factor == 1 else grad_out * factor, *given)
+    arguments = (query, key, value, *edges, bias, *probes, probe_bias, scale, rate, member, chance, exploration)
+    effect, probe_effect = effects(grad_out if factor == 1 else grad_out * factor, *arguments)
     effect = effect if forced is None else effect.masked_fill(forced, 0)
     of_rate, of_member = dot_backward(effect.to(rate.dtype), rate, member, *edges, need_rate, need_member)
     more = dot_backward(probe_effect.to(rate.dtype), rate, member, *probes, need_rate, need_member)

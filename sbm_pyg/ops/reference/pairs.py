@@ -49,21 +49,21 @@ class PairTile:
         """
         undefined = scores.isnan().logical_and_(self.possible)
         possible = self.possible & ~undefined
-        kept = keep(scores.masked_fill_(~possible, -torch.inf), possible, self)
+        is_edge = keep(scores.masked_fill_(~possible, -torch.inf), possible, self)
         if scores.size(-1) and not (can_read_without_sync(undefined) and not bool(undefined.any())):
             first = undefined.to(torch.uint8).argmax(-1, keepdim=True)
-            kept = kept.scatter(-1, first, kept.gather(-1, first) | undefined.gather(-1, first))
-        return self.rows(kept, self.key.to(dtype)[:, None].expand_as(kept)[kept], row)
+            is_edge = is_edge.scatter(-1, first, is_edge.gather(-1, first) | undefined.gather(-1, first))
+        return self.rows(is_edge, self.key.to(dtype)[:, None].expand_as(is_edge)[is_edge], row)
 
-    def rows(self, kept: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, is_edge: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The arguments of :func:`.segments.compress` for this tile.
 
         Args:
-            kept: Mask of the pairs that are edges, ``[H, b, r, L]``.
+            is_edge: Mask of the pairs that are edges, ``[H, b, r, L]``.
             key: Keys of these edges, ``[e]``.
             row: Row of each query and head, ``[H, N]``.
         """
-        return row[:, self.query[self.valid]].flatten(), kept.sum(-1)[:, self.valid].flatten(), key
+        return row[:, self.query[self.valid]].flatten(), is_edge.sum(-1)[:, self.valid].flatten(), key
 
 
 PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
@@ -114,8 +114,8 @@ def index_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
     # allocating memory for each head would cost more than the products
     total, tile = (packed.new_empty(*packed.shape[:3], key.size(2)) for _ in range(2))
     for number, (query, weight) in enumerate(small_heads(packed, small)):
-        each = tile if number else total
-        torch.relu_(torch.matmul(query, key.mT, out=each)).mul_(weight)
+        out = tile if number else total
+        torch.relu_(torch.matmul(query, key.mT, out=out)).mul_(weight)
         total = total.add_(tile) if number else total
     return total
 
@@ -142,14 +142,14 @@ def index_top_k(
     packed, key = upcast(packed), upcast(key)
     row = torch.arange(heads * queries, device=key.device).view(heads, queries)
     limit = allowed_keys(query_ptr, key_ptr, queries, is_causal)
-    found: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, ...]] = []
     for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
-        mine, theirs = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
-        scores = mine @ theirs.mT if weight is None else index_scores(mine, theirs, small)
+        tile_queries, tile_keys = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
+        scores = tile_queries @ tile_keys.mT if weight is None else index_scores(tile_queries, tile_keys, small)
         scores.masked_fill_(scores.isnan(), torch.inf).masked_fill_(~tile.possible, -torch.inf)
-        kept = best_of(scores, tile.possible, count[tile.query])
-        found.append(tile.rows(kept, tile.key.to(dtype)[:, None].expand_as(kept)[kept], row))
-    return compress(found, row.numel())
+        is_edge = best_of(scores, tile.possible, count[tile.query])
+        parts.append(tile.rows(is_edge, tile.key.to(dtype)[:, None].expand_as(is_edge)[is_edge], row))
+    return compress(parts, row.numel())
 
 
 def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,5 +161,5 @@ def segment_top_k(src: Tensor, ptr: Tensor, count: Tensor) -> tuple[Tensor, Tens
     order = src.masked_fill(src.isnan(), torch.inf).argsort(descending=True, stable=True)
     order = order[segment[order].argsort(stable=True)]  # by segment, then the largest first, then the earlier first
     rank = torch.arange(src.numel(), device=src.device) - ptr[segment]
-    kept = order[rank < count[segment]].sort().values
-    return torch.searchsorted(kept, ptr), kept
+    chosen = order[rank < count[segment]].sort().values
+    return torch.searchsorted(chosen, ptr), chosen

@@ -109,8 +109,8 @@ def shared_words(group: Tensor, key: Tensor, sequence_id: int, head: Tensor, see
     """
     queries, keys = (philox(x, side, sequence_id, head | SHARED, seed)[:2] for x, side in ((group, 1), (key, 0)))
     upper, lower = (
-        _mixed16(_mixed16((mine >> 16) + (theirs >> 16)) ^ (mine + theirs & 0xFFFF))
-        for mine, theirs in zip(queries, keys, strict=True)
+        _mixed16(_mixed16((query_word >> 16) + (key_word >> 16)) ^ (query_word + key_word & 0xFFFF))
+        for query_word, key_word in zip(queries, keys, strict=True)
     )
     return upper << 16 | lower
 

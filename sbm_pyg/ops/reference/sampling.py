@@ -170,7 +170,7 @@ def _draw_row(rate: Tensor, member: Tensor, law: Law, stream: _Stream) -> Tensor
         return key[uniform * bound < member[key] @ rate]
     key, uniform = _draw_proposals(mass, sums, plan, stream)
     key, order = key.sort(stable=True)
-    keep = key.diff(prepend=key.new_tensor([-1])) > 0  # of equal candidates the first one counts
+    keep = key.diff(prepend=key.new_tensor([-1])) > 0
     if not law.is_fastrg:
         p = member[key] @ rate
         keep &= uniform[order] * -torch.expm1(-plan.stretch * p) < p
@@ -269,8 +269,8 @@ def bernoulli_draws(
     j = is_open.nonzero()[:, -1]
     i, sequence_id, head = (x[..., None].expand_as(is_open)[is_open] for x in query)
     words = torch.stack(philox(j >> 2, i, sequence_id, head | BERNOULLI_REST, seed), dim=-1)
-    rest = words[torch.arange(len(j), device=j.device), j % 4] >> 8
-    is_below[is_open] = rest < threshold[is_open] & 0xFFFFFF
+    low_bits = words[torch.arange(len(j), device=j.device), j % 4] >> 8
+    is_below[is_open] = low_bits < threshold[is_open] & 0xFFFFFF
     return is_below
 
 

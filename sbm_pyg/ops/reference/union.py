@@ -40,12 +40,14 @@ def union_rows(
 
 def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """The union with the edges from each key to the query of its number, in every head, and a mask of these edges."""
-    every, keys = torch.arange(rowptr.numel(), device=col.device), torch.arange(num_keys, device=col.device)
-    return union_rows(rowptr, col, every, keys.repeat((every.numel() - 1) // max(num_keys, 1)).to(col.dtype), num_keys)
+    all_rows, keys = torch.arange(rowptr.numel(), device=col.device), torch.arange(num_keys, device=col.device)
+    return union_rows(
+        rowptr, col, all_rows, keys.repeat((all_rows.numel() - 1) // max(num_keys, 1)).to(col.dtype), num_keys
+    )
 
 
-def select_rows(rowptr: Tensor, col: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def select_rows(rowptr: Tensor, col: Tensor, is_selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The edges of the queries of a mask, ``[N]``, and their numbers among all edges; other rows are empty."""
-    degree = rowptr.diff() * kept.repeat((rowptr.numel() - 1) // max(kept.numel(), 1))
+    degree = rowptr.diff() * is_selected.repeat((rowptr.numel() - 1) // max(is_selected.numel(), 1))
     edge = runs(rowptr[:-1], degree)
     return torch.nn.functional.pad(degree.cumsum(0), (1, 0)), col[edge], edge
