@@ -220,22 +220,19 @@ def segment_entmax(
     return torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
 
 
-def _alphas(
-    like: tuple[str, Tensor], alpha: float | Tensor, shape: tuple[int, ...], symbols: str, way_out: str
-) -> Tensor:
+def _alphas(src: Tensor, alpha: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     """Alpha in a shape, and in its range."""
     if not isinstance(alpha, Tensor):
-        checks.number("alpha", alpha, "(1, 4]", "Use softmax for alpha = 1.")
-        return torch.full((), alpha, dtype=checks.widest(like[1].device), device=like[1].device).expand(shape)
+        return torch.full((), alpha, dtype=checks.widest(src.device), device=src.device).expand(shape)
     checks.tensors(alpha=alpha)
     checks.floating(alpha=alpha)
-    checks.same_device(*like, alpha=alpha)
+    checks.same_device("src", src, alpha=alpha)
     try:
         alphas = alpha.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"Expected 'alpha' of a shape that broadcasts to {symbols} = {list(shape)} (got {list(alpha.shape)}). "
-            f"{way_out}"
+            f"Expected 'alpha' of a shape that broadcasts to [S, ...] = {list(shape)} (got {list(alpha.shape)}). "
+            "It is a scalar, or has one for each column of 'src', or one for each segment."
         ) from None
     if alpha.numel() and not torch.compiler.is_compiling():
         for bound in torch.aminmax(alpha.detach()):
@@ -244,9 +241,8 @@ def _alphas(
 
 
 def _entmax_columns(src: Tensor, ptr: Tensor, alpha: float | Tensor) -> Tensor:
-    """Column by column, each segment of it with its own alpha."""
-    way_out = "It is a scalar, or has one for each column of 'src', or one for each segment."
-    alphas = _alphas(("src", src), alpha, (ptr.size(0) - 1, *src.shape[1:]), "[S, ...]", way_out)
+    """Apply entmax to each column, with one alpha per segment."""
+    alphas = _alphas(src, alpha, (ptr.size(0) - 1, *src.shape[1:]))
     columns = src.flatten(1).T if src.dim() > 1 else src[None]
     alphas = alphas.flatten(1).T if src.dim() > 1 else alphas[None]
     out = schemas.segment_entmax(columns.contiguous(), ptr, alphas.contiguous())

@@ -335,84 +335,57 @@ block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: quer
 # ------------------------------------------------------------------ gradients
 
 
-def _save_dot(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _saver(
+    inputs: Sequence[int], options: Sequence[int] = (), outputs: Sequence[int] = (), constants: Sequence[int] = ()
+) -> Callable[..., None]:
+    """What saves tensors for the backward pass of an op, by positions: inputs, options that are none, and outputs.
+
+    Outputs at ``constants`` have no gradient.
+    """
+
+    def save(ctx: Any, arguments: Sequence[Any], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        if constants:
+            ctx.mark_non_differentiable(*(results[number] for number in constants))
+            ctx.set_materialize_grads(False)  # no zeros for them
+        ctx.save_for_backward(*(arguments[number] for number in inputs), *(results[number] for number in outputs))
+        ctx.options = [arguments[number] for number in options]
+
+    return save
+
+
+def _needed(ctx: Any, grads: Sequence[Tensor], count: int) -> tuple[Tensor | None, ...]:
+    """Gradients of those of the first inputs that need one, and None for all others of ``count``."""
+    first = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)]
+    return *first, *[None] * (count - len(first))
 
 
 def _dot_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_query, need_key = ctx.needs_input_grad[:2]
-    grad_query, grad_key = edge_dot_backward(grad.contiguous(), *ctx.saved_tensors, need_query, need_key)
-    return grad_query if need_query else None, grad_key if need_key else None, None, None
-
-
-GRADIENTS[edge_dot] = _save_dot, _dot_backward
+    return _needed(ctx, edge_dot_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.needs_input_grad[:2]), 4)
 
 
 def _score_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = index_score_backward(grad.contiguous(), *ctx.saved_tensors)
-    needed_grads = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad, strict=False))
-    return *needed_grads, None, None
-
-
-GRADIENTS[index_score] = _save_dot, _score_backward
-
-
-def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for it
-    ctx.save_for_backward(output[1], inputs[3])
-    ctx.dtype = inputs[2].dtype
+    return _needed(ctx, index_score_backward(grad.contiguous(), *ctx.saved_tensors), 5)
 
 
 def _cross_entropy_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    grad_log_p = (
-        None if grad is None else edge_cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors).to(ctx.dtype)
-    )
-    return None, None, grad_log_p, None, None, None, None
-
-
-GRADIENTS[edge_cross_entropy] = _save_cross_entropy, _cross_entropy_backward
-
-
-def _save_reach(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
+    if grad is None:
+        return (None,) * 7
+    rowptr, slope = ctx.saved_tensors
+    return None, None, edge_cross_entropy_backward(grad.contiguous(), slope, rowptr), None, None, None, None
 
 
 def _reach_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_query, need_key = ctx.needs_input_grad[:2]
-    grads = reach_dot_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, need_query, need_key)
-    return grads[0] if need_query else None, grads[1] if need_key else None, None, None, None, None
-
-
-GRADIENTS[reach_dot] = _save_reach, _reach_backward
-
-
-def _save_scaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # no zeros for factors that nothing but the rates used
-    ctx.save_for_backward(*inputs[:5], *output[1:3])
-    ctx.options = inputs[6:]
+    grads = reach_dot_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, *ctx.needs_input_grad[:2])
+    return _needed(ctx, grads, 6)
 
 
 def _scaled_backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None and grad_factor is None:
         return (None,) * 8
-    need_rate, need_member = ctx.needs_input_grad[:2]
     grad = torch.zeros_like(ctx.saved_tensors[0]) if grad is None else grad.contiguous()
-    arguments = (grad, grad_factor, *ctx.saved_tensors, *ctx.options, need_rate, need_member)
-    of_rate, of_member = scale_to_density_backward(*arguments)
-    return of_rate if need_rate else None, of_member if need_member else None, *[None] * 6
-
-
-GRADIENTS[scale_to_density] = _save_scaled, _scaled_backward
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for it
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = inputs[7:]
+    arguments = (grad, grad_factor, *ctx.saved_tensors, *ctx.options, *ctx.needs_input_grad[:2])
+    return _needed(ctx, scale_to_density_backward(*arguments), 8)
 
 
 def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -424,16 +397,6 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Ten
     return *grads[:3], None, None, *of_edges, *[None] * 4
 
 
-GRADIENTS[edge_attention] = _save_attention, _attention_backward
-
-
-def _save_blocks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for it
-    ctx.save_for_backward(*inputs[:7], inputs[9], *output)
-    ctx.options = (*inputs[7:9], *inputs[10:])
-
-
 def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 13
@@ -442,20 +405,23 @@ def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor 
     return *grads[:3], *[None] * 6, grads[3] if need_bias else None, None, None, None
 
 
-GRADIENTS[block_attention] = _save_blocks, _block_backward
-
-
-def _save_entmax(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output, *inputs[1:])
-
-
 def _entmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rowptr, alpha, out = ctx.saved_tensors
     need_alpha = ctx.needs_input_grad[2]
-    dsrc, dalpha = segment_entmax_backward(grad.contiguous(), *ctx.saved_tensors, need_alpha)
+    dsrc, dalpha = segment_entmax_backward(grad.contiguous(), out, rowptr, alpha, need_alpha)
     return dsrc, None, dalpha if need_alpha else None
 
 
-GRADIENTS[segment_entmax] = _save_entmax, _entmax_backward
+GRADIENTS[edge_dot] = _saver(range(4)), _dot_backward
+GRADIENTS[index_score] = _saver(range(5)), _score_backward
+GRADIENTS[edge_cross_entropy] = _saver((3,), outputs=(1,), constants=(1,)), _cross_entropy_backward
+GRADIENTS[reach_dot] = _saver(range(4), (4, 5)), _reach_backward
+GRADIENTS[scale_to_density] = _saver(range(5), (6, 7), outputs=(1, 2), constants=(2, 3)), _scaled_backward
+GRADIENTS[edge_attention] = _saver(range(7), range(7, 11), outputs=(0, 1), constants=(1,)), _attention_backward
+GRADIENTS[block_attention] = (
+    _saver((*range(7), 9), (7, 8, 10, 11, 12), outputs=(0, 1), constants=(1,)), _block_backward
+)  # fmt: skip
+GRADIENTS[segment_entmax] = _saver((1, 2), outputs=(0,)), _entmax_backward
 
 
 class EdgeGate(torch.autograd.Function):
