@@ -9,6 +9,7 @@ every pair. The few pairs that it leaves open are decided in float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -29,12 +30,45 @@ from .random_simd import (
     weigh16,
 )
 from .simd import WIDE, at, dots16, load, peek, poke, scratch, splat, store
-from .threads import numba_kernel
+from .threads import numba_kernel, run
 
 KEYS_AT_ONCE = 64 if WIDE else 16
 """Keys whose products with four rows are summed at once; the sums stay in registers."""
 
 _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
+
+
+# ------------------------------------------------------------------ many rows
+
+
+def draw_pieces(
+    kernel: Callable, arguments: tuple, pieces: list[tuple[int, int]], rooms: Iterable[int], num_rows: int
+) -> tuple[np.ndarray, np.ndarray, bool, float]:
+    """Draw ranges of rows on all threads, each into buffers that grow from a size in ``rooms``.
+
+    The kernel draws from ``state[0]`` on, until the end of the range or of the buffer. It writes the number of edges of
+    each row, and to ``state`` where to go on, the edges in the buffer, and 1 if it gives up. Returns the offsets of the
+    rows, their keys, whether a kernel gave up, and the largest number that one left as ``top``.
+    """
+    counts, tops, gave_up = np.zeros(num_rows, np.int64), np.zeros((len(pieces), 1)), [False]
+    buffers_of_pieces: list[list[np.ndarray]] = [[] for _ in pieces]
+
+    def draw(first: int, last: int, room: int, buffers: list[np.ndarray], top: np.ndarray) -> None:
+        state = np.array([first, 0, 0])
+        while state[0] < last and not gave_up[0]:
+            out = np.empty(room, np.int32)
+            state[1] = 0
+            kernel(first, last, *arguments, out, counts, state, top)
+            gave_up[0] |= bool(state[2])
+            buffers.append(out[: state[1]])
+            room *= 2
+
+    tasks = zip(pieces, rooms, buffers_of_pieces, tops, strict=True)
+    run(draw, [(*piece, room, buffers, top) for piece, room, buffers, top in tasks])
+    rowptr = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(counts, out=rowptr[1:])
+    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in buffers_of_pieces for buffer in buffers)])
+    return rowptr, col, gave_up[0], float(tops.max(initial=0))
 
 
 # ------------------------------------------------------------------ random words

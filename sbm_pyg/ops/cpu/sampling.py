@@ -18,7 +18,7 @@ from ..reference import sampling as reference_sampling
 from ..reference import segments as reference_segments
 from ..reference.random_words import split_ids
 from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
-from .draws import approximate_probs, by_gaps, by_pairs, by_proposals, largest_prob
+from .draws import approximate_probs, by_gaps, by_pairs, by_proposals, draw_pieces, largest_prob
 from .shared_draws import sample_shared
 from .simd import at
 from .threads import empty_table, even_ranges, numba_kernel, run, task_count
@@ -304,28 +304,13 @@ def sample_sbm(
         rates, members, low_rate, columns.ravel(), error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),
     )  # fmt: skip
-    counts = np.zeros(heads * queries, np.int64)
     likely = np.minimum(expected, row_keys)
     steps = STEPS_PER_EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= PAIRS].sum())
     pieces = even_ranges(heads * queries, task_count(steps, 8))
-    buffers_of_pieces: list[list[np.ndarray]] = [[] for _ in pieces]
-
-    def rows(first: int, last: int, buffers: list[np.ndarray]) -> None:
-        state, top = np.array([first, 0, 0]), np.zeros(1)
-        room = int(1.05 * likely[first:last].sum()) + 2 * int(row_keys[first:last].max()) + 1024
-        while state[0] < last:
-            out = np.empty(room, np.int32)
-            state[1] = 0
-            _draw_rows(first, last, law, batches, plan, model, out, counts, state, top)
-            if state[2]:
-                raise ValueError(reference_sampling.probability_error(float(top[0]) - exploration))
-            buffers.append(out[: state[1]])
-            room *= 2
-
-    run(rows, [(a, z, buffers) for (a, z), buffers in zip(pieces, buffers_of_pieces, strict=True)])
-    rowptr = np.zeros(heads * queries + 1, np.int64)
-    np.cumsum(counts, out=rowptr[1:])
-    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in buffers_of_pieces for buffer in buffers)])
+    rooms = (int(1.05 * likely[a:z].sum()) + 2 * int(row_keys[a:z].max(initial=0)) + 1024 for a, z in pieces)
+    rowptr, col, gave_up, top = draw_pieces(_draw_rows, (law, batches, plan, model), pieces, rooms, heads * queries)
+    if gave_up:
+        raise ValueError(reference_sampling.probability_error(top - exploration))
     return torch.from_numpy(rowptr), torch.from_numpy(col)
 
 

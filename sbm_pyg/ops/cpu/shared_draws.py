@@ -26,7 +26,7 @@ from torch import Tensor
 from ..reference import sampling as reference_sampling
 from ..reference.random_words import MIX16, SHARED, split_ids
 from ..reference.sampling import MAX_PROB
-from .draws import pair_prob, philox_once
+from .draws import draw_pieces, pair_prob, philox_once
 from .random_simd import (
     append16,
     fetch,
@@ -467,35 +467,16 @@ def sample_shared(
     tasks = [(*span, members, weight, batches, segment, word, keys, totals) for span in spans]
     run(_sort_keys, tasks, task_count(4 * members.size))
 
-    counts = np.zeros(heads * queries, np.int64)
-    law = (word, exploration, clamp, is_causal, row_group, segment)
+    law, is_finite = (word, exploration, clamp, is_causal, row_group, segment), bool(np.isfinite(totals).all())
     tasks_per_thread = 8 if torch.get_num_threads() > 1 else 1
     pieces = even_ranges(heads * int(tile_ptr[-1]), task_count(16 * (rates.size + members.size), tasks_per_thread))
-    buffers_of_pieces: list[list[np.ndarray]] = [[] for _ in pieces]
-    tops_of, bad = np.zeros((len(pieces), 1)), [False]
-
-    def draw(first: int, last: int, buffers: list[np.ndarray], top: np.ndarray) -> None:
-        state = np.array([first, 0, 0])
-        room = 17 * TILES * int(num_keys.max()) + 1024
-        while state[0] < last and not bad[0]:
-            out = np.empty(room, np.int32)
-            state[1] = 0
-            _draw_tiles(first, last, law, batches, keys, rates, members, out, counts, state, top)
-            bad[0] |= bool(state[2])
-            buffers.append(out[: state[1]])
-            room *= 2
-
-    if np.isfinite(totals).all():
-        run(
-            draw,
-            [(*piece, buffers, top) for piece, buffers, top in zip(pieces, buffers_of_pieces, tops_of, strict=True)],
-        )
-    if bad[0] or not np.isfinite(totals).all():
+    pieces = pieces if is_finite else []
+    rooms = [17 * TILES * int(num_keys.max()) + 1024] * len(pieces)
+    arguments = (law, batches, keys, rates, members)
+    rowptr, col, gave_up, top = draw_pieces(_draw_tiles, arguments, pieces, rooms, heads * queries)
+    if gave_up or not is_finite:
         more = (seed, "bernoulli", exploration, clamp, is_causal, row_group)
         return reference_sampling.sample_sbm(rate, member, query_ptr, key_ptr, sequence_ids, *more)
-    if not clamp and tops_of.max(initial=0) > MAX_PROB + exploration:
-        raise ValueError(reference_sampling.probability_error(float(tops_of.max()) - exploration))
-    rowptr = np.zeros(heads * queries + 1, np.int64)
-    np.cumsum(counts, out=rowptr[1:])
-    col = np.concatenate([np.empty(0, np.int32), *(buffer for buffers in buffers_of_pieces for buffer in buffers)])
+    if not clamp and top > MAX_PROB + exploration:
+        raise ValueError(reference_sampling.probability_error(top - exploration))
     return torch.from_numpy(rowptr), torch.from_numpy(col)
