@@ -6,11 +6,14 @@ In and out: the tensors of ``union_rows``, ``add_loops`` and ``select_rows``. No
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
+from ..reference import union as reference_union
 from .sampling import even_ranges
 from .simd import load16, poke, store16
 from .threads import numba_kernel, run, task_count
@@ -77,36 +80,7 @@ def union_rows(
     return torch.from_numpy(union_rowptr), torch.from_numpy(union), torch.from_numpy(from_other)
 
 
-@numba_kernel
-def _place_loops(first, last, rowptr, col, num_keys, place, new):
-    """Where the loop of each row goes among its edges, and whether it is new."""
-    for row in range(first, last):
-        end, key = rowptr[row + 1], row % num_keys
-        place[row] = _lower_bound(col, rowptr[row], end, key)
-        new[row] = place[row] == end or col[place[row]] != key
-
-
-@numba_kernel
-def _insert_loops(first, last, rowptr, col, num_keys, place, union_rowptr, union, is_loop):
-    for row in range(first, last):
-        begin, end, start, loop = rowptr[row], rowptr[row + 1], union_rowptr[row], place[row]
-        target = start + loop - begin
-        copy_keys(union, start, col, begin, loop - begin)
-        union[target], is_loop[target] = row % num_keys, True
-        later = union_rowptr[row + 1] - target - 1  # keys behind the loop
-        copy_keys(union, target + 1, col, end - later, later)
-
-
-def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, (offset, keys) = rowptr.numel() - 1, (x.contiguous().numpy() for x in (rowptr, col))
-    union_rowptr, place = np.zeros(rows + 1, np.int64), np.empty(rows, np.int64)
-    new, pieces = np.empty(rows, np.int64), even_ranges(rows, task_count(rows + keys.size, 3))
-    run(_place_loops, [(*piece, offset, keys, num_keys, place, new) for piece in pieces])
-    np.cumsum(new, out=union_rowptr[1:])
-    union_rowptr += offset
-    union, is_loop = np.empty(union_rowptr[-1], keys.dtype), np.zeros(union_rowptr[-1], np.bool_)
-    run(_insert_loops, [(*piece, offset, keys, num_keys, place, union_rowptr, union, is_loop) for piece in pieces])
-    return torch.from_numpy(union_rowptr), torch.from_numpy(union), torch.from_numpy(is_loop)
+add_loops = partial(reference_union.add_loops, union=union_rows)
 
 
 @numba_kernel

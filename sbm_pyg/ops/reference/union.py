@@ -6,6 +6,9 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,12 +41,14 @@ def union_rows(
     return rowptr + new_before[other_rowptr], union, from_other
 
 
-def add_loops(rowptr: Tensor, col: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def add_loops(
+    rowptr: Tensor, col: Tensor, num_keys: int, *, union: Callable[..., Any] = union_rows
+) -> tuple[Tensor, Tensor, Tensor]:
     """The union with the edges from each key to the query of its number, in every head, and a mask of these edges."""
-    all_rows, keys = torch.arange(rowptr.numel(), device=col.device), torch.arange(num_keys, device=col.device)
-    return union_rows(
-        rowptr, col, all_rows, keys.repeat((all_rows.numel() - 1) // max(num_keys, 1)).to(col.dtype), num_keys
-    )
+    loop_ptr = torch.arange(rowptr.numel(), device=col.device)
+    keys = (loop_ptr[:-1] % max(num_keys, 1)).to(col.dtype)
+    out: tuple[Tensor, Tensor, Tensor] = union(rowptr, col, loop_ptr, keys, num_keys)
+    return out
 
 
 def select_rows(rowptr: Tensor, col: Tensor, is_selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
