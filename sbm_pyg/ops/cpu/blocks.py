@@ -65,6 +65,7 @@ def multiply(
     ``start + k * width``. Where there are fewer than four rows, the last is done again. ``fresh`` overwrites ``out``,
     otherwise it is added to.
     """
+    # Missing rows repeat the last one, so four sums always run side by side.
     far, farther, last = min(1, rows - 1), min(2, rows - 1), min(3, rows - 1)
     one, two, three, four = begin, begin + far * stride, begin + farther * stride, begin + last * stride
     a, b, c, d = splat(zero, lanes), splat(zero, lanes), splat(zero, lanes), splat(zero, lanes)
@@ -96,6 +97,7 @@ def strip(out, zero, keys, start, count, width, columns, room, lanes):
 @njit(inline="always")
 def transpose(out, room, zero, x, start, count, width):
     """Transposes ``count`` rows of ``x`` from ``start`` on, into ``[width, room]`` with zeros behind them."""
+    # Transpose squares of 16 x 16 in registers, and the last rows number by number.
     whole = count - count % 16
     for i in range(0, whole, 16):
         for c in range(0, width, 16):
@@ -148,6 +150,7 @@ def _compile_block_attention(lanes, width, value_width):
         _, key_tokens, key_starts, key_lengths, key_positions = key_side
         zero, one = query.dtype.type(0), query.dtype.type(1)
         low, lowest = query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        # The memory of a task holds a strip of scores, the transposed queries, maxima, sums and factors.
         scores = aligned_pointer(memory)
         columns = at(scores, room * lanes)
         top = at(columns, room * width)
@@ -155,6 +158,7 @@ def _compile_block_attention(lanes, width, value_width):
         for row in range(begin, end):
             block, head = row % queries, row // queries
             start, count = head * tokens + peek(starts, block), peek(lengths, block)
+            # Transpose the queries of the block once, for all its keys.
             transpose(columns, room, zero, query, start, count, width)
             clear(top, 0, room, low, 16)
             clear(norm, 0, room, zero, 16)
@@ -162,12 +166,15 @@ def _compile_block_attention(lanes, width, value_width):
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
+                # Query i of its block attends to key j of the other block if j <= i + lag.
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
                     filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    # A strip of scores has a row for each key and a column for each query.
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     for t in range(0, filled, 16):
                         high, sums = load(top, s + t, 16), splat(zero, 16)
+                        # Find the largest logit of each query, in this strip and in those before.
                         for j in range(keys):
                             logit = strip_logits(
                                 scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
@@ -177,16 +184,19 @@ def _compile_block_attention(lanes, width, value_width):
                         shift = maximum(high, splat(lowest, 16))
                         if key_words.size:
                             count_up(numbers, start + s + t, filled - t)
+                        # Compute the weights of the strip, and drop some of them after they are summed.
                         for j in range(keys):
                             p = exp(load(scores, j * lanes + t, 16) - shift)
                             sums = sums + p
                             if key_words.size:
                                 p = p * keep16(query_words, numbers, peek(key_words, first + j), least, grow)
                             store(scores, j * lanes + t, p)
+                        # A larger maximum shrinks the sums, and the output in the next loop.
                         changed = exp(load(top, s + t, 16) - shift)
                         store(norm, s + t, load(norm, s + t, 16) * changed + sums)
                         store(top, s + t, high)
                         store(factor, s + t, changed)
+                    # Add the weighted values to the output, four queries at a time.
                     for i in range(0, filled, 4):
                         for c in range(0, value_width, value_lanes):
                             to = (start + s + i) * value_width + c
@@ -197,6 +207,7 @@ def _compile_block_attention(lanes, width, value_width):
                                 out, to, value_width, zero, False, scores, i, 1, lanes, filled - i, value,
                                 first * value_width + c, value_width, keys, value_lanes,
                             )  # fmt: skip
+            # Divide by the sums of the weights; a query without keys stays zero.
             for i in range(count):
                 sums = peek(norm, i)
                 for c in range((start + i) * value_width, (start + i + 1) * value_width, value_lanes):
@@ -219,6 +230,7 @@ def _compile_block_attention_backward(lanes, width, value_width):
         queries, tokens, starts, lengths, positions = query_side
         _, key_tokens, key_starts, key_lengths, key_positions = key_side
         zero, low, lowest = query.dtype.type(0), query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        # The memory of a task holds two strips, queries and gradients transposed, means and log-sums.
         scores = aligned_pointer(memory)
         gains = at(scores, room * lanes)
         columns = at(gains, room * lanes)
@@ -231,11 +243,13 @@ def _compile_block_attention_backward(lanes, width, value_width):
         for row in range(begin, end):
             block, head = row % queries, row // queries
             start, count = head * tokens + peek(starts, block), peek(lengths, block)
+            # Transpose the queries of the block and the gradients of their outputs.
             transpose(columns, room, zero, query, start, count, width)
             transpose(grad_columns, room, zero, grad_out, start, count, value_width)
             clear(dquery, start * width, count * width, zero, query_lanes)
             clear(mean, 0, room, zero, 16)
             clear(shift, 0, room, zero, 16)
+            # Compute the mean gain of each query, and load its log-sum.
             for i in range(count):
                 sums = splat(zero, value_lanes)
                 for c in range((start + i) * value_width, (start + i + 1) * value_width, value_lanes):
@@ -247,15 +261,18 @@ def _compile_block_attention_backward(lanes, width, value_width):
                 unit_first = unit * key_tokens + peek(key_starts, other)
                 first = head * key_tokens + peek(key_starts, other)
                 keys = peek(key_lengths, other)
+                # Query i of its block attends to key j of the other block if j <= i + lag.
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
                     filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    # Compute scores and gains, with a row for each key and a column for each query.
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
                     for t in range(0, filled, 16):
                         lse_here, mean_here = load(shift, s + t, 16), load(mean, s + t, 16)
                         if key_words.size:
                             count_up(numbers, start + s + t, filled - t)
+                        # Write the weights over the scores, and the gradients of the logits over the gains.
                         for j in range(keys):
                             logit = strip_logits(
                                 scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
@@ -268,10 +285,12 @@ def _compile_block_attention_backward(lanes, width, value_width):
                             store(scores, j * lanes + t, used)
                             slope = p * but_first(j - lag - s - t, gain - mean_here, zero)
                             store(gains, j * lanes + t, slope)
+                    # The bias gets the gradients of the logits as they are.
                     if dbias.size:
                         for i in range(filled):
                             for j in range(keys):
                                 poke(dbias, bias_offset + i * block_size + j, peek(gains, j * lanes + i))
+                    # Add to the gradients of values and keys, four keys at a time.
                     for j in range(0, keys, 4):
                         for c in range(0, value_width, value_lanes):
                             multiply(
@@ -284,12 +303,14 @@ def _compile_block_attention_backward(lanes, width, value_width):
                                 dkey, (unit_first + j) * width + c, width, zero, False, gains, j * lanes, lanes, 1,
                                 keys - j, query, (start + s) * width + c, width, filled, query_lanes,
                             )  # fmt: skip
+                    # Add to the gradients of queries, four queries at a time.
                     for i in range(0, filled, 4):
                         for c in range(0, width, query_lanes):
                             multiply(
                                 dquery, (start + s + i) * width + c, width, zero, False, gains, i, 1, lanes,
                                 filled - i, key, first * width + c, width, keys, query_lanes,
                             )  # fmt: skip
+            # The scale of the scores comes last, once for each number.
             for c in range(start * width, (start + count) * width, query_lanes):
                 store(dquery, c, load(dquery, c, query_lanes) * scale)
         for c in range(first_sum, last_sum, query_lanes):
@@ -309,6 +330,7 @@ def _compile_pair_gains(lanes, width, value_width):
         _, key_tokens, key_starts, key_lengths, key_positions = key_side
         zero, tiny = query.dtype.type(0), query.dtype.type(-1 / MIN_SHIFT)
         low, lowest = query.dtype.type(-np.inf), query.dtype.type(MIN_SHIFT)
+        # The memory of a task holds two strips, and queries and gradients transposed.
         scores = aligned_pointer(memory)
         gains = at(scores, room * lanes)
         columns = at(gains, room * lanes)
@@ -322,13 +344,16 @@ def _compile_pair_gains(lanes, width, value_width):
             for edge in range(peek(rowptr, row), peek(rowptr, row + 1)):
                 other = peek(col, edge)
                 first, keys = head * key_tokens + peek(key_starts, other), peek(key_lengths, other)
+                # Query i of its block attends to key j of the other block if j <= i + lag.
                 lag = block_size * (peek(positions, block) - peek(key_positions, other)) if is_causal else block_size
                 for s in range(0, count, lanes):
                     filled, bias_offset = min(lanes, count - s), (edge * block_size + s) * block_size
+                    # Compute scores and gains, with a row for each key and a column for each query.
                     strip(scores, zero, key, first, keys, width, at(columns, s), room, lanes)
                     strip(gains, zero, value, first, keys, value_width, at(grad_columns, s), room, lanes)
                     for t in range(0, filled, 16):
                         top, sums, sums_gain = splat(low, 16), splat(zero, 16), splat(zero, 16)
+                        # Find the largest logit of each query in this key block.
                         for j in range(keys):
                             logit = strip_logits(
                                 scores, j, t, lanes, scale, bias, bias_offset, block_size, filled, j - lag - s, low
@@ -336,6 +361,7 @@ def _compile_pair_gains(lanes, width, value_width):
                             top = maximum(logit, top)
                             store(scores, j * lanes + t, logit)
                         shift = maximum(top, splat(lowest, 16))
+                        # Sum the weights, and the weighted gains.
                         for j in range(keys):
                             p = exp(load(scores, j * lanes + t, 16) - shift)
                             sums = sums + p
@@ -360,6 +386,7 @@ def _leave_one_out(
         start, stop = peek(rowptr, row), peek(rowptr, row + 1)
         first, last = peek(probe_rowptr, row), peek(probe_rowptr, row + 1)
         for i in range(block_size):
+            # Find the heaviest pair of the query, and the second largest logit.
             top, second, best = low, low, -1
             for edge in range(start, stop):
                 logit = peek(logits, edge * block_size + i)
@@ -374,8 +401,10 @@ def _leave_one_out(
                     poke(logits, edge * block_size + i, weight)
                     others += weight
                     others_gain += weight * peek(gains, edge * block_size + i)
+            # Sum up the whole row, relative to its largest logit.
             heaviest = peek(gains, best * block_size + i) if best >= 0 else zero
             whole, whole_gain = one + others * ratio, heaviest + others_gain * ratio
+            # The effect of a pair is its share of its gain above the mean gain of the others.
             for edge in range(start, stop):
                 gain = peek(gains, edge * block_size + i)
                 if edge == best:
@@ -386,6 +415,7 @@ def _leave_one_out(
                 else:
                     continue
                 poke(out, edge, peek(out, edge) + change)
+            # A probe joins the pairs of the row; one that is a pair already has no effect.
             edge, mean = start, whole_gain / whole if best >= 0 else zero
             for probe in range(first, last):
                 token, logit = peek(probe_col, probe), peek(probe_logits, probe * block_size + i)

@@ -26,14 +26,17 @@ def _scale_rates(
     for piece in range(first, last):
         head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
         keys, shift = key_ptr[b + 1] - key_ptr[b], 1 - lag - query_ptr[b]
+        # Sum up the expected edges and the pairs of the sequence, for the running mean.
         sum_edges, sum_pairs = 0.0, 0
         for i in range(query_ptr[b], query_ptr[b + 1]):
             sum_edges += degree[head, i]
             sum_pairs += min(shift + i, keys)
         edges[head, b], pairs[head, b] = sum_edges, sum_pairs
+        # Once the head has a running mean of its density, all its queries share one factor.
         mean = sum_edges / max(sum_pairs, 1)
         pooled = density / max(running[head], least) * (mean / mean if mean > least or mean != mean else 1.0)
         for i in range(query_ptr[b], query_ptr[b + 1]):
+            # Before that each query gets its own factor.
             allowed, number = min(shift + i, keys), pooled
             if not running[head] > 0:
                 floor = least * max(allowed, 1)
@@ -52,6 +55,7 @@ def _degree_gradients(
         keys, shift = key_ptr[b + 1] - key_ptr[b], 1 - lag - query_ptr[b]
         sum_slopes, sum_edges, sum_pairs = 0.0, 0.0, 0
         for i in range(query_ptr[b], query_ptr[b + 1]):
+            # Compute the gradient of the query's factor, times the factor.
             slope, allowed = 0.0, min(shift + i, keys)
             for k in range(rate.shape[2]):
                 slope += grad[head, i, k] * rate[head, i, k]
@@ -61,8 +65,10 @@ def _degree_gradients(
             sum_slopes += slope
             sum_edges += degree[head, i]
             sum_pairs += allowed
+            # It reaches the query's own expected number of keys, unless a floor stands in for it.
             counts = degree[head, i] >= least * max(allowed, 1)
             of_degree[head, i] = -slope / degree[head, i] if counts else 0.0
+        # Where one factor serves the head, it reaches the mean of the sequence instead.
         if running[head] > 0:
             pooled = -sum_slopes / sum_edges if sum_edges / max(sum_pairs, 1) >= least else 0.0
             of_degree[head, query_ptr[b] : query_ptr[b + 1]] = pooled

@@ -95,6 +95,7 @@ def _fill_bernoulli_bytes(num_keys, position, sequence_id, head, seed, words):
 
 @numba_kernel
 def _draw_poisson(rate, position, sequence_id, head, seed):
+    # Draw equal parts of at most 256, whose exp(-rate) is a normal number, by inversion.
     parts = max(1, int(np.ceil(rate / 256)))
     lam = rate / parts
     total = 0
@@ -176,14 +177,17 @@ def by_pairs(
     ``approx`` is padded to a whole number of panels.
     """
     num_keys = member.shape[0]
+    # Draw one random byte for each key.
     _fill_bernoulli_bytes(num_keys, position, sequence_id, head, seed, words)
     first_bytes = words.view(np.uint8)
+    # A byte below the lower bound is an edge; one above the upper bound is not.
     below, above = np.float32(256 * (1 - error)), np.float32(256 * (1 + error))
     less, more = np.float32(exploration) * below, np.float32(exploration) * above
     if is_fastrg:  # 1 - exp(-p), whose relative error is no larger than that of p
         for j in range(num_keys):
             approx[j] = -np.expm1(-(approx[j] + np.float32(exploration)))
         less = more = np.float32(0)
+    # Compare 64 keys at a time: bits of edges, and of keys that the error leaves open.
     for first in range(0, num_keys, KEYS_PER_PANEL):
         hits = maybe = np.uint64(0)
         for k in range(0, KEYS_PER_PANEL, 16):
@@ -193,6 +197,7 @@ def by_pairs(
         if first + KEYS_PER_PANEL > num_keys:
             existing = (np.uint64(1) << np.uint64(num_keys - first)) - np.uint64(1)
             hits, maybe = hits & existing, maybe & existing
+        # Open keys draw the other 24 bits, and if these do not decide either, p is computed in float64.
         while maybe:
             lane = lowest_bit(maybe)
             maybe &= maybe - np.uint64(1)
@@ -205,6 +210,7 @@ def by_pairs(
                 exact = pair_prob(at(rate, 0), at(member, (first + lane) * rate.size), rate.size, exploration)
                 hit = word * 2.0**24 < np.floor((-np.expm1(-exact) if is_fastrg else exact) * 2.0**32)
             hits |= np.uint64(hit) << np.uint64(lane)
+        # Append the keys of the bits that are set.
         used = append64(hits, first + shift, out, used)
     return used
 
@@ -244,23 +250,28 @@ def by_gaps(
     masks, doubtful = scratch(out, 32), scratch(out, 528)
     number, drawn, quick = 0, -1, num_keys <= 2**22
     far = num_keys * width > 2**17  # more than half of a usual second-level cache
+    # Draw up to 512 positions of the row, sixteen gaps at a time.
     while drawn < num_keys:
         count = 0
         while count < 512 and drawn < num_keys:
             philox16(number, position, sequence_id, head | GAP, seed, words, 4 * count)
+            # Float32 decides, unless rounding may have moved a position: then float64 does.
             last = quick_gaps16(words, 4 * count, spread, drawn, num_keys, at(positions, count)) if quick else -1
             if last < 0:
                 last = gaps16(words, 4 * count, spread, drawn, num_keys, at(positions, count))
             drawn = last
             number += 16
             count += 16
+        # Thin them: a position stays with probability p / bound, by p in bfloat16.
         left = 0
         for k in range(0, count, 16):
+            # Ask for the memberships of the next sixteen, where the table exceeds the cache.
             if far and k + 16 < count:
                 for t in range(16):
                     for c in range(0, width, 16):
                         fetch(low_member, np.int64(peek(positions, k + 16 + t)) * width + c)
             here, approx, c = at(positions, k), splat(np.float32(0), 16), 0
+            # Sum sixteen dot products, in steps of 128, 64 and 32 channels.
             while 2 * (width - c) >= 128:
                 approx = approx + dots16(load(low_rate, 2 * c, 128), at(low_member, c), width, here)
                 c += 64
@@ -273,12 +284,14 @@ def by_gaps(
             both = weigh16(approx, words, 4 * k + 32, here, num_keys, scale, below, less, above, more)
             poke(masks, k >> 4, np.int32(both & np.uint64(0xFFFF)))
             left = append16(both >> np.uint64(16), k, doubtful, left)
+        # Decide in float64 the positions that the error left open.
         for k in range(left):
             lane = np.int64(peek(doubtful, k))
             p = pair_prob(rate, at(member, np.int64(peek(positions, lane)) * blocks), blocks, exploration)
             word = peek(words, 4 * (lane & ~15) + 32 + (lane & 15))
             hit = np.float64(word) * bound < p * 2.0**32
             poke(masks, lane >> 4, peek(masks, lane >> 4) | np.int32(np.int64(hit) << (lane & 15)))
+        # Append the positions that stay.
         for k in range(0, count, 16):
             used = pick16(np.uint64(peek(masks, k >> 4)), at(positions, k), first_key, out, used)
     return used
@@ -329,10 +342,12 @@ def by_proposals(
 ):  # fmt: skip
     """Append the edges of a row by Poisson proposals; returns the new end of ``out``, or -1 if it is too short."""
     num_keys, blocks = member.shape
+    # Expect edges of each block, and of exploration as one more; invert their distribution.
     for v in range(blocks):
         mass[v] = np.float64(rate[v]) * fine[KEYS_PER_PANEL * (start + v * skip) + num_keys - 1]
     mass[blocks] = exploration * num_keys
     _inverse_cdf(mass, block_bounds[: blocks + 1])
+    # Draw a Poisson number of proposals, and then sixteen of them at a time.
     count = _draw_poisson(mass[blocks] * stretch, position, sequence_id, head, seed)
     if used + min(count, num_keys) > out.size:
         return -1
@@ -341,8 +356,10 @@ def by_proposals(
     for first in range(0, count, 16):
         philox16(first, position, sequence_id, head | PROPOSAL, seed, drawn, 0)
         size = min(16, count - first)
+        # Draw the block of each proposal.
         for t in range(size):
             drawn[t] = _count_below(block_bounds, 0, block_bounds.size, drawn[t])
+        # Find the panel of its key by bisection in the running sums, and ask for the panel's numbers.
         for t in range(size):
             block = np.int64(drawn[t])
             if block < blocks:
@@ -351,6 +368,7 @@ def by_proposals(
                 group[t] = _find(coarse, panel, groups, target[t])
                 for line in range(0, KEYS_PER_PANEL, 8):
                     fetch(fine, KEYS_PER_PANEL * group[t] + line)
+        # Find the key in the panel, or any key where exploration proposed.
         for t in range(size):
             block, word = np.int64(drawn[t]), drawn[16 + t]
             if block < blocks:
@@ -359,6 +377,7 @@ def by_proposals(
                 drawn[16 + t] = _find(fine, KEYS_PER_PANEL * group[t], length, target[t]) - sums
             else:
                 drawn[16 + t] = (np.uint64(word) * np.uint64(num_keys)) >> np.uint64(32)
+        # Drop repeats by a bit for each key, and thin the others to the exact probability.
         for t in range(size):
             j = np.int64(drawn[16 + t])
             bit = np.uint64(1) << np.uint64(j & 63)
@@ -377,8 +396,10 @@ def by_proposals(
                     return -1
                 drop[rejected] = j
                 rejected += 1
+    # Clear the bits of rejected keys; the others are the edges.
     for e in range(rejected):
         seen[drop[e] >> 6] &= ~(np.uint64(1) << np.uint64(drop[e] & 63))
+    # Few edges are sorted, many are read from the bits in order.
     if (used - begin) * 4 < seen.size:
         for e in range(begin, used):
             seen[out[e] >> 6] = 0

@@ -87,14 +87,17 @@ def _compile_edge_attention(width, value_width):
         weight, factor, tail = scratch(query, EDGES_PER_STRIP), scratch(query, EDGES_PER_STRIP), scratch(col, 16)
         zero, one, low = query.dtype.type(0), query.dtype.type(1), query.dtype.type(-np.inf)
         for row in range(begin, end):
+            # Point to the keys, values and words of the row's head.
             keys_here = at(key, row // queries * keys * width)
             values_here = at(value, row // queries * keys * value_width)
             words_here = at(key_words, row // queries * keys if key_words.size else 0)
             output = at(out, row * value_width)
             clear(output, 0, value_width, zero, value_lanes)
             top, sums, stop = low, splat(zero, 16), peek(rowptr, row + 1)
+            # Take the edges in strips whose logits fit a buffer.
             for start in range(peek(rowptr, row), stop, EDGES_PER_STRIP):
                 strip, count, high = at(col, start), min(EDGES_PER_STRIP, stop - start), splat(low, 16)
+                # Compute sixteen scores at a time, and the largest logit of the strip.
                 for t in range(0, count, 16):
                     tokens = sixteen(at(strip, t), count - t, tail)
                     logit = (
@@ -109,6 +112,7 @@ def _compile_edge_attention(width, value_width):
                     store(weight, t, logit)
                     if key_words.size:
                         store(factor, t, keep16(words_here, tokens, peek(query_words, row), least, grow))
+                # A larger maximum shrinks what has been summed so far.
                 new = highest(high)
                 if new > top:
                     if top > low:
@@ -116,6 +120,7 @@ def _compile_edge_attention(width, value_width):
                         for c in range(0, value_width, value_lanes):
                             store(output, c, load(output, c, value_lanes) * np.exp(top - new))
                     top = new
+                # Add the weights, and sixteen weighted values at a time to the output.
                 for t in range(0, count, 16):
                     p = exp(load(weight, t, 16) - (top if top > low else zero))
                     if weighted:
@@ -124,6 +129,7 @@ def _compile_edge_attention(width, value_width):
                     store(weight, t, p * load(factor, t, 16) if key_words.size else p)
                     last = min(t + 16, count)
                     for c in range(0, value_width, value_lanes):
+                        # Two sums of values run side by side, so that no addition waits for the one before.
                         even, odd = load(output, c, value_lanes), splat(zero, value_lanes)
                         for u in range(t, last - 1, 2):
                             even = even + weigh(weight, u, values_here, strip, value_width, c, value_lanes)
@@ -131,6 +137,7 @@ def _compile_edge_attention(width, value_width):
                         if last & 1:
                             even = even + weigh(weight, last - 1, values_here, strip, value_width, c, value_lanes)
                         store(output, c, even + odd)
+            # Divide by the sum of the weights; a row without edges stays zero.
             norm = lane_sum(sums)
             poke(tops, row, top)
             poke(norms, row, norm)
@@ -155,27 +162,32 @@ def _compile_edge_attention_backward(width, value_width):
         zero, one = query.dtype.type(0), query.dtype.type(1)
         first_key, limit, room = begin // queries * keys, 0, (keys // tiles + 1) * both
         words_here = at(key_words, first_key if key_words.size else 0)
+        # Keys come in tiles that fit the second-level cache, with their gradients.
         for tile in range(tiles):
             start, limit = limit, keys * (tile + 1) // tiles
             keys_here = at(aligned_pointer(memory), -start * both)
             dkeys_here = at(aligned_pointer(memory), room - start * both)
             values_here, dvalues_here = at(keys_here, width), at(dkeys_here, width)
+            # Copy each key next to its value, and clear their gradients.
             for token in range(start, limit):
                 clear(dkeys_here, token * both, both, zero, common_lanes)
                 copy(keys_here, token * both, key, (first_key + token) * width, width, lanes)
                 copy(values_here, token * both, value, (first_key + token) * value_width, value_width, value_lanes)
             for row in range(begin, end):
+                # The mean gain of the row is the dot product of its output with the output's gradient.
                 mean, shift = zero, peek(lse, row) if peek(lse, row) != -np.inf else zero
                 for c in range(row * value_width, (row + 1) * value_width, value_lanes):
                     mean += lane_sum(load(grad_out, c, value_lanes) * load(out, c, value_lanes))
                 if tile == 0:
                     clear(dquery, row * width, width, zero, lanes)
                 start, stop = peek(position, row - begin), peek(rowptr, row + 1)
+                # Take sixteen edges of the row at a time, up to the end of the tile.
                 while start < stop and peek(col, start) < limit:
                     count, none = count_below(at(col, start), min(16, stop - start), limit), splat(zero, 16)
                     tokens = sixteen(at(col, start), count, tail)
                     if count < 16:  # the tile need not hold key 0
                         store(tail, 0, first(count, load(tail, 0, 16), peek(col, start)))
+                    # Compute scores and gains, and recompute the weights from the log-sum.
                     score = add_dots(none, query, row * width, keys_here, both, tokens, width, lanes) * scale
                     gain = add_dots(
                         none, grad_out, row * value_width, values_here, both, tokens, value_width, value_lanes
@@ -188,6 +200,7 @@ def _compile_edge_attention_backward(width, value_width):
                     if key_words.size:
                         store(factor, 0, keep16(words_here, tokens, peek(query_words, row), least, grow))
                         gain = gain * load(factor, 0, 16)
+                    # Compute the gradient of each logit, of which gate and bias get theirs.
                     slope = p * (gain - mean)
                     if dgate.size:
                         store16(dgate, start, count, slope if weighted else slope * score)
@@ -195,8 +208,10 @@ def _compile_edge_attention_backward(width, value_width):
                         p, slope = p * some_gate, slope * some_gate
                     if dbias.size:
                         store16(dbias, start, count, slope)
+                    # Store the factors of the gradients of the values, and of the query and the keys.
                     store(weights, 0, p * load(factor, 0, 16) if key_words.size else p)
                     store(slopes, 0, (slope if weighted else slope * some_gate) * scale)
+                    # Add to the gradients of the query, the keys and the values, a strip of channels at a time.
                     for c in range(0, wider, common_lanes):
                         nothing = splat(zero, common_lanes)
                         q = load(query, row * width + c, common_lanes) if c < width else nothing
@@ -214,6 +229,7 @@ def _compile_edge_attention_backward(width, value_width):
                             store(dquery, row * width + c, dq)
                     start += count
                 poke(position, row - begin, start)
+            # Copy the gradients of the tile to those of the unit.
             for token in range(keys * tile // tiles, limit):
                 offset = unit * keys + token
                 copy(dkey, offset * width, dkeys_here, token * both, width, lanes)
@@ -232,6 +248,7 @@ def _compile_edge_dot(width):
     @numba_kernel
     def dot(begin, end, tiles, queries, keys, query, key, rowptr, col, out):
         tail, zero, position = scratch(col, 16), query.dtype.type(0), rowptr[begin:end].copy()
+        # Keys come in tiles that fit the second-level cache; each row remembers how far it has come.
         for tile in range(tiles):
             limit = keys * (tile + 1) // tiles
             for row in range(begin, end):
@@ -258,6 +275,7 @@ def _compile_edge_dot_backward(width):
     ):
         position, zero = rowptr[begin:end].copy(), query.dtype.type(0)
         keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
+        # Keys come in tiles whose gradients fit the second-level cache.
         for tile in range(tiles):
             limit = keys * (tile + 1) // tiles
             start = keys * tile // tiles
@@ -273,6 +291,7 @@ def _compile_edge_dot_backward(width):
                         else:
                             stop = middle
                     poke(position, row - begin, stop)
+                # One pass over the edges of the tile serves the gradients of both sides.
                 for c in range(0, width, lanes):
                     q, dq = load(query, row * width + c, lanes), splat(zero, lanes)
                     if tile:
@@ -300,6 +319,7 @@ def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tu
     """
     rows = (len(rowptr) - 1) // max(heads, 1)
     sizes = [int(rowptr[(head + 1) * rows] - rowptr[head * rows]) for head in range(heads)]
+    # Split heads until a greedy schedule keeps all threads busy to within 15 %.
     for refine in (1, 2, 4):
         goal = max(sum(sizes) / (refine * threads), 16 * keys, 1)
         parts = [max(1, round(size / goal)) for size in sizes]
@@ -308,6 +328,7 @@ def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tu
             busy[busy.index(min(busy))] += work
         if max(busy) * threads <= 1.15 * sum(sizes):
             break
+    # The first unit of a head has the sums of the head; others have sums of their own.
     units, extra = [], heads
     for head in range(heads):
         spans = split(rowptr[head * rows : (head + 1) * rows + 1], parts[head]) or [(0, 0)]

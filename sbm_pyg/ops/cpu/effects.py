@@ -53,6 +53,7 @@ def _compile_edge_effect(width, value_width, blocks):
         low, most, certain = query.dtype.type(-np.inf), query.dtype.type(-88), query.dtype.type(MAX_PROB)
         tail, top, sums, sums_gain = scratch(col, 16), low, zero, zero
         for row in range(begin, end):
+            # Point to the keys, values and memberships of the row's head.
             keys = at(key, row // queries * num_keys * width)
             values = at(value, row // queries * num_keys * value_width)
             members = at(member, row // queries * num_keys * blocks)
@@ -66,6 +67,7 @@ def _compile_edge_effect(width, value_width, blocks):
                     (at(probe_col, start), at(probe_out, start)) if probing else (at(col, start), at(out, start))
                 )
                 extra, biased = (at(probe_bias, start), probe_bias.size) if probing else (at(bias, start), bias.size)
+                # Write logit, gain and factor of each edge, sixteen at a time, to buffers as long as the row.
                 high = splat(low, 16)
                 for t in range(0, count, 16):
                     tokens, none, factor = sixteen(at(ends, t), count - t, tail), splat(zero, 16), splat(one, 16)
@@ -74,6 +76,7 @@ def _compile_edge_effect(width, value_width, blocks):
                         none, grad_out, row * value_width, values, value_width, tokens, value_width, value_lanes
                     )
                     if blocks:
+                        # The weight of the effect follows from the probability of the pair and of a probe.
                         eta, p = peek(chance, row % queries), splat(exploration, 16)
                         p = add_dots(p, rate, row * blocks, members, blocks, tokens, blocks, block_lanes)
                         part = half if eta > zero else one  # without probes the edges stand for absent pairs, too
@@ -93,6 +96,7 @@ def _compile_edge_effect(width, value_width, blocks):
                     store(factors, t, factor)
 
                 if probing:
+                    # A probe joins the row's edges: its effect is its share of its gain above their mean gain.
                     mean = sums_gain / sums if sums != zero else zero
                     for t in range(0, count, 16):
                         logit, change = load(logits, t, 16), load(gains, t, 16)
@@ -100,6 +104,7 @@ def _compile_edge_effect(width, value_width, blocks):
                             weight = exp(zero - maximum(splat(most, 16), top - logit))
                             change = weight / (weight + sums) * (change - mean)
                         store16(target, t, count - t, change * load(factors, t, 16))
+                    # A probe that is an edge, or is forbidden, has no effect; both lists ascend.
                     for t in range(count):
                         token = peek(ends, t)
                         while edge < stop and peek(col, edge) < token:
@@ -120,6 +125,7 @@ def _compile_edge_effect(width, value_width, blocks):
                         for t in range(0, count, 16):
                             high = maximum(load(logits, t, 16), high)
                         second = highest(high)
+                    # Weigh the other edges, relative to the second largest logit.
                     shift = second if second != low else zero
                     for t in range(0, count, 16):
                         weight = exp(load(logits, t, 16) - shift)
@@ -127,10 +133,12 @@ def _compile_edge_effect(width, value_width, blocks):
                         other_gains = other_gains + weight * load(gains, t, 16)
                         store(logits, t, weight)
                     others, others_gain = lane_sum(other_weights), lane_sum(other_gains)
+                    # Sum up the whole row, relative to its largest logit.
                     ratio = np.exp(second - top) if second - top > NEGLIGIBLE_LOGIT else zero
                     sums, sums_gain = (
                         (one + others * ratio, best_gain + others_gain * ratio) if top != low else (zero, zero)
                     )
+                    # The effect of an edge is its share of its gain above the mean gain of the others.
                     for t in range(0, count, 16):
                         share, gain, change = load(logits, t, 16) * ratio, load(gains, t, 16), splat(zero, 16)
                         if top != low:
@@ -175,6 +183,7 @@ def _weigh_rows(begin, end, effect, prob, rowptr, chance, forced, exploration, p
     zero, half = out.dtype.type(0), out.dtype.type(0.5)
     one, certain = out.dtype.type(1), out.dtype.type(MAX_PROB)
     for row in range(begin, end):
+        # Weigh an effect by one over the probability that the pair is drawn, as an edge or a probe.
         eta = chance[row % chance.size]
         part = half if eta > zero else one  # without probes the edges stand for absent pairs, too
         for edge in range(rowptr[row], rowptr[row + 1]):

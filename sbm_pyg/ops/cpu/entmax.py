@@ -100,11 +100,13 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
     Returns how many values may have one, and the sum of the shares: NaN where the row has no shares to compute. Writes
     the values' numbers in the row to ``index`` and their shares to ``part``.
     """
+    # Find the largest value of the row.
     less, none = alpha - 1, src.dtype.type(-np.inf)
     high16 = splat(none, 16)
     for e in range(start, stop, 16):
         high16 = maximum(first(stop - e, load16(src, e, stop - e), none), high16)
     top, count, broken = np.float64(highest(high16)), 0, 0
+    # Pack the values within 1 / (alpha - 1) of it, which alone can have a share.
     bound = top - 1 / less
     for e in range(start, stop):
         x = np.float64(src[e])
@@ -113,6 +115,7 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
         broken += x != x
     if broken or top == np.inf:
         return 0, np.nan
+    # Take Newton's steps on the norm of the slacks, which is nearly straight.
     low, high, tau, mass = -1.0, -(float(max(count, 1)) ** -less), -1.0, 0.0
     for _ in range(KERNEL_NEWTON_STEPS if count else 0):
         for k in range(count):
@@ -122,6 +125,7 @@ def _solve(src, start, stop, alpha, index, level, slack, part):
         step = tau + (mass - mass ** (1 - less)) / steep
         if abs(step - tau) <= ROOT_TOLERANCE * -tau:
             break
+        # Below the root, values without slack are out for good; above it, alpha up to 2 is done.
         if mass > 1:
             low, remaining = tau, 0
             for k in range(count):
@@ -184,9 +188,11 @@ def _entmax_backward_rows(begin, end, column, longest, grad, p, rowptr, alpha, n
     shift, rows = column * rowptr[-1], rowptr.size - 1
     for row in range(begin, end):
         start, stop, number, count = shift + rowptr[row], shift + rowptr[row + 1], column * rows + row, 0
+        # Find the support, the values with a share.
         for e in range(start, stop):
             index[count] = e
             count += p[e] != 0  # NaN is in
+        # Sum the weights p^(2 - alpha), and the gradient by them.
         norm, tilted, total = 0.0, 0.0, 0.0
         for k in range(count):
             share[k] = p[index[k]]
@@ -195,10 +201,12 @@ def _entmax_backward_rows(begin, end, column, longest, grad, p, rowptr, alpha, n
             total += share[k]
             norm += weight[k]
             tilted += weight[k] * grad[index[k]]
+        # Write the gradient of each value of the support.
         mean = (tilted if total == total else np.nan) / norm if count else 0.0
         dsrc[start:stop] = 0 if mean == mean else np.nan
         for k in range(count):
             dsrc[index[k]] = weight[k] * (grad[index[k]] - mean)
+        # Write the gradient of alpha, which takes the entropy of the shares.
         if need_alpha:
             shared, mixed, entropy = 0.0, 0.0, 0.0
             for k in range(count):

@@ -47,6 +47,7 @@ def _compile_index_score(width):
             for start in range(peek(rowptr, row), stop, 16):
                 count, total = min(16, stop - start), splat(zero, 16)
                 tokens = sixteen(at(col, start), count, tail)
+                # Add the weighted ReLUs of all small heads, sixteen edges at a time.
                 for s in range(row * small, (row + 1) * small):
                     dot = add_dots(splat(zero, 16), query, s * width, keys_here, width, tokens, width, lanes)
                     total = total + peek(weight, s) * maximum(splat(zero, 16), dot)  # of NaN, NaN
@@ -66,9 +67,11 @@ def _compile_index_score_backward(width):
         slopes, tail, zero, one = scratch(query, 16), scratch(col, 16), query.dtype.type(0), query.dtype.type(1)
         position = rowptr[begin:end].copy()
         keys_here, dkeys_here = at(key, begin // queries * keys * width), at(dkey, unit * keys * width)
+        # Clear what the rows of the unit sum up.
         for s in range(begin * small, end * small):
             clear(dquery, s * width, width, zero, lanes)
             poke(dweight, s, zero)
+        # Keys come in tiles whose gradients fit the second-level cache.
         for tile in range(tiles):
             first_key, limit = keys * tile // tiles, keys * (tile + 1) // tiles
             clear(dkeys_here, first_key * width, (limit - first_key) * width, zero, lanes)
@@ -77,10 +80,12 @@ def _compile_index_score_backward(width):
                 while start < stop and peek(col, start) < limit:
                     count = count_below(at(col, start), min(16, stop - start), limit)
                     tokens, change = sixteen(at(col, start), count, tail), load16(grad, start, count)
+                    # Compute the product of each small head again; its ReLU goes to the gradient of the weight.
                     for s in range(row * small, (row + 1) * small):
                         dot = add_dots(splat(zero, 16), query, s * width, keys_here, width, tokens, width, lanes)
                         gain = first(count, change * maximum(splat(zero, 16), dot), zero)
                         poke(dweight, s, peek(dweight, s) + lane_sum(gain))
+                        # Where the product is positive, the gradient reaches the small query and the keys.
                         active = where_above(dot, zero, one, splat(zero, 16))
                         store(slopes, 0, change * peek(weight, s) * active)
                         for c in range(0, width, lanes):
@@ -109,6 +114,7 @@ def _compile_edge_cross_entropy(width):
         for row in range(begin, end):
             keys_here, start = at(key, row // queries * keys * width), peek(rowptr, row)
             size = peek(rowptr, row + 1) - start
+            # Compute logits, load logarithms of probabilities, and find the largest of both.
             high = most = splat(low, 16)
             for t in range(0, size, 16):
                 count = min(16, size - t)
@@ -122,6 +128,7 @@ def _compile_edge_cross_entropy(width):
                 store(shares, t, log_prob)
             top, best = highest(high), highest(most)
             top, best = top if top > low else zero, best if best > low else zero
+            # Sum both softmaxes of the row, and the product of attention with the logarithms.
             total = seen = product = whole = splat(zero, 16)
             for t in range(0, size, 16):
                 log_prob = load(shares, t, 16)
@@ -132,11 +139,13 @@ def _compile_edge_cross_entropy(width):
                 product = product + weight * maximum(log_prob - best, splat(least, 16))
                 store(weights, t, weight)
                 store(shares, t, share)
+            # Write the loss of the row, for the part of the attention that lies on possible edges.
             norm, sums = lane_sum(total), lane_sum(whole)
             norm = one / norm if norm != zero else zero
             part = lane_sum(seen) * norm
             ratio = part / sums if sums != zero else zero
             poke(loss, row, part * np.log(sums) - lane_sum(product) * norm if sums != zero else zero)
+            # Write the slope of each edge, for the backward pass.
             for t in range(0, size, 16):
                 change = load(shares, t, 16) * ratio - load(weights, t, 16) * norm
                 store16(slope, start + t, min(16, size - t), change)

@@ -35,11 +35,13 @@ def _scores(query, pitch, weight, small, rows, channels, columns, start, count, 
     zero = splat(columns.dtype.type(0), KEYS_AT_ONCE)
     for panel in range(count):
         offset = start + panel * channels * KEYS_PER_PANEL
+        # Take two rows at a time; an odd last row is done twice.
         for row in range(0, rows, 2):
             other = min(row + 1, rows - 1)
             q0, q1, w0, w1 = pitch * row, pitch * other, small * row, small * other
             for lane in range(0, KEYS_PER_PANEL, KEYS_AT_ONCE):
                 s0 = s1 = zero
+                # Take two small heads at a time, so that each key that is loaded serves four sums.
                 for s in range(0, small, 2):
                     one, two = channels * s, channels * min(s + 1, small - 1)
                     x0 = y0 = x1 = y1 = zero
@@ -79,6 +81,7 @@ def _dots(query, pitch, rows, channels, columns, start, count, scores, width):
 def _kth_largest(numbers, count, k):
     """The k-th largest of the first ``count`` numbers, by Hoare's selection; the k largest come to the front."""
     low, high, target = 0, count - 1, k - 1
+    # Part the numbers around a pivot, and go on in the part that holds the k-th.
     while low < high:
         pivot, i, j = numbers[target], low, high
         while i <= j:
@@ -126,6 +129,7 @@ def _spread_of(scores, count, kind):
     lowest, zero, one = kind.type(-np.inf), splat(kind.type(0), 16), kind.type(1)
     top = bottom = splat(lowest, 16)
     total = square = finite = zero
+    # Take sixteen scores at a time, and the last ones one by one.
     whole = count // 16 * 16
     for j in range(0, whole, 16):
         numbers = load(scores, j, 16)
@@ -180,10 +184,12 @@ def _write_above(scores, end, bound, ties, base, out, used):
 def _write_best_of_few(scores, k, count, low, high, best, where, base, out, used):
     """Append ``base`` and the k largest of the ``count`` scores at ``where``, which lie from ``low`` to ``high``."""
     half = best.dtype.type(0.5)
+    # Pack the scores that are left.
     last = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
     for j in range(count):
         best[j] = peek(scores, where[j])
     best[count:last] = np.nan
+    # Bisect for a bound that exactly k of them exceed.
     above = count
     for _ in range(BISECTIONS):
         bound = half * low + half * high
@@ -194,6 +200,7 @@ def _write_best_of_few(scores, k, count, low, high, best, where, base, out, used
             low = bound
         else:
             high = bound
+    # There is none if scores are equal: the k-th largest is the bound, and the first ties are taken.
     ties = 0
     if above != k:
         low, above = _kth_largest(best, count, k), 0
@@ -201,6 +208,7 @@ def _write_best_of_few(scores, k, count, low, high, best, where, base, out, used
             best[j] = peek(scores, where[j])
             above += best[j] > low
         ties = k - above
+    # Append the positions of the chosen scores.
     for first in range(0, last, KEYS_PER_PANEL):
         mask, equal = _masks(best, first, low)
         mask, ties = _with_ties(mask, equal, ties)
@@ -219,6 +227,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
     ``end`` numbers, and ``where`` for 64 more.
     """
     lowest, half, zero = best.dtype.type(-np.inf), best.dtype.type(0.5), best.dtype.type(0)
+    # Count the scores that are numbers; NaN becomes infinity.
     candidates, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
     if candidates < count:  # others are NaN, or minus infinity
         for j in range(count):
@@ -226,8 +235,10 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
             if score != score:
                 poke(scores, j, -lowest)
         candidates, low, high, mean, deviation = _spread_of(scores, count, best.dtype)
+    # With so few numbers take all, and the first of the scores that are minus infinity.
     if candidates <= k:
         return _write_above(scores, end, lowest, k - candidates, base, out, used)
+    # Try 0 as the bound first, which sums of ReLUs often are.
     at_high, start = 0, lowest
     if relu and low < 0 <= high:
         above, equal = 0, 0
@@ -240,6 +251,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
             low, candidates, start = zero, above, zero
         else:
             high, at_high = zero, above
+    # Guess a bound by mean and deviation, which leaves slightly more than k scores; then interpolate.
     goal, most = 1.2 * k + 8, 2 * k + KEYS_PER_PANEL
     guess = mean + deviation * _gaussian_tail(goal / candidates) if goal < candidates else low
     for trial in range(TRIALS):
@@ -262,6 +274,7 @@ def _write_best(scores, count, end, k, relu, best, where, base, out, used):
         else:  # the logarithm of the number above falls about linearly
             part = math.log(candidates / goal) / math.log(candidates / (at_high + 0.5))
             guess = low + part * (high - low)
+    # Write the k scores that the bound leaves; if it leaves more, bisect among these.
     if candidates == k:
         return _write_above(scores, end, start, 0, base, out, used)
     _write_above(scores, end, start, 0, 0, where, 0)
@@ -277,6 +290,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num
     small, pitch, longest, used = weight.shape[1], query.shape[1], 0, 0
     channels = pitch // max(1, small)
     for r in range(first, last):
+        # The longest row sets the sizes of the buffers.
         longest = max(longest, allowed[r % queries])
     width = (longest + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL * KEYS_PER_PANEL
     scores, best = np.empty(ROWS * width, query.dtype), np.empty(width, query.dtype)
@@ -286,6 +300,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num
         b, count = batch[i], allowed[i]
         start = (head * panel_ptr[-1] + panel_ptr[b]) * channels * KEYS_PER_PANEL
         panels = (count + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
+        # Score up to sixteen rows of a head and sequence together, while their panels are in cache.
         if r == done:  # rows of one head and sequence
             begin, most = r, panels
             while done < min(last, begin + ROWS, (head + 1) * queries) and batch[done % queries] == b:
@@ -296,6 +311,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num
                 _scores(group_query, pitch, at(weight, r * small), small, *sizes, columns, start, most, scores, width)
             else:
                 _dots(group_query, pitch, *sizes, columns, start, most, scores, width)
+        # Rank each row by itself; padding of the last panel is NaN.
         row = at(scores, (r - begin) * width)
         end = panels * KEYS_PER_PANEL
         for j in range(count, end):

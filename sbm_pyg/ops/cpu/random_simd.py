@@ -55,6 +55,7 @@ def philox16(typing, counter, query_position, sequence_id, purpose, seed, out, o
     """
 
     def generate(context, builder, signature, args):
+        # Hold sixteen counters side by side, each word of 32 bits in a lane of 64.
         low = _long(0xFFFFFFFF)
         x = [_splat16(builder, builder.and_(arg, ir.Constant(I64, 0xFFFFFFFF))) for arg in args[:4]]
         x[0] = builder.and_(builder.add(x[0], ir.Constant(_LONGS, list(range(LANES)))), low)
@@ -62,6 +63,7 @@ def philox16(typing, counter, query_position, sequence_id, purpose, seed, out, o
             _splat16(builder, builder.and_(args[4], ir.Constant(I64, 0xFFFFFFFF))),
             _splat16(builder, builder.lshr(args[4], ir.Constant(I64, 32))),
         ]
+        # Each of ten rounds takes two products of 64 bits, swaps their halves, and steps the key.
         for _ in range(10):
             a, b = builder.mul(x[0], _long(0xD2511F53)), builder.mul(x[2], _long(0xCD9E8D57))
             x = [
@@ -74,6 +76,7 @@ def philox16(typing, counter, query_position, sequence_id, purpose, seed, out, o
                 builder.and_(builder.add(k, _long(step)), low)
                 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
             ]
+        # Write the words, the first of all counters before the second.
         for word, value in enumerate(x):
             target = builder.add(args[6], ir.Constant(I64, LANES * word))
             builder.store(
@@ -123,6 +126,7 @@ def gaps16(typing, words, offset, spread, before, end, positions):
         def double(number):
             return ir.Constant(_DOUBLES, [number] * LANES)
 
+        # Make a uniform number of 53 bits from two words.
         fused = partial(_fused, builder)
         high, low = (
             builder.zext(
@@ -150,6 +154,7 @@ def gaps16(typing, words, offset, spread, before, end, positions):
         series = builder.fmul(series, square)
         logarithm = builder.fsub(f, builder.fmul(s, builder.fsub(f, series)))
         logarithm = fused(builder.sitofp(exponent, _DOUBLES), double(0.6931471805599453), logarithm)
+        # Round the logarithm times the spread down to gaps, whose running sum gives the positions.
         limit = _splat16(builder, builder.sitofp(args[4], ir.DoubleType()))
         gap = builder.fmul(logarithm, _splat16(builder, builder.fneg(args[2])))
         gap = builder.select(builder.fcmp_ordered("<", gap, limit), gap, limit)
@@ -195,6 +200,7 @@ def quick_gaps16(typing, words, offset, spread, before, end, positions):
         for factor in (*factors, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1, -0.5):
             series = fused(series, f, number(factor))
         logarithm = fused(exponent, number(0.6931471805599453), fused(series, square, f))
+        # Round down both ends of the error: where they agree in all lanes, the positions are sure.
         size = _splat16(builder, builder.fptrunc(args[2], ir.FloatType()))
         gap = builder.fmul(logarithm, builder.fneg(size))
         error = builder.fmul(builder.fadd(gap, size), number(QUICK_ERROR))
@@ -361,11 +367,13 @@ def shared_masks(typing, halves, others, offset, half, other, limits, masks, upp
                 x = builder.mul(builder.xor(x, builder.lshr(x, number(shift))), number(factor))
             return builder.xor(x, builder.lshr(x, number(9)))
 
+        # Round the limits down to 16 bits.
         most = ir.Constant(_FLOATS, [65535.0] * LANES)
         limit = builder.select(builder.fcmp_ordered("<", args[5], most), args[5], most)
         limit = builder.trunc(builder.fptoui(limit, _WORDS), ir.VectorType(I16, LANES))
         group_words = [splat_number(builder, builder.trunc(x, I16), 32) for x in args[3:5]]
         both = []
+        # Mix the words of 32 keys with those of the group, and compare them with the limits of two blocks.
         for part in range(8):
             start = builder.add(args[2], ir.Constant(I64, 32 * part))
             first, second = (
@@ -378,6 +386,7 @@ def shared_masks(typing, halves, others, offset, half, other, limits, masks, upp
             order = ir.Constant(ir.VectorType(I32, 32), [2 * part] * 16 + [2 * part + 1] * 16)
             reach = builder.icmp_unsigned("<=", word, builder.shuffle_vector(limit, limit, order))
             both.append(builder.zext(builder.bitcast(reach, I32), I64))
+        # Join the bits to four words of 64.
         for part in range(4):
             mask = builder.or_(both[2 * part], builder.shl(both[2 * part + 1], ir.Constant(I64, 32)))
             builder.store(mask, pointer(context, builder, masks, args[6], ir.Constant(I64, part)))

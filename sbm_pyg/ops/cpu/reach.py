@@ -26,6 +26,7 @@ def _reach_dots(first, last, query, key, query_ptr, key_ptr, lag, out):
         total[:] = 0
         j, shift = key_ptr[b], key_ptr[b] + 1 - lag - query_ptr[b]
         for i in range(query_ptr[b], query_ptr[b + 1]):
+            # Add the keys that this query is the first to attend to, then take the dot product.
             while j < min(shift + i, key_ptr[b + 1]):
                 for k in range(total.size):
                     total[k] += key[head, j, k]
@@ -43,6 +44,7 @@ def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, d
     for piece in range(first, last):
         head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
         j, shift = key_ptr[b], key_ptr[b] + 1 - lag - query_ptr[b]
+        # From the first query on, gradients of queries are running sums of the keys.
         if dquery.size:
             total[:] = 0
             for i in range(query_ptr[b], query_ptr[b + 1]):
@@ -52,6 +54,7 @@ def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, d
                     j += 1
                 for k in range(total.size):
                     dquery[head, i, k] = grad[head, i] * total[k]
+        # From the last key on, gradients of keys are running sums over the queries that attend to them.
         if dkey.size:
             total[:] = 0
             i = query_ptr[b + 1] - 1

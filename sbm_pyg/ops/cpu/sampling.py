@@ -77,6 +77,7 @@ def _survey(head, b, member, bits, key_ptr, member_sum, member_max, low_member):
     ``bits`` are those of the memberships in float32. Rows of bfloat16 are padded with zeros.
     """
     sums, tops, blocks = np.zeros(member.shape[2]), np.zeros(member.shape[2], member.dtype), member.shape[2]
+    # Update sums and maxima by column, and round each number to the nearest bfloat16.
     for j in range(key_ptr[b], key_ptr[b + 1]):
         row, low = head * member.shape[1] + j, low_member.shape[1]
         for v in range(blocks):
@@ -162,6 +163,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
     way, stretch, bound = plan
     rate, member, low_rate, columns, error, wide_rate, low_member, coarse, fine = model
     queries = batch.size
+    # Allocate buffers for the longest row, which all rows of the task share.
     longest = 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
@@ -184,6 +186,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
         its_head = head + first_heads[b]
         start, end, groups = panel_ptr[b], shift + num_keys, (num_keys + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL
         before = used
+        # Rows by gaps take positions at geometric distances, and thin them.
         if way[r] == GAPS:
             if used + num_keys + 16 > out.size:
                 break
@@ -193,6 +196,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                 at(member, first_key * blocks), shift, num_keys, blocks, bound[r], position, sequence_id, its_head,
                 seed, exploration, at(out, 0), used,
             )  # fmt: skip
+        # Rows by proposals take a Poisson number of keys, and thin them; -1 says that `out` is full.
         elif way[r] == PROPOSALS:
             used = by_proposals(
                 rate[r], member[head, shift:end], coarse, fine, head * blocks * skip + start, skip, groups, stretch[r],
@@ -203,6 +207,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                 used = before
                 break
         else:
+            # Rows by pairs compute their probabilities four rows at a time.
             members = member[head, shift:end]
             if used + num_keys + 64 > out.size:
                 break
@@ -216,6 +221,7 @@ def _draw_rows(first, last, law, sequences, plan, model, out, counts, state, top
                 longest_row = allowed[group[ready - 1] % queries]
                 most = (longest_row + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL  # panels of the last row
                 approximate_probs(low_rate, group, ready, columns, head * skip + start, most, approx)
+            # Probabilities that may exceed 1 are cut, or are an error.
             if way[r] == LARGE_PAIRS and not is_fastrg:
                 top[0] = 0.0 if clamp else largest_prob(approx[taken], error, rate[r], members, exploration)
                 if top[0] > MAX_PROB + exploration:
@@ -255,6 +261,7 @@ def sample_sbm(
     allowed = reference_segments.allowed_keys(query_ptr, key_ptr, queries, is_causal).numpy()
     width = -(-blocks // 32) * 32
 
+    # Sum up the memberships of each sequence, find the largest, and copy them in bfloat16.
     member_sum, member_max = np.empty((2, heads, sequences, blocks))
     low_member = empty_table((heads * member.shape[1] + 1, width), np.uint16)  # with one row more: see `by_gaps`
     low_rate, low_members = (x.astype(np.float32, copy=False) for x in (rates, members))
@@ -262,6 +269,7 @@ def sample_sbm(
     spans = [(head, b) for head in range(heads) for b in range(sequences)]
     tasks: list[tuple] = [(*span, members, bits, k_ptr, member_sum, member_max, low_member) for span in spans]
     run(_survey, tasks, task_count(4 * members.size))
+    # Compute the expected number of keys of each row, and a bound on its probabilities.
     expected, bound = np.empty((2, heads * queries))
     if is_causal:
         tasks = [(*span, queries, rates, members, q_ptr, k_ptr, expected, bound) for span in spans]
@@ -269,6 +277,7 @@ def sample_sbm(
     else:
         cuts = even_ranges(heads * queries, task_count(2 * rates.size))
         run(_expect, [(*cut, queries, rates, batch, member_sum, member_max, expected, bound) for cut in cuts])
+    # Each row takes the cheapest way.
     row_keys = np.tile(allowed, heads)
     expected += exploration * row_keys
     bound += exploration
@@ -279,6 +288,7 @@ def sample_sbm(
     way = np.where((way == PAIRS) & (bound > 1), LARGE_PAIRS, way).astype(np.uint8)
     plan, used = _Plan(way, ways.stretch.numpy(), bound), np.bincount(way, minlength=4)
 
+    # Make the tables of those ways that a row takes.
     panel_ptr = np.concatenate([[0], np.cumsum((np.diff(k_ptr) + KEYS_PER_PANEL - 1) // KEYS_PER_PANEL)])
     by_pairs_too = bool(used[PAIRS] + used[LARGE_PAIRS])
     columns = empty_table((heads, int(panel_ptr[-1]) if by_pairs_too else 0, blocks, KEYS_PER_PANEL), np.float32)
@@ -304,6 +314,7 @@ def sample_sbm(
         rates, members, low_rate, columns.ravel(), error, wide_rate, low_member.view(np.uint32).ravel(), coarse.ravel(),
         fine.ravel(),
     )  # fmt: skip
+    # Draw ranges of rows on all threads, each into a buffer for the edges that are likely.
     likely = np.minimum(expected, row_keys)
     steps = STEPS_PER_EDGE * int(likely.sum()) + blocks // 4 * int(row_keys[way >= PAIRS].sum())
     pieces = even_ranges(heads * queries, task_count(steps, 8))

@@ -132,6 +132,7 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
     words, bucket = np.empty(64, np.uint32), np.empty(min(segment, num_keys), np.int64)
     slots, sizes = np.empty(blocks * LEVELS + 1, np.int64), np.empty(bucket.size, np.float32)
     bits, sums, products = sizes.view(np.int32), splat(np.float32(0), 16), np.empty(2 * num_pairs + 16, np.float32)
+    # Sort each segment of positions by itself.
     for begin in range(0, num_keys, segment):
         count, most = min(segment, num_keys - begin), np.int32(0)
 
@@ -158,6 +159,7 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
         for j in range(count):
             bucket[j] = bucket[j] * LEVELS + min(LEVELS - 1, (most - bits[j]) >> 22)
             slots[bucket[j] + 1] += 1
+        # Find places by counting sort, and draw the random words of each key.
         for v in range(1, slots.size):
             slots[v] += slots[v - 1]
         for j in range(count):
@@ -267,6 +269,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
     width, tiles_of_group, longest = 2 * num_pairs, (row_group + 15) // 16, 0
     for b in range(key_ptr.size - 1):
         longest = max(longest, key_ptr[b + 1] - key_ptr[b])
+    # Widen the bounds on words by the relative error of probabilities in bfloat16.
     error = np.float32(1.01 * 2.0**-7 + (blocks + 16) * 2.0**-22)
     reach = np.float32(2.0**16) * (1 + error)
     reach_more = np.float32(exploration) * reach + np.float32(2.0**-10)
@@ -291,6 +294,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
         while number >= tile_ptr[b + 1]:
             b += 1
         length, num_keys = query_ptr[b + 1] - query_ptr[b], key_ptr[b + 1] - key_ptr[b]
+        # Load the next tiles of this sequence, with their positions, keys, rates and words.
         tiles = min(TILES, last - tile, tile_ptr[b + 1] - number)
         most_allowed = 0
         for t in range(tiles):

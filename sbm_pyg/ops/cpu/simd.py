@@ -233,6 +233,7 @@ def transpose16(typing, out, to, pitch, array, start, width):
             return pointer(context, builder, kind_of, data, offset, kind)
 
         rows = [builder.load(address(array, *args[3:], i), align=_item_size(array)) for i in range(16)]
+        # Swap the halves of every two rows that differ in one bit of their number.
         for bit in (8, 4, 2, 1):
             low = _order([k - bit + 16 if k & bit else k for k in range(16)])
             high = _order([k + 16 if k & bit else k + bit for k in range(16)])
@@ -394,6 +395,7 @@ def dots16(typing, vector, array, stride, tokens):
         starts = (
             [c + half for c in range(0, vector.lanes, 32) for half in (0, 1)] if pairs else range(0, vector.lanes, 16)
         )
+        # Cut the vector into pieces of sixteen; of pairs, even and odd numbers lie apart.
         pieces = [builder.shuffle_vector(row, row, _order([c + (1 + pairs) * k for k in range(16)])) for c in starts]
 
         def halves(address):
@@ -514,6 +516,7 @@ def keep16(typing, words, tokens, query_word, least, grow):
     def generate(context, builder, signature, args):
         kind = ir.VectorType(I32, 16)
         word = ir.Constant(kind, ir.Undefined)
+        # Gather the words of the keys, and mix each with that of the query.
         for lane in range(16):
             token = builder.load(pointer(context, builder, tokens, args[1], ir.Constant(I64, lane)))
             token = token if token.type == I64 else builder.sext(token, I64)

@@ -40,6 +40,7 @@ def _write_keys(first, last, chance, batch, allowed, key_ptr, start, rowptr, col
         i = r % chance.size
         shift, most, begin_edge = key_ptr[batch[i]], allowed[i] - 1, rowptr[r]
         begin, spacing = start[r], 1 / chance[i]
+        # Keys lie at equal distances from the start, up to the last that the query may attend to.
         for number in range(rowptr[r + 1] - begin_edge):
             col[begin_edge + number] = shift + min(most, np.int64((number + begin) * spacing))
 

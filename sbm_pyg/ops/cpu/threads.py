@@ -115,10 +115,12 @@ def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) 
     todo, failures = deque(tasks), []
 
     def work(_=None):
+        # Subnormal numbers count as zero meanwhile.
         slow = SUBNORMAL_NUMBER * 1.0 != 0.0  # a setting of each thread, which is left as it was
         if slow:
             torch.set_flush_denormal(True)
         try:
+            # Take tasks until none is left.
             while todo:
                 try:
                     task = todo.popleft()
@@ -132,6 +134,7 @@ def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) 
             if slow:
                 torch.set_flush_denormal(False)
 
+    # Run on the threads of torch, or on a pool of Python threads where these are unknown.
     threads = min(threads or torch.get_num_threads(), len(todo))
     if not _on_team(work, threads):
         futures = [_threads().submit(work) for _ in range(threads - 1)]

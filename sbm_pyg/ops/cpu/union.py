@@ -55,6 +55,7 @@ def _merge(first, last, rowptr, col, other_rowptr, other_col, union_rowptr, unio
     for row in range(first, last):
         begin, end, shift = rowptr[row], rowptr[row + 1], union_rowptr[row] - rowptr[row]
         for edge in range(other_rowptr[row], other_rowptr[row + 1]):
+            # Copy the keys below the other graph's next key, then that key.
             place = _lower_bound(col, begin, end, other_col[edge])
             copy_keys(union, begin + shift, col, begin, place - begin)
             union[place + shift] = other_col[edge]

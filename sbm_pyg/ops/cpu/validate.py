@@ -18,6 +18,7 @@ def _first_invalid_row(first, last, rowptr, col, low, high, invalid, piece):
     """Write the first row in ``first .. last-1`` that is not valid, or nothing."""
     for row in range(first, last):
         start, end = rowptr[row], rowptr[row + 1]
+        # Offsets must be in range, and keys must ascend within the query's sequence.
         wrong = start < 0 or end < start or end > col.size
         if not wrong and end > start:
             query = row % low.size

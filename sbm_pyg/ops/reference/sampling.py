@@ -130,6 +130,7 @@ def _sample_rows(
                 position = query - query_starts[sequence]
                 allowed = min(position + 1, last - first) if is_causal else last - first
                 if allowed:
+                    # Draw the row from its own rates, keys and random words.
                     stream = _Stream(position, sequence_id, head + first_head, law.seed)
                     keys = _draw_row(rate[head, query], member[head, first : first + allowed], law, stream)
                     edges.append((head * num_queries + query) * num_keys + first + keys)
@@ -158,10 +159,12 @@ def _draw_row(rate: Tensor, member: Tensor, law: Law, stream: _Stream) -> Tensor
         law: Options of the distribution.
         stream: Random words of the row.
     """
+    # Sum up the expected edges by block, and bound the probabilities.
     sums = member.cumsum(0)  # [m, K+1]
     mass = rate * sums[-1]  # [K+1], expected edges by block
     bound = (rate * member.amax(0)).sum()
     check_expected(mass.sum())
+    # Take the cheapest way.
     plan = plan_rows(mass.sum(), bound, len(member), "fastrg" if law.is_fastrg else "bernoulli")
     if plan.way == PAIRS:
         return _draw_pairs(member @ rate, law, stream)
@@ -169,6 +172,7 @@ def _draw_row(rate: Tensor, member: Tensor, law: Law, stream: _Stream) -> Tensor
         key, uniform = _draw_gaps(len(member), plan, stream)
         return key[uniform * bound < member[key] @ rate]
     key, uniform = _draw_proposals(mass, sums, plan, stream)
+    # Of equal candidates the first one counts; thin the others to the exact probability.
     key, order = key.sort(stable=True)
     keep = key.diff(prepend=key.new_tensor([-1])) > 0
     if not law.is_fastrg:
@@ -207,14 +211,17 @@ def _draw_proposals(mass: Tensor, sums: Tensor, plan: Plan, stream: _Stream) -> 
     A candidate is a block, drawn by its ``mass``, ``[K+1]``, and a key, drawn by its membership in that block. The key
     is the first one whose running sum, of ``sums``, ``[m, K+1]``, exceeds a uniform share of the last.
     """
+    # Draw the number of candidates, in parts of at most 256.
     rate, (num_keys, blocks) = float(plan.proposals), sums.shape
     parts = torch.arange(math.ceil(rate / 256), device=sums.device)  # exp(-256) is a normal number
     uniforms = _in_unit(stream.words(PROPOSAL_COUNT, parts)).tolist()
     count = sum(_invert_poisson(rate / len(uniforms), uniform) for uniform in uniforms)
     words = stream.words(PROPOSAL, torch.arange(count, device=sums.device))
     unit = [word.double() * 2.0**-32 for word in words]
+    # Draw the block of each candidate by inversion.
     share = mass.cumsum(0) / mass.sum()
     block = (share[:, None] < unit[0] + 2.0**-32).sum(0).clamp(max=blocks - 1)
+    # Draw its key by inversion of the running sums of the block.
     target = (unit[1] + 2.0**-33) * sums[-1, block]
     key = (sums[:, block] <= target).sum(0).clamp(max=num_keys - 1)
     return torch.where(block < blocks - 1, key, words[1] * num_keys >> 32), unit[2]
@@ -258,14 +265,17 @@ def bernoulli_draws(
     query[1], first_head = split_ids(query[1])
     query[2] = query[2] + first_head
     num_keys = threshold.size(-1)
+    # Draw the first byte of each word, and bring bytes into the order of keys.
     number = torch.arange(16 * ((num_keys + 255) // 256), device=threshold.device)
     i, sequence_id, head = (x[..., None] for x in query)
     words = torch.stack(philox(number, i, sequence_id, head | BERNOULLI_BYTE, seed), dim=-2)
     words = words.unflatten(-1, (-1, 16)).transpose(-3, -2)[..., None]  # [..., m / 256, 4, 16, 1]
     byte = torch.cat([words & 255, *(words >> 8 * part & 255 for part in (1, 2, 3))], dim=-1).flatten(-4)
     byte = byte[..., :num_keys].to(torch.int16)
+    # Compare bytes with those of the thresholds.
     first = (threshold >> 24).to(torch.int16)
     is_below, is_open = byte < first, byte == first
+    # Draw the other 24 bits where the bytes are equal.
     j = is_open.nonzero()[:, -1]
     i, sequence_id, head = (x[..., None].expand_as(is_open)[is_open] for x in query)
     words = torch.stack(philox(j >> 2, i, sequence_id, head | BERNOULLI_REST, seed), dim=-1)
@@ -292,14 +302,17 @@ def _sample_groups(
     ends, edges = [(ptr[:-1].tolist(), ptr[1:].tolist()) for ptr in (query_ptr, key_ptr)], [query_ptr.new_empty(0)]
     for begin, end, first, last, sequence_id, first_head in zip(*ends[0], *ends[1], ids, first_heads, strict=True):
         key = torch.arange(last - first, device=rate.device)
+        # Take some queries at a time, about `PAIRS_AT_ONCE` pairs.
         step = max(1, PAIRS_AT_ONCE // (heads * max(1, len(key))))
         for start in range(0, end - begin, step):
             position = torch.arange(start, min(start + step, end - begin), device=rate.device)[:, None]
+            # Compute the probabilities of all pairs of these queries.
             p = rate[:, begin + position[:, 0]].double() @ member[:, first:last].double().mT + law.exploration
             p = p.masked_fill(key > position, 0) if is_causal else p  # [H, n, m]
             check_expected(p.sum(2))
             if not law.clamp and p.numel() and float(p.amax()) > MAX_PROB + law.exploration:
                 raise ValueError(probability_error(float(p.amax()) - law.exploration))
+            # Compare them with the words of their groups and keys.
             words = shared_words(position // row_group, key, sequence_id, head + first_head, law.seed)  # [H, n, m]
             is_edge = words < (p.clamp(max=1) * 2.0**32).long()
             edges.append((((head * num_queries + begin + position) * num_keys) + first + key)[is_edge])
