@@ -89,6 +89,7 @@ def token_logits(
     ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of queries and keys, ``[queries, keys]``; -inf where a query does not attend to a key."""
+    # Multiply queries and keys, and mask the pairs that do not attend.
     logit = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC_TYPE) * from_bits(scale, ACC_TYPE)
     attends = is_query[:, None] & is_key[None, :]
     if CAUSAL:
@@ -112,6 +113,7 @@ def _block_attention_kernel(
     program = tl.program_id(0).to(tl.int64)
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
+    # Load some queries of the block, and start the running maximum and the sums.
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_query = row < count
     q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
@@ -121,7 +123,9 @@ def _block_attention_kernel(
         first_key, key_count, key_number = load_block(
             key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
         )
+        # A causal query i attends to key j if j <= i + lag.
         lag = (block_size * (number - key_number)).to(tl.int32)
+        # Compute the logits of a tile of keys.
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
             is_key = column < key_count
@@ -129,14 +133,17 @@ def _block_attention_kernel(
             logit = token_logits(
                 q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
             )
+            # A larger maximum shrinks what has been summed so far.
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
+            # Drop pairs after their weights are summed, and add the weighted values.
             if query_words is not None:
                 word = load_words(query_words, key_words, first, row, is_query, first_key, column, is_key)
                 weight = tl.where(keeps_words(word, least), weight, 0)
             v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
             sums = sums * shrink[:, None] + tl.dot(weight.to(TYPE), v, input_precision=PRECISION, out_dtype=ACC_TYPE)
+    # Divide by the sums of the weights, and write their logarithm.
     if query_words is not None:
         sums *= from_bits(grow, ACC_TYPE)
     store_tokens(out, first, row, is_query, sums / tl.where(norm == 0, 1, norm)[:, None], VALUE_WIDTH)
@@ -149,12 +156,14 @@ def score_slope(
     scale, block_size, least, grow, CAUSAL: tl.constexpr, ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores, and weights that multiply the gradient of the output, ``[queries, keys]``."""
+    # Recompute the weights from the log-sum, and compute the gains.
     logit = token_logits(
         q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
     )
     weight = tl.exp(logit - shift[:, None])
     gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
     share = weight
+    # Dropout cuts the gain, and the weight that multiplies the gradient of the output.
     if query_words is not None:
         keep = keeps_words(load_words(query_words, key_words, first, row, is_query, first_key, column, is_key), least)
         gain = tl.where(keep, gain * from_bits(grow, ACC_TYPE), 0)
@@ -176,8 +185,10 @@ def _block_queries_kernel(
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_query = row < count
+    # Load some queries of the block, and the gradients of their outputs.
     q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
     g = load_tokens(grad_out, first, row, is_query, VALUE_WIDTH, TYPE)
+    # The mean gain of a query is the dot product of its output with the output's gradient.
     average = tl.sum(g.to(ACC_TYPE) * load_tokens(out, first, row, is_query, VALUE_WIDTH, ACC_TYPE), 1)
     tl.store(mean + first + row, average, mask=is_query)
     shift = finite(tl.load(lse + first + row, mask=is_query, other=0).to(ACC_TYPE))
@@ -186,12 +197,14 @@ def _block_queries_kernel(
         first_key, key_count, key_number = load_block(
             key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
         )
+        # A causal query i attends to key j if j <= i + lag.
         lag = (block_size * (number - key_number)).to(tl.int32)
         for begin in range(0, key_count, TOKENS):
             column = begin + tl.arange(0, TOKENS)
             is_key = column < key_count
             k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
             v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
+            # Compute the gradients of the logits of a tile of keys; the bias gets them as they are.
             change, _ = score_slope(
                 q, k, g, v, average, shift, row, column, edge, is_query, is_key, lag, bias, query_words, key_words,
                 first, first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
@@ -202,6 +215,7 @@ def _block_queries_kernel(
                 tl.store(
                     grad_bias + edge * block_size * block_size + offsets, cast_like(change, grad_bias), mask=exists
                 )
+            # Add to the gradients of the queries.
             sums += tl.dot(change.to(TYPE), k, input_precision=PRECISION, out_dtype=ACC_TYPE)
     store_tokens(grad_query, first, row, is_query, sums * from_bits(scale, ACC_TYPE), WIDTH)
 
@@ -220,10 +234,12 @@ def _block_keys_kernel(
     first_key, key_count, key_number = load_block(key_side, block, key_blocks, head, keys)
     column = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_key = column < key_count
+    # Load some keys of the block, and their values.
     k = load_tokens(key, first_key, column, is_key, WIDTH, TYPE)
     v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
     key_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(WIDTH))], ACC_TYPE)
     value_sums = tl.zeros([TOKENS, max(16, triton.next_power_of_2(VALUE_WIDTH))], ACC_TYPE)
+    # Go through the blocks of queries that attend to them, in a fixed order.
     for at in range(tl.load(ptr + program), tl.load(ptr + program + 1)):
         edge, other = tl.load(order + at), tl.load(rows + at)
         first, count, number = load_block(query_side, other % query_blocks, query_blocks, head, queries)
@@ -233,12 +249,15 @@ def _block_keys_kernel(
             is_query = row < count
             q = load_tokens(query, first, row, is_query, WIDTH, TYPE)
             g = load_tokens(grad_out, first, row, is_query, VALUE_WIDTH, TYPE)
+            # Load what the kernel of queries has left: mean gains, and log-sums.
             average = tl.load(mean + first + row, mask=is_query, other=0)
             shift = finite(tl.load(lse + first + row, mask=is_query, other=0).to(ACC_TYPE))
+            # Compute the gradients of the logits, and the weights, of a tile of queries.
             change, share = score_slope(
                 q, k, g, v, average, shift, row, column, edge, is_query, is_key, lag, bias, query_words, key_words,
                 first, first_key, scale, block_size, least, grow, CAUSAL, ACC_TYPE, PRECISION,
             )  # fmt: skip
+            # Add to the gradients of the keys and of the values.
             key_sums += tl.dot(tl.trans(change.to(TYPE)), q, input_precision=PRECISION, out_dtype=ACC_TYPE)
             value_sums += tl.dot(tl.trans(share.to(TYPE)), g, input_precision=PRECISION, out_dtype=ACC_TYPE)
     store_tokens(grad_key, first_key, column, is_key, key_sums * from_bits(scale, ACC_TYPE), WIDTH)
@@ -265,7 +284,9 @@ def _block_gains_kernel(
         first_key, key_count, key_number = load_block(
             key_side, tl.load(col + edge).to(tl.int64), key_blocks, head, keys
         )
+        # A causal query i attends to key j if j <= i + lag.
         lag = (block_size * (number - key_number)).to(tl.int32)
+        # Start the running maximum and the sums of this pair of blocks.
         top, norm = tl.full([TOKENS], float("-inf"), ACC_TYPE), tl.zeros([TOKENS], ACC_TYPE)
         sums = tl.zeros([TOKENS], ACC_TYPE)
         for begin in range(0, key_count, TOKENS):
@@ -275,13 +296,16 @@ def _block_gains_kernel(
             logit = token_logits(
                 q, k, row, column, edge, is_query, is_key, lag, bias, scale, block_size, CAUSAL, ACC_TYPE, PRECISION
             )
+            # A larger maximum shrinks what has been summed so far.
             new = tl.maximum(top, tl.max(logit, 1))
             weight, shrink = tl.exp(logit - finite(new)[:, None]), tl.exp(top - finite(new))
             norm, top = norm * shrink + tl.sum(weight, 1), new
+            # Add the weighted gains, if values were passed.
             if VALUE_WIDTH > 0:
                 v = load_tokens(value, first_key, column, is_key, VALUE_WIDTH, TYPE)
                 gain = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC_TYPE)
                 sums = sums * shrink + tl.sum(weight * gain, 1)
+        # Write the log of the summed weights, and the mean gain.
         tl.store(logits + edge * block_size + row, top + tl.log(norm), mask=is_query)
         tl.store(gains + edge * block_size + row, sums / tl.where(norm == 0, 1, norm), mask=is_query)
 
@@ -296,6 +320,7 @@ def _block_effect_kernel(
     start, stop, exists = tl.load(rowptr + row), tl.load(rowptr + row + 1), slot < block_size
     low, best = tl.full([TOKENS], float("-inf"), ACC_TYPE), slot.to(tl.int64) * 0 - 1
     top, second, heaviest = low, low, tl.zeros([TOKENS], ACC_TYPE)
+    # Find the heaviest pair of each query, and the second largest logit.
     for edge in range(start, stop):
         logit = tl.load(logits + edge * block_size + slot, mask=exists, other=float("-inf"))
         more = logit > top
@@ -308,9 +333,11 @@ def _block_effect_kernel(
         weight = tl.where(best == edge, 0, tl.exp(tl.minimum(logit, second) - base))
         others += weight
         others_gain += weight * tl.load(gains + edge * block_size + slot, mask=exists, other=0)
+    # Sum up the whole row, relative to its largest logit.
     ratio = tl.exp(second - finite(top))
     whole, whole_gain = 1 + others * ratio, heaviest + others_gain * ratio
     alone = others_gain / tl.where(others == 0, 1, others)
+    # The effect of a pair is its share of its gain above the mean gain of the others.
     for edge in range(start, stop):
         logit = tl.load(logits + edge * block_size + slot, mask=exists, other=float("-inf"))
         gain = tl.load(gains + edge * block_size + slot, mask=exists, other=0)
@@ -319,6 +346,7 @@ def _block_effect_kernel(
         change = tl.where(best == edge, gain - alone, other) / whole
         tl.store(effects + edge, tl.sum(tl.where(exists, change, 0), 0))
     mean = tl.where(best < 0, 0, whole_gain / whole)
+    # A probe joins the pairs of the row: bisection tells whether it is one already.
     for probe in range(tl.load(probe_rowptr + row), tl.load(probe_rowptr + row + 1)):
         token, least, most = tl.load(probe_col + probe), start, stop
         while least < most:
@@ -328,6 +356,7 @@ def _block_effect_kernel(
         edge_key = tl.load(col + least, mask=least < stop, other=-1)
         logit = tl.load(probe_logits + probe * block_size + slot, mask=exists, other=float("-inf"))
         gain = tl.load(probe_gains + probe * block_size + slot, mask=exists, other=0)
+        # Write its effect, which is 0 for a pair of the row.
         odds = tl.where(best < 0, 0, whole * tl.exp(top - finite(logit)))
         counts = (logit > float("-inf")) & (edge_key != token)
         tl.store(probe_effects + probe, tl.sum(tl.where(counts, (gain - mean) / (1 + odds), 0), 0))

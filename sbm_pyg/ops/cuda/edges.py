@@ -53,6 +53,7 @@ def _edge_dot_kernel(
 ):  # fmt: skip
     row, first, start, stop, _ = work_item(rowptr, piece_ends, rows, queries, keys, MAX_EDGES)
     q = load_vector(query, row, WIDTH, ACC_TYPE)
+    # Gather the keys of a tile of edges, and write their products with the query.
     for begin in range(start, stop, EDGES):
         edge, exists, end = load_edges(col, begin, stop, first, EDGES)
         score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
@@ -69,6 +70,7 @@ def _gather_kernel(
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE)
     for begin in range(start, stop, EDGES):
         edge, exists, end = load_edges(ends, begin, stop, first, EDGES)
+        # By key, the numbers of the edges come from the table ``order``.
         if order is not None:
             edge = tl.load(order + edge, mask=exists, other=0)
         factor = tl.load(weight + edge, mask=exists, other=0).to(ACC_TYPE)
@@ -84,6 +86,7 @@ def _edge_attention_kernel(
     EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
     row, first, start, stop, slot = work_item(rowptr, piece_ends, rows, queries, keys, MAX_EDGES)
+    # Load the query, and start the running maximum and the sums.
     q = load_vector(query, row, WIDTH, ACC_TYPE) * from_bits(scale, ACC_TYPE)
     top, norm = tl.full([], float("-inf"), ACC_TYPE), tl.full([], 0, ACC_TYPE)
     sums = tl.zeros([triton.next_power_of_2(VALUE_WIDTH)], ACC_TYPE)
@@ -91,18 +94,22 @@ def _edge_attention_kernel(
         word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
         edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        # Compute the logits of a tile of edges.
         score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
         logit, factor = gated_logits(score, gate, bias, edge, exists, WEIGHTED, ACC_TYPE)
+        # A larger maximum shrinks what has been summed so far.
         new = tl.maximum(top, tl.max(logit, 0))
         weight, shrink = tl.exp(logit - finite(new)), tl.exp(top - finite(new))
         if WEIGHTED:
             weight *= factor
         norm, top = norm * shrink + tl.sum(weight, 0), new
+        # Drop edges after their weights are summed, and add the weighted values.
         if query_words is not None:
             weight = tl.where(keeps_edges(word, key_words, end, exists, least), weight, 0)
         sums = sums * shrink + weighted_sum(weight, gather(value, end, exists, VALUE_WIDTH, ACC_TYPE))
     if query_words is not None:
         sums *= from_bits(grow, ACC_TYPE)
+    # Write the log-sum; a piece of a long row leaves its maximum and its sum of weights instead.
     if parts is None:
         tl.store(lse + row, top + tl.log(norm))
     else:
@@ -110,6 +117,7 @@ def _edge_attention_kernel(
         tl.store(tops + slot, top, mask=slot >= 0)
         tl.store(norms + slot, norm, mask=slot >= 0)
         norm = tl.where(slot < 0, norm, 1)  # which the whole row divides by
+    # Divide by the sum of the weights; a row without edges stays zero.
     store_row(out, parts, slot, sums / tl.where(norm == 0, 1, norm), VALUE_WIDTH)
 
 
@@ -126,22 +134,26 @@ def _edge_attention_backward_kernel(
         load_vector(query, row, WIDTH, ACC_TYPE) * from_bits(scale, ACC_TYPE),
         load_vector(grad_out, row, VALUE_WIDTH, ACC_TYPE),
     )
+    # The mean gain of the row is the dot product of its output with the output's gradient.
     mean, shift = tl.sum(g * load_vector(out, row, VALUE_WIDTH, ACC_TYPE), 0), finite(tl.load(lse + row).to(ACC_TYPE))
     sums = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE)
     if query_words is not None:
         word = tl.load(query_words + row)
     for begin in range(start, stop, EDGES):
         edge, exists, end = load_edges(col, begin, stop, first, EDGES)
+        # Compute scores and gains of a tile of edges, and recompute the weights from the log-sum.
         k = gather(key, end, exists, WIDTH, ACC_TYPE)
         score = dot_rows(k, q)
         gain = dot_rows(gather(value, end, exists, VALUE_WIDTH, ACC_TYPE), g)
         logit, factor = gated_logits(score, gate, bias, edge, exists, WEIGHTED, ACC_TYPE)
         weight = tl.exp(logit - shift)
+        # Dropout cuts the gain, and the weight that multiplies the gradient of the output.
         share = weight
         if query_words is not None:
             keep = keeps_edges(word, key_words, end, exists, least)
             gain = tl.where(keep, gain * from_bits(grow, ACC_TYPE), 0)
             share = tl.where(keep, weight * from_bits(grow, ACC_TYPE), 0)
+        # Compute the gradient of each logit, of which gate and bias get theirs.
         slope = weight * (gain - mean)
         if grad_gate is not None:
             change = slope if WEIGHTED else slope * score
@@ -152,9 +164,11 @@ def _edge_attention_backward_kernel(
             tl.store(grad_bias + edge, cast_like(slope, grad_bias), mask=exists)
         if not WEIGHTED:
             slope *= factor
+        # Leave two numbers with each edge, for the sums over the edges of each key.
         slope *= from_bits(scale, ACC_TYPE)
         tl.store(slopes + edge, slope, mask=exists)
         tl.store(shares + edge, share, mask=exists)
+        # Add to the gradient of the query.
         sums += weighted_sum(slope, k)
     store_row(grad_query, parts, slot, sums, WIDTH)
 
@@ -267,6 +281,7 @@ def edge_attention_backward(
         **tile_options(dtype, width, value_width, held=2),
     )  # fmt: skip
     work.merge(grad_query, parts)
+    # Sum up over the edges of each key, in the order of the keys.
     _sum_by_key(slopes, query, rowptr, col, grad_key)
     _sum_by_key(shares, grad_out, rowptr, col, grad_value)
     grad_gate, grad_bias = (lse.new_empty(0) if x is None else x for x in (grad_gate, grad_bias))

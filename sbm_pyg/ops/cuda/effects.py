@@ -48,6 +48,7 @@ _PROB_LIMIT = tl.constexpr(MAX_PROB)
 @triton.jit
 def _effect_weight(p, eta, PROBING: tl.constexpr):
     """Weight of an effect; see :func:`.reference.effects.effect_weight`."""
+    # Without probes the edges stand for absent pairs, too, so p is cut at 1 instead of 1/2.
     part = tl.where(eta > 0, 0.5, 1.0)
     few = tl.minimum(p, part)
     seen = tl.maximum(eta + few - eta * few, few / part)
@@ -79,8 +80,10 @@ def _empty_row(ACC_TYPE: tl.constexpr):
 @triton.jit
 def _merge_parts(top, best, best_gain, second, mass, others_gain, high, heaviest, gain, level, sums, sum_gains):
     """What is kept of a row, of what is kept of two parts of it. Of edges as heavy, the first part's is heaviest."""
+    # The lighter of two heaviest edges joins the others.
     new = high > top
     less, less_gain = tl.where(new, top, high), tl.where(new, best_gain, gain)  # one of the others now
+    # Bring the sums of both parts, and this edge, to one scale.
     base = tl.maximum(tl.maximum(second, level), less)
     one, two, three = tl.exp(second - finite(base)), tl.exp(level - finite(base)), tl.exp(less - finite(base))
     mass, others_gain = mass * one + sums * two + three, others_gain * one + sum_gains * two
@@ -104,8 +107,10 @@ def _measure_kernel(
         load_vector(query, row, WIDTH, ACC_TYPE) * from_bits(scale, ACC_TYPE),
         load_vector(grad_out, row, VALUE_WIDTH, ACC_TYPE),
     )
+    # Load the rates of the row, and the probability of a probe.
     if rate is not None:
         y, eta = load_vector(rate, row, BLOCKS, ACC_TYPE), tl.load(chance + row % queries).to(ACC_TYPE)
+    # Gather keys, values and memberships of a tile of edges; write logit, gain and weight.
     for begin in range(start, stop, EDGES):
         edge, exists, end = load_edges(col, begin, stop, first, EDGES)
         score = dot_rows(gather(key, end, exists, WIDTH, ACC_TYPE), q)
@@ -114,6 +119,7 @@ def _measure_kernel(
         if rate is not None:
             p = dot_rows(gather(member, end, exists, BLOCKS, ACC_TYPE), y) + from_bits(exploration, ACC_TYPE)
             tl.store(out + 2 * count + edge, _effect_weight(p, eta, PROBING), mask=exists)
+    # Summarize the edges of the program: the heaviest one, and sums over all others.
     if summaries is not None:
         tl.debug_barrier()  # what others have written is read again, which takes fewer registers than to hold it
         top, best, best_gain, second, mass, others_gain = _empty_row(ACC_TYPE)
@@ -123,6 +129,7 @@ def _measure_kernel(
             high = tl.max(logit, 0)
             heaviest = tl.min(tl.where(logit == high, edge, stop), 0)
             high_gain = tl.sum(tl.where(edge == heaviest, gain, 0), 0)
+            # Weigh the others of a tile, relative to their largest logit.
             logit = tl.where(edge == heaviest, float("-inf"), logit)
             level = tl.max(logit, 0)
             weight = tl.exp(logit - finite(level))
@@ -130,6 +137,7 @@ def _measure_kernel(
                 top, best, best_gain, second, mass, others_gain, high, heaviest, high_gain, level,
                 tl.sum(weight, 0), tl.sum(weight * gain, 0),
             )  # fmt: skip
+        # Write the six numbers of the program.
         at = summaries + 6 * tl.program_id(0).to(tl.int64)
         tl.store(at, top)
         tl.store(at + 1, best)
@@ -157,6 +165,7 @@ def _merge_row(summaries, piece_ends, row, rows, ACC_TYPE: tl.constexpr):
     and of weights by gains, relative to the heaviest.
     """
     top, best, best_gain, second, mass, others_gain = _empty_row(ACC_TYPE)
+    # Merge the summaries of all programs that had edges of the row.
     first, last = programs_of_row(piece_ends, row, rows)
     for program in range(first, last):
         at = summaries + 6 * program
@@ -165,6 +174,7 @@ def _merge_row(summaries, piece_ends, row, rows, ACC_TYPE: tl.constexpr):
             tl.load(at + 1).to(tl.int64), tl.load(at + 2).to(ACC_TYPE), tl.load(at + 3).to(ACC_TYPE),
             tl.load(at + 4).to(ACC_TYPE), tl.load(at + 5).to(ACC_TYPE),
         )  # fmt: skip
+    # Bring the sums to the scale of the heaviest edge.
     ratio, has_edges = tl.exp(second - finite(top)), top > float("-inf")
     norm, norm_gain = (
         tl.where(has_edges, 1 + mass * ratio, 0),
@@ -183,6 +193,7 @@ def _edge_effects(
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         logit, gain = _load_logit(edges, edge, edge < stop), _load_number(edges + count, edge, edge < stop)
+        # The effect of an edge is its share of its gain above the mean gain of the others.
         share = tl.exp(logit - finite(top))
         others = tl.where(edge == best, alone, (norm_gain - share * gain) / (norm - share))
         change = tl.where(edge == best, 1, share) / norm * (gain - others)
@@ -203,7 +214,9 @@ def _probe_effects(
     for begin in range(start, stop, EDGES):
         probe, exists, token = load_edges(probe_col, begin, stop, first, EDGES)
         logit, gain = _load_logit(probes, probe, exists), _load_number(probes + count, probe, exists)
+        # A probe joins the row's edges: its effect is its share of its gain above their mean gain.
         odds = tl.where(top > float("-inf"), norm * tl.exp(top - logit), 0)  # of being without the probe
+        # A probe that is an edge, or is forbidden, has no effect.
         nothing = (logit == float("-inf")) | _is_among(token.to(tl.int64), col, edges, last)
         change = tl.where(nothing, 0, (gain - mean) / (1 + odds))
         if MODEL:
@@ -269,6 +282,7 @@ def edge_effect(
     sizes = [aligned_size(parts * count) for count in counts]
     numbers = query.new_empty(sum(sizes), dtype=dtype).split(sizes)
     summaries = query.new_empty(6 * (rows + pieces[0]), dtype=torch.float64)  # which holds the number of an edge, too
+    # Measure the edges first, then the probes, which get no summaries.
     sides: list[Tensor | None] = []
     for (pointer, tokens_of), extra, work, measured, count in zip(graphs, biases, works, numbers, counts, strict=True):
         probing, graph = bool(sides), (pointer, work.piece_ends, tokens_of)

@@ -84,14 +84,17 @@ def _near_kernel(
     _, _number, start, stop, _slot, less, _shift, _first = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
+    # Find the largest value of the piece.
     top, wrong = _largest_value(src, start, stop, EDGES)
     end = start
+    # Pack the values that are near enough to it to have a share.
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         is_near = _load_slack(src, edge, stop, finite(top), -1.0, less) > 0
         x = tl.load(src + edge, mask=is_near, other=0)
         tl.store(near + end + tl.cumsum(is_near.to(tl.int32), 0) - 1, x, mask=is_near)
         end += tl.sum(is_near.to(tl.int32), 0)
+    # Write what the programs of the row need to know of the piece.
     at = summaries + 3 * tl.program_id(0).to(tl.int64)
     tl.store(at, top)
     tl.store(at + 1, wrong)
@@ -125,6 +128,7 @@ def _entmax_kernel(
     row, _number, start, stop, _slot, less, offset, programs = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
+    # Find the largest value of the row: in the row, or among what its pieces have left.
     first, last, begins = 0, 1, start
     if summaries is None:
         top, wrong = _largest_value(src, start, stop, EDGES)
@@ -136,6 +140,7 @@ def _entmax_kernel(
         for program in range(first, last):
             top = tl.maximum(top, tl.load(summaries + 3 * program))
             wrong += (tl.load(summaries + 3 * program + 1) > 0).to(tl.int32)
+    # Count the values that may have a share.
     shift, num_near = finite(top), tl.full([], 0, tl.float64)
     for program in range(first, last, PIECES_PER_STEP):
         counts = _candidate_counts(summaries, program, last, stop - start, PIECES_PER_STEP)
@@ -145,8 +150,10 @@ def _entmax_kernel(
             )
             num_near += tl.sum(tl.sum((slack > 0).to(tl.float64), 1), 0)
 
+    # Bracket the root, which lies above -1.
     low, high = shift * 0 - 1, -_positive_power(tl.maximum(num_near, 1), -less)  # the root lies between
     tau, mass, steps = low, shift * 0, tl.where((wrong == 0) & (num_near > 0), _MAX_NEWTON_STEPS, 0)
+    # Take Newton's steps on the norm of the slacks, which is nearly straight.
     while steps > 0:
         steep, mass = shift * 0, shift * 0
         for program in range(first, last, PIECES_PER_STEP):
@@ -158,6 +165,7 @@ def _entmax_kernel(
                 term = _positive_power(slack, 1 / less - 1)
                 steep += tl.sum(tl.sum(term, 1), 0)
                 mass += tl.sum(tl.sum(term * slack, 1), 0)
+        # A step that leaves the bracket goes to its middle; one that moves nothing ends the search.
         step = tau + (mass - _positive_power(mass, 1 - less)) / steep  # Newton's, for the norm
         passed = (mass <= 1) & (less <= 1)  # past the root by rounding
         ended = (tl.abs(step - tau) <= -tau * _ROOT_TOLERANCE) | passed
@@ -166,6 +174,7 @@ def _entmax_kernel(
         ended = ended | (step == low) | (step == high)
         tau, steps = tl.where(ended, tau, step), tl.where(ended, 0, steps - 1)
 
+    # Write the shares, normalized by their sum.
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         share = _positive_power(_load_slack(src, edge, stop, shift, tau, less), 1 / less) / tl.where(mass > 0, mass, 1)
@@ -188,6 +197,7 @@ def _row_sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.const
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         p, g = _load_pair(out, grad, edge, stop)
+        # Sum shares, the weights p^(2 - alpha), and the gradient by them.
         u = _positive_power(p, 1 - less)
         whole, norm, tilted = whole + tl.sum(p, 0), norm + tl.sum(u, 0), tilted + tl.sum(u * g, 0)
         if WHOLE:
@@ -224,6 +234,7 @@ def _entmax_backward_kernel(
     row, number, start, stop, slot, less, _shift, programs = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
+    # Sum over the row, or over what its pieces have left.
     if piece_sums is None:
         whole, norm, tilted, shared, mixed, entropy = _row_sums(
             grad, out, start, stop, less, grad_alpha is not None, EDGES
@@ -237,12 +248,14 @@ def _entmax_backward_kernel(
             whole, norm, tilted = whole + tl.load(at), norm + tl.load(at + 1), tilted + tl.load(at + 2)
             shared, mixed, entropy = shared + tl.load(at + 3), mixed + tl.load(at + 4), entropy + tl.load(at + 5)
     mean = tl.where(whole == 0, 0, tilted / norm)  # a row of zeros has no support, a row of NaN stays one
+    # Write the gradient of each value.
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
         p, g = _load_pair(out, grad, edge, stop)
         u = _positive_power(p, 1 - less)
         slope = u * g - u * mean
         tl.store(grad_src + edge, cast_like(slope, grad_src), mask=edge < stop)
+    # Write the gradient of alpha, in the program of the whole row.
     if grad_alpha is not None:
         slope = (shared - mean) / (less * less) + (mixed - mean * entropy) / less
         tl.store(grad_alpha + number, cast_like(slope, grad_alpha), mask=slot < 0)

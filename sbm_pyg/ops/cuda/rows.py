@@ -81,9 +81,11 @@ def tile_options(dtype: torch.dtype, *widths: int, held: int = 1) -> dict[str, A
     spills; so a limit of their own says what they may take.
     """
     double = dtype == torch.float64
+    # A tile has as many edges as its vectors leave room for in the registers of one warp.
     words_of = triton.next_power_of_2(max(widths)) * (4 if double else 1)
     edges = max(1, min(TILE_WORDS // 32, TILE_WORDS // (held * words_of)))
     options = {"EDGES": edges, "ACC_TYPE": tl.float64 if double else tl.float32, "num_warps": TILE_WARPS}
+    # State how many registers two tiles, or large numbers, may take: by itself the assembler spills.
     large = double or words_of >= 512
     if held > 1 or (large and (len(widths) > 2 or edges == 1)):
         options["maxnreg"] = 255 if large else 136
@@ -176,6 +178,7 @@ def row_span(ptr, queries, keys):
 def row_of_piece(piece_ends, rows, slot):
     """Row of a piece, the first piece of that row, and the one behind its last; else a row without that piece."""
     low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(piece_ends + rows - 1)), 0, rows)
+    # Bisect the running numbers of pieces.
     while low < high:
         middle = (low + high) // 2
         before = tl.load(piece_ends + middle) <= slot
@@ -191,10 +194,12 @@ def work_item_of(ptr, piece_ends, program, rows, MAX_EDGES: tl.constexpr):
     """
     row, slot = program, program - rows
     first, last = slot, slot  # no piece
+    # Programs behind those of the rows look for their piece of a long row.
     if piece_ends is not None:  # noqa: SIM102 - decided when it is compiled, the next when it runs
         if slot >= 0:
             row, first, last = row_of_piece(piece_ends, rows, slot)
     start, stop = tl.load(ptr + row), tl.load(ptr + row + 1)
+    # A whole row that is long, and a slot without a piece, get no edges.
     if piece_ends is not None:
         begin = tl.minimum(start + (slot - first) * MAX_EDGES, stop)
         has_edges = tl.where(slot < 0, stop - start <= MAX_EDGES, slot < last)
@@ -288,6 +293,7 @@ def gated_logits(score, gate, bias, edge, exists, WEIGHTED: tl.constexpr, ACC_TY
     A gate of the form "weight" multiplies the weight, and is left out of the logit.
     """
     factor = tl.full(score.shape, 1, ACC_TYPE)
+    # Multiply the score by a gate of the form ``score``, and add the bias.
     if gate is not None:
         factor = tl.load(gate + edge, mask=exists, other=1).to(ACC_TYPE)
         if not WEIGHTED:
@@ -326,6 +332,7 @@ def mix_words(word):
 @triton_kernel
 def _dropout_words_kernel(table, numbers: tl.int64, side: tl.int32, seed: tl.int64, TILE: tl.constexpr):
     """Random words of queries, or of keys; see :func:`.random_words.dropout_words`."""
+    # Each counter makes four words, which lie sixteen numbers apart.
     number, head = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     block = 16 * (number // 64) + number % 16
     one, two, three, four = tl.philox(seed, block, side, 0, head | _PURPOSE_DROPOUT)
@@ -353,15 +360,18 @@ def _merge_kernel(
     if (slot == first) & (slot < last):
         sums, norm = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE), tl.full([], 0, ACC_TYPE)
         top = tl.full([], float("-inf"), ACC_TYPE)
+        # Find the largest logit of all pieces, so that their sums get one scale.
         if tops is not None:
             for work_item_of in range(slot, last):
                 top = tl.maximum(top, tl.load(tops + work_item_of))
+        # Add the sums of the pieces, in their order.
         for work_item_of in range(slot, last):
             factor = tl.full([], 1, ACC_TYPE)
             if tops is not None:
                 factor = tl.exp(tl.load(tops + work_item_of) - finite(top))
                 norm += factor * tl.load(norms + work_item_of)
             sums += factor * load_vector(parts, work_item_of, WIDTH, ACC_TYPE)
+        # Divide by the sum of the weights, and write its logarithm.
         if tops is not None:
             sums /= tl.where(norm == 0, 1, norm)
             tl.store(lse + row, top + tl.log(norm))

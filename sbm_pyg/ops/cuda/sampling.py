@@ -86,6 +86,7 @@ def _panel_of(ptr, slot, sequences, SIZE: tl.constexpr = _PANEL):
     Sequence b has slots from ``ptr[b] // SIZE + b`` on, as many as it has panels of this size, or one more.
     """
     low, high = slot * 0, slot * 0 + sequences
+    # Bisect the slots at which sequences begin.
     while high - low > 1:
         middle = (low + high) // 2
         below = tl.load(ptr + middle) // SIZE + middle <= slot
@@ -172,6 +173,7 @@ def _join_panels_kernel(
     slot, step = head * count + begin // _PANEL + sequence, tl.arange(0, PANELS_PER_STEP)
     most = sums + segments * count * BLOCKS  # segments: heads
     total, top = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    # Take some panels at a time, and carry the sums and maxima of all before.
     for panel in range(0, panels, PANELS_PER_STEP):
         exists, block = panel + step < panels, first + tl.arange(0, TILE)
         position = (slot + panel + step)[:, None] * BLOCKS + block[None, :]
@@ -199,6 +201,7 @@ def _plan_kernel(
     """
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     sequence, panel = _panel_of(query_ptr, slot, sequences)
+    # Take 64 queries of a sequence, and the number of keys that each may attend to.
     position = panel * _PANEL + tl.arange(0, _PANEL)
     query, begin = tl.load(query_ptr + sequence) + position, tl.load(key_ptr + sequence)
     exists, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
@@ -207,23 +210,27 @@ def _plan_kernel(
     allowed, before = position * 0 + length, (length + _PANEL - 1) // _PANEL
     if CAUSAL:
         allowed, before = tl.minimum(position + 1, length), tl.minimum(panel, before)
+    # Read the running sums and maxima of the last panel whose keys are all allowed.
     last, seen = head * count + begin // _PANEL + sequence + before - 1, tl.where(before > 0, BLOCKS, 0)
     most = sums + tl.num_programs(1) * count * BLOCKS
     expected, bound = tl.zeros([_PANEL], tl.float64), tl.zeros([_PANEL], tl.float64)
     for first in range(0, BLOCKS, TILE):
         total = tl.zeros([_PANEL, TILE], tl.float64)
         top = total + _load_columns_of_row(most, last, seen, first, BLOCKS, TILE)[None, :]
+        # Add the keys of the panel in which a causal row ends, one by one.
         if CAUSAL:
             for number in range(panel * _PANEL, tl.minimum(length, (panel + 1) * _PANEL)):
                 z = _load_columns_of_row(member, head * keys + begin + number, BLOCKS, first, BLOCKS, TILE)
                 z = tl.where((position >= number)[:, None], z[None, :], 0)
                 total, top = total + z, tl.maximum(top, z)
         total += _load_columns_of_row(sums, last, seen, first, BLOCKS, TILE)[None, :]
+        # Compute the expected number of edges, and a bound on the probabilities.
         y = _load_matrix(rate, row, exists, first, BLOCKS, TILE)
         expected, bound = expected + tl.sum(y * total, 1), bound + tl.sum(y * top, 1)
 
     eta, room = from_bits(exploration, tl.float64), allowed.to(tl.float64)
     expected, bound = expected + eta * room, bound + eta
+    # Choose the cheapest way, in float64 as on the CPU.
     if FASTRG:
         factor = tl.full(bound.shape, 1, tl.float64)
         way = tl.where(expected * from_bits(proposal_cost, tl.float64) < room, _BY_PROPOSALS, _BY_PAIRS)
@@ -236,6 +243,7 @@ def _plan_kernel(
         few = (bound <= sure) & (proposals == proposals) & (gaps == gaps) & ((gaps < room) | (proposals < room))
         way = tl.where(few, tl.where(gaps <= proposals, _BY_GAPS, _BY_PROPOSALS), _BY_PAIRS)
         factor = tl.where(way == _BY_GAPS, 1 / steps, stretch)
+    # Write the way, the bound and the factor of each row.
     sound = expected < float("inf")
     segments = tl.num_programs(1) * queries
     tl.store(tasks + row, 4 * sequence + tl.where(sound, way, 3), mask=exists)
@@ -262,13 +270,16 @@ def _gaps_kernel(
         bound, spread = tl.load(floats + row), tl.load(floats + segments + row)
         used = tl.load(ptr + row, mask=writing != 0, other=0)
         last, number = allowed * 0 - 1, allowed * 0
+        # Draw geometric gaps until one passes the last key.
         while last < allowed:
             drawn = number + tl.arange(0, WORDS)
             one, two, three, _four = _row_words(seed, drawn, position, sequence_id, head | _PURPOSE_GAP)
+            # Their running sum gives the positions.
             step = tl.log((_fraction(one, two) + 1) * 2.0**-53) * spread
             step = tl.where(step < allowed, step, allowed).to(tl.int64) + 1
             landing = last + tl.cumsum(step, 0)
             inside = landing < allowed
+            # Thin the positions to the exact probability, and append those that stay.
             p = _pair_probs(rate, row, member, head * keys + shift + landing, inside, BLOCKS, TILE)
             p += from_bits(exploration, tl.float64)
             keep = inside & (three.to(tl.int64).to(tl.float64) * bound < p * _WORD_RANGE)
@@ -300,6 +311,7 @@ def _poisson(rate, seed, position, sequence_id, head):
 def _first_above(source, stride, count, target, scale):
     """Place of the first of rising numbers whose whole part in units lies above each target; ``count`` for none."""
     low, high, size = (target * 0).to(tl.int64), (target * 0).to(tl.int64) + count, count
+    # Bisect for all targets at once.
     while size > 0:
         middle, searching = (low + high) // 2, low < high
         number = tl.load(source + middle * stride, mask=searching, other=0)
@@ -353,6 +365,7 @@ def _proposals_kernel(
                 tl.store(mass + block, so_far, mask=block < BLOCKS)
                 total_mass = tl.max(so_far, 0)
             total_mass += eta * allowed.to(tl.float64)
+            # Clear the bits of the row.
             for first in range(0, (allowed + 31) // 32, 32):
                 word = first + tl.arange(0, 32)
                 clear = (word * 0).to(tl.int32)
@@ -360,18 +373,21 @@ def _proposals_kernel(
                 tl.store(taken + word, clear, mask=word * 32 < allowed)
             tl.debug_barrier()
 
+            # Draw a Poisson number of proposals, some at a time.
             drawn, scale = _poisson(total_mass * stretch, seed, position, sequence_id, head), _WORD_RANGE / total_mass
             for begin in range(0, drawn, WORDS):
                 step = tl.arange(0, WORDS)
                 exists = begin + step < drawn
                 one, two, three, _four = _row_words(seed, begin + step, position, sequence_id, head | _PURPOSE_PROPOSAL)
                 share = two.to(tl.int64)
+                # Draw the block of each, then the panel of its key, by bisection in running sums.
                 block = _first_above(mass, 1, allowed * 0 + BLOCKS, one.to(tl.int64).to(tl.float64), scale)
                 cluster = tl.minimum(block, BLOCKS - 1)
                 target = (share.to(tl.float64) + 0.5) * 2.0**-32 * tl.load(whole + cluster)
                 here = _first_above(sums + slot * BLOCKS + cluster, BLOCKS, panel, target, None)
                 base = tl.load(sums + (slot + here - 1) * BLOCKS + cluster, mask=here > 0, other=0)
                 chosen = here * _PANEL
+                # Find the key in the panel by running sums of its memberships.
                 for offset in range(0, _PANEL, KEYS_PER_SCAN):
                     number = (here * _PANEL + offset)[:, None] + tl.arange(0, KEYS_PER_SCAN)[None, :]
                     inside = number < allowed
@@ -384,11 +400,13 @@ def _proposals_kernel(
                 chosen = tl.minimum(chosen, here * _PANEL + _PANEL - 1)
                 chosen = tl.where(block < BLOCKS, tl.minimum(chosen, allowed - 1), share * allowed >> 32)
 
+                # Drop repeats, among these proposals and by the bits of earlier ones.
                 again = (chosen[:, None] == chosen[None, :]) & (step[:, None] > step[None, :])
                 new = exists & (tl.sum(again.to(tl.int32), 1) == 0)
                 bit = (chosen % 32).to(tl.int32)
                 mark = tl.full(bit.shape, 1, tl.int32) << bit
                 new &= (tl.atomic_or(seen + chosen // 32, mark, mask=new) >> bit & 1) == 0
+                # Thin the others to the exact probability.
                 if not FASTRG:
                     p = _pair_probs(rate, row, member, first_member + chosen, new, BLOCKS, TILE) + eta
                     new &= three.to(tl.int64).to(tl.float64) * -_expm1(-stretch * p) < p * _WORD_RANGE
@@ -396,6 +414,7 @@ def _proposals_kernel(
                 used += tl.sum(new.to(tl.int64), 0)
                 tl.debug_barrier()
             tl.store(ptr + row + 1, used, mask=writing == 0)
+            # Append the keys of the bits, in order.
             if writing != 0:
                 used = tl.load(ptr + row)
                 for first in range(0, (allowed + 31) // 32, 8):
@@ -431,6 +450,7 @@ def _store_hits(hit, key, used, col, writing, ROWS: tl.constexpr):
 def _bernoulli_words(seed, begin, position, sequence_id, head, ROWS: tl.constexpr):
     """Random words of pairs, ``[ROWS, 64]``, with 64 keys from ``begin`` on; see :func:`.bernoulli_draws`."""
     counter, part = tl.arange(0, 16)[None, :], begin // 64 % 4
+    # Draw the first byte of each word, then the other 24 bits.
     one, two, three, four = _row_words(
         seed, begin // 256 * 16 + counter, position[:, None], sequence_id, head | _PURPOSE_BERNOULLI_BYTE
     )
@@ -461,6 +481,7 @@ def _pairs_kernel(
     slack: tl.constexpr = 2.0**-20 if FASTRG else 0.0  # of the exponential
     head, query = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = head * queries + query
+    # Take those of the rows that go by pairs, sequence by sequence.
     task = tl.load(tasks + row, mask=query < queries, other=3)
     by_pairs, sequences = task % 4 == _BY_PAIRS, task // 4
     used = tl.load(ptr + row, mask=by_pairs.to(tl.int64) * writing != 0, other=0)
@@ -473,10 +494,12 @@ def _pairs_kernel(
             allowed = tl.minimum(allowed, position + 1)
         in_sequence = by_pairs & (sequences == sequence)
         allowed = tl.where(in_sequence, allowed, 0)
+        # Compare 64 keys at a time with their words.
         for begin in range(0, tl.max(allowed, 0), 64):
             number = begin + tl.arange(0, 64)
             exists, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
             word = _bernoulli_words(seed, begin, position, sequence_id, head, ROWS)
+            # Sum up probabilities in float32.
             low = tl.zeros([ROWS, 64], tl.float32)
             for block in range(blocks):
                 y = tl.load(rate + (head * blocks + block) * queries + query, mask=in_sequence, other=0).to(tl.float32)
@@ -487,10 +510,12 @@ def _pairs_kernel(
             low += from_bits(exploration, tl.float32)
             if FASTRG:
                 low = 1 - tl.exp(-low)
+            # An edge is sure if the lower bound passes its word, and ruled out if the upper does not.
             least_p, most_p = low * (1 - error) - slack, low * (1 + error) + slack
             needed = (word.to(tl.float32) + 1) * 2.0**-32
             hit = inside & (least_p >= needed)
             sure = (hit | (most_p < needed)) & (most_p <= from_bits(limit, tl.float32))
+            # Decide in float64 where one pair is open.
             if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
                 p = _exact_probs(
                     rate + head * blocks * queries + query, in_sequence, queries,
@@ -501,6 +526,7 @@ def _pairs_kernel(
                 p = tl.where(inside, p, 0)
                 highest = tl.maximum(highest, tl.max(p, 1))
                 hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
+            # Write the keys of the hits, or only count them.
             used += _store_hits(hit, shift + number, used, col, writing, ROWS)
     tl.store(ptr + row + 1, used, mask=by_pairs.to(tl.int64) > writing)
     tl.store(floats + 2 * segments + row, highest, mask=by_pairs.to(tl.int64) > writing)
@@ -542,6 +568,7 @@ def _shared_kernel(
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     sequence, tile = _panel_of(query_ptr, slot, sequences, ROWS)
     shift, sequence_id = tl.load(key_ptr + sequence), tl.load(sequence_ids + sequence)
+    # Take some rows of a sequence, and the number of keys that each may attend to.
     position = tile * ROWS + tl.arange(0, ROWS)
     query = tl.load(query_ptr + sequence) + position
     real, row = query < tl.load(query_ptr + sequence + 1), head * queries + query
@@ -554,16 +581,20 @@ def _shared_kernel(
     for begin in range(0, tl.max(allowed, 0), 64):
         number = begin + tl.arange(0, 64)
         exists, inside = number < tl.max(allowed, 0), number[None, :] < allowed[:, None]
+        # Make the words of the groups and 64 keys.
         word = _shared_words(seed, group, number, sequence_id, head)
+        # Sum up probabilities in float32.
         low = tl.zeros([ROWS, 64], tl.float32)
         for block in range(blocks):
             y = tl.load(rate + (head * blocks + block) * queries + query, mask=real, other=0).to(tl.float32)
             z = tl.load(member + (head * blocks + block) * keys + shift + number, mask=exists, other=0).to(tl.float32)
             low += y[:, None] * z[None, :]
         low += from_bits(exploration, tl.float32)
+        # An edge is sure if the lower bound passes its word, and ruled out if the upper does not.
         needed = (word.to(tl.float32) + 1) * 2.0**-32
         hit = inside & (low * (1 - error) >= needed)
         sure = (hit | (low * (1 + error) < needed)) & (low * (1 + error) <= from_bits(limit, tl.float32))
+        # Decide in float64 where one pair is open.
         if tl.min(tl.where(inside, sure.to(tl.int32), 1)) == 0:
             p = _exact_probs(
                 rate + head * blocks * queries + query, real, queries,
@@ -572,6 +603,7 @@ def _shared_kernel(
             p = tl.where(inside, tl.where(p < float("inf"), p, float("inf")), 0)  # NaN, too
             top = tl.maximum(top, tl.max(p, 1))
             hit = inside & (word.to(tl.int64) < (tl.minimum(p, 1) * _WORD_RANGE).to(tl.int64))
+        # Write the keys of the hits, or only count them.
         used += _store_hits(hit, shift + number, used, col, writing, ROWS)
     tl.store(ptr + row + 1, used, mask=real.to(tl.int64) > writing)
     tl.store(highest + row, top, mask=real.to(tl.int64) > writing)
@@ -595,6 +627,7 @@ def _sample_shared(
             enable_fp_fusion=False, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
 
+    # Count the edges of each row, wait for their number, and run the same kernel to write them.
     dtype = torch.int32 if keys < 2**31 else torch.int64
     counts = query_ptr.new_zeros(heads * queries + 1)
     draw(counts, torch.empty(0, dtype=dtype, device=rate.device), 0)
@@ -628,6 +661,7 @@ def sample_sbm(
     if row_group > 1:
         options = (seed, exploration, clamp, is_causal, row_group)
         return _sample_shared(rate, member, query_ptr, key_ptr, sequence_ids, *options)
+    # Sum up the memberships in panels, and let each row choose its way.
     slots, query_slots = (tokens // reference_sampling.KEYS_PER_PANEL + sequences for tokens in (keys, queries))
     sums = torch.empty(2, heads, slots, blocks, dtype=torch.float64, device=device)
     floats = torch.empty(3, rows, dtype=torch.float64, device=device)  # bounds, factors, largest probabilities
@@ -644,6 +678,7 @@ def sample_sbm(
         keys, slots, eta, *costs, **law, **tile, **four,
     )  # fmt: skip
 
+    # Proposals need a bit for each key, so a limited number of programs takes these rows by turns.
     marked = triton.cdiv(keys, 32)
     programs = max(1, min(rows, MAX_PROPOSAL_BYTES // (8 * marked + 16 * blocks)))
     table = torch.empty(programs, 2, blocks, dtype=torch.float64, device=device)
@@ -668,6 +703,7 @@ def sample_sbm(
             **law, **four
         )  # fmt: skip
 
+    # Count the edges of each row, wait for their number, and run the same kernels to write them.
     draw(counts, torch.empty(0, dtype=dtype, device=device), 0)
     rowptr = counts.cumsum(0)
     edges, highest = torch.stack([rowptr[-1], floats[2].amax()]).tolist()

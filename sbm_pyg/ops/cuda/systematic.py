@@ -30,6 +30,7 @@ ROWS_PER_PROGRAM, KEYS_PER_PROGRAM = 128, 64
 def _find_sequences(query_ptr, query, sequences):
     """Sequence of queries, or of one, and their positions."""
     low, high, size = query * 0, query * 0 + sequences, sequences
+    # Bisect the offsets for all queries at once.
     while size > 0:
         middle, searching = (low + high) // 2, high - low > 1
         below = searching & (tl.load(query_ptr + middle, mask=searching, other=0) <= query)
@@ -100,6 +101,7 @@ def _step_kernel(
         chance, query_ptr, key_ptr, row % queries, True, sequences, CAUSAL
     )
     shift, part, spacing = tl.load(key_ptr + sequence), tl.load(start + row), 1.0 / share
+    # Keys lie at equal distances from the start, up to the last that the query may attend to.
     for begin in range(first, stop, KEYS_PER_PROGRAM):
         edge = begin + tl.arange(0, KEYS_PER_PROGRAM)
         key = (((edge - first).to(tl.float64) + part) * spacing).to(tl.int64)
