@@ -40,7 +40,7 @@ from sbm_pyg.graphs.blocks import block_means, pool_blocks
 from sbm_pyg.graphs.ragged import offsets
 from sbm_pyg.layers.normalizers import normalize
 from sbm_pyg.ops.reference import blocks as meaning
-from sbm_pyg.ops.reference.blocks import Cut
+from sbm_pyg.ops.tiles import Cut
 from sbm_pyg.sources import patterns
 
 block_attention: Any = ops.block_attention  # called with `rows`

@@ -17,8 +17,8 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from sbm_pyg import AttentionConv, AttentionGraph, Choice, GraphSource, SequenceEncoder, Tokens, auxiliary_loss
-from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, philox
+from sbm_pyg.ops import tiles
+from sbm_pyg.ops.random_words import BERNOULLI_BYTE, BERNOULLI_REST, philox
 from sbm_pyg.ops.reference.sampling import bernoulli_draws
 from sbm_pyg.sources import pairs, patterns
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, IndexProbability, KeyScorer
@@ -86,7 +86,7 @@ def test_probabilities_are_their_definition(
     scorer: str, sizes: tuple[list[int], list[int]], is_causal: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for chunk in (2**23, 40):  # all rows at once, and few
-        monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", chunk)
+        monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", chunk)
         given, scores, p = probabilities(scorer, sizes, is_causal, apart)
         ptr, key_ptr = map(pointer, sizes)
         every, _ = draw_probes(given.top_k(1), torch.inf, seed=0)
@@ -106,7 +106,7 @@ def test_probabilities_are_their_definition(
 @each_scorer
 @pytest.mark.parametrize("apart", [False, True])
 def test_gradients_are_those_of_the_dense_definition(scorer: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 40)  # parts, computed anew in the backward pass
+    monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 40)  # parts, computed anew in the backward pass
     module, ptr, key_ptr = make(scorer), pointer([5, 2, 9]), pointer([8, 11, 4])
     q, z = draw(1, HEADS, 16, CHANNELS).requires_grad_(), draw(2, HEADS, 23, CHANNELS).requires_grad_()
     degree = None if apart else torch.linspace(0.5, 3, 16, dtype=torch.float64)
@@ -353,7 +353,7 @@ def test_encoders_take_them_by_name() -> None:
 
 
 def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 2**16)
+    monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 2**16)
     n = 2**11
     layer = AttentionConv(
         8,

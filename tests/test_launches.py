@@ -19,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, SBMAttentionConv, make_attention
-from sbm_pyg.ops import checks, memo, schemas, values
-from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference import segments as reference_segments
+from sbm_pyg.ops import checks, memo, schemas, segments, tiles, values
 from sbm_pyg.sources import patterns
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
@@ -73,7 +71,7 @@ def plain_torch(counted: PlainTorch | None = None) -> Iterator[PlainTorch]:
         return tolist(x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_pairs, "SCORES_PER_TILE", {})
+        patch.setattr(tiles, "SCORES_PER_TILE", {})
         patch.setattr(values, "can_read_without_sync", lambda *_: False)
         patch.setattr(memo, "_writable", lambda *_: False)
         patch.setattr(Tensor, "tolist", wait)
@@ -188,12 +186,12 @@ def test_the_root_of_entmax_is_found_without_waiting() -> None:
 
 def test_backward_passes_share_the_order_of_keys() -> None:
     rowptr, col = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])
-    first = reference_segments.by_key(rowptr, col, 1, 2)
+    first = segments.by_key(rowptr, col, 1, 2)
     assert [x.tolist() for x in first] == [[0, 1, 2], [0, 1, 3], [0, 0, 1]]
-    assert reference_segments.by_key(rowptr, col, 1, 2) is first
+    assert segments.by_key(rowptr, col, 1, 2) is first
     col[0] = 1
     col[1] = 0
-    assert [x.tolist() for x in reference_segments.by_key(rowptr, col, 1, 2)] == [[1, 0, 2], [0, 1, 3], [0, 0, 1]]
+    assert [x.tolist() for x in segments.by_key(rowptr, col, 1, 2)] == [[1, 0, 2], [0, 1, 3], [0, 0, 1]]
 
 
 def main() -> None:

@@ -515,7 +515,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, ptrs: tuple[Tensor, Tenso
 def test_dense_attention_of_ragged_sequences(
     queries: list[int], keys: list[int] | None, is_causal: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sbm_pyg.ops.reference.segments.FEW_PAIRS", few)
+    monkeypatch.setattr("sbm_pyg.ops.segments.FEW_PAIRS", few)
     query_ptr = offsets(torch.tensor(queries))
     key_ptr = query_ptr if keys is None else offsets(torch.tensor(keys))
     parts = [draw(seed, 2, int(ptr[-1]), 4) for seed, ptr in ((1, query_ptr), (2, key_ptr), (3, key_ptr))]

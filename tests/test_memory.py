@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 from sbm_pyg import SBM, AttentionGraph, SBMAttentionConv, SBMMultiheadAttention, Tokens, gradients
 from sbm_pyg.analysis import conditions
 from sbm_pyg.graphs import rows
-from sbm_pyg.ops import checks
-from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference import segments as reference_segments
+from sbm_pyg.ops import checks, segments, tiles
 from sbm_pyg.sources import indexer, pairs, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 
@@ -67,9 +65,9 @@ def taken(call: Callable[[], Any]) -> int:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference_segments, rows, pairs, conditions):
+    for module in (segments, rows, pairs, conditions):
         monkeypatch.setattr(module, "EDGES_PER_CHUNK", 2**14, raising=False)
-    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 2**14)
+    monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 2**14)
 
 
 @pytest.fixture

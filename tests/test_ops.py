@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sbm_pyg import SBM, AttentionGraph, ops, sample_edges
 from sbm_pyg.layers.normalizers import attend_by_entmax
-from sbm_pyg.ops import checks, schemas
+from sbm_pyg.ops import checks, random_words, schemas, segments
 from sbm_pyg.ops.cpu import threads as workers
 from sbm_pyg.ops.reference import blocks as blocks_reference
 from sbm_pyg.ops.reference import density as reference_density
@@ -33,9 +33,7 @@ from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import entmax as reference_entmax
 from sbm_pyg.ops.reference import imitation as reference_imitation
 from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import reach as reference_reach
-from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.ops.reference import union as reference_union
 from sbm_pyg.ops.reference import validate as reference_validate
@@ -1301,7 +1299,7 @@ def test_loops_and_selected_rows_are_the_same_on_any_number_of_threads() -> None
 def test_probes_are_systematic_samples_of_a_number_of_keys(per_query: float, is_causal: bool, masked: bool) -> None:
     ptrs = torch.tensor([0, 9, 9, 40]), torch.tensor([0, 30, 31, 50])
     queries = torch.arange(40) % 3 > 0 if masked else None
-    allowed = reference_segments.allowed_keys(*ptrs, 40, is_causal)
+    allowed = segments.allowed_keys(*ptrs, 40, is_causal)
     wanted = (per_query / allowed.double()).clamp(max=1).float()
     wanted = wanted if queries is None else wanted * queries
     ids = torch.tensor([7, 2**32 - 1, 5])
@@ -1712,7 +1710,7 @@ def test_long_segments_are_reduced_in_pieces(lengths: tuple[int, ...], size: int
     """As on a GPU, where one thread would reduce each."""
     ptr = torch.tensor([0, *lengths]).cumsum(0)
     x = torch.rand(int(ptr[-1]), 2, 3, dtype=torch.float64, requires_grad=True)
-    found, wanted = reference_segments._reduce_twice(x, ptr, kind, size), reference_segments.segments(x, ptr, kind)
+    found, wanted = segments._reduce_twice(x, ptr, kind, size), segments.segments(x, ptr, kind)
     torch.testing.assert_close(found, wanted)
     if kind == "sum":
         grad = torch.rand_like(wanted)
@@ -1724,6 +1722,6 @@ def test_log_softmax_of_segments_and_its_gradient() -> None:
     x, ptr = ragged(0, 1, 5, 30)
     x = x.double().requires_grad_()
     rows = [x[start:end].log_softmax(0) for start, end in pairwise(ptr.tolist())]
-    torch.testing.assert_close(reference_segments.segment_log_softmax(x, ptr), torch.cat(rows))
-    assert torch.autograd.gradcheck(lambda x: reference_segments.segment_log_softmax(x, ptr), x)
-    assert torch.autograd.gradgradcheck(lambda x: reference_segments.segment_log_softmax(x, ptr), x)
+    torch.testing.assert_close(segments.segment_log_softmax(x, ptr), torch.cat(rows))
+    assert torch.autograd.gradcheck(lambda x: segments.segment_log_softmax(x, ptr), x)
+    assert torch.autograd.gradgradcheck(lambda x: segments.segment_log_softmax(x, ptr), x)

@@ -26,7 +26,7 @@ from torch_geometric.transforms import Compose
 from sbm_pyg import SourceGraph
 from sbm_pyg.graphs.graph import AttentionGraph
 from sbm_pyg.ops import checks
-from sbm_pyg.ops.reference.random_words import philox
+from sbm_pyg.ops.random_words import philox
 from sbm_pyg.sources import patterns
 
 FALSE_ALARM = 1e-6

@@ -27,7 +27,7 @@ from sbm_pyg import (
     patterns,
 )
 from sbm_pyg.analysis import compare_heads
-from sbm_pyg.ops.reference import segments
+from sbm_pyg.ops import segments
 from sbm_pyg.training.gradients import row_distillation
 
 LENGTHS = [4, 9, 1, 20]

@@ -18,9 +18,8 @@ from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
 from sbm_pyg import AttentionConv, AttentionGraph, FullAttention, SequenceEncoder, SourceGraph, Sparsifier, Tokens
-from sbm_pyg.ops.reference import pairs as reference_pairs
-from sbm_pyg.ops.reference import segments
-from sbm_pyg.ops.reference.random_words import head_generator
+from sbm_pyg.ops import segments, tiles
+from sbm_pyg.ops.random_words import head_generator
 from sbm_pyg.sources import patterns, selectors
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.selectors import RoutingSource, SelectorSource, TopKSource, block_top_k, lsh, routing, top_k
@@ -130,7 +129,7 @@ def test_rules_are_their_definitions(
         for i, keys in enumerate(rows):
             expected[head, start + i, [first + j for j in keys]] = True
     for chunk in (2**23, 40):  # all rows of all sequences at once, and few of sequences of similar length
-        monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", chunk)
+        monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", chunk)
         monkeypatch.setattr(segments, "FEW_PAIRS", 1000 if chunk > 40 else 0)
         monkeypatch.setattr(selectors, "LEAST_BLOCK", chunk % 37)  # blocks of five keys, and of three
         graph = rule(tokens, **options, **more).validate()
@@ -338,7 +337,7 @@ def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.
         lsh(Tokens(x, seed=0), 2**7, 2**6)
         routing(Tokens(x), draw(1, 1, 2**7, 4))
     assert largest.size < 8 * n * 2**11  # bytes; a mask of all pairs alone has 2^28
-    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 2**20)
+    monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 2**20)
     with LargestStorage() as largest:
         top_k(Tokens(x[:, : 2**12], x, query_ptr=torch.tensor([0, 2**12]), key_ptr=torch.tensor([0, n])), 4)
     assert largest.size <= 8 * 2**20

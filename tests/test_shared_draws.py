@@ -15,7 +15,7 @@ from test_sampling import FALSE_ALARM, chi_square, joint_law
 from torch import Tensor
 
 from sbm_pyg import SBM, AttentionGraph, SBMHead, SBMSource, Tokens, make_attention, ops, sample_edges
-from sbm_pyg.ops.reference import random_words
+from sbm_pyg.ops import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
 from sbm_pyg.training.gradients import attach_local_expectation
 

@@ -20,16 +20,16 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 29_540,
-    "lines of sbm_pyg/ops": 11_460,
+    "lines of sbm_pyg": 29_530,
+    "lines of sbm_pyg/ops": 11_450,
     "lines of examples": 15_000,
-    "lines of tests": 38_730,
+    "lines of tests": 38_680,
     "rooms of sbm_pyg": 10,
     "arrows between rooms": 32,
     "public names": 316,
     "options of SBMAttentionConv": 14,
-    "refusing lines of sbm_pyg, %": 7.0,
-    "vague local names of sbm_pyg, %": 3.4,
+    "refusing lines of sbm_pyg, %": 6.8,
+    "vague local names of sbm_pyg, %": 1.8,
     "vague local names of examples, %": 5.7,
 }
 SLACK = 0.02  # how far a measure may lie below its mark before the mark has to follow

@@ -14,7 +14,7 @@ from problems import pointer
 from torch import Tensor
 
 from sbm_pyg import AttentionConv, AttentionGraph, Tokens, sparsefinder
-from sbm_pyg.ops.reference import pairs as reference_pairs
+from sbm_pyg.ops import tiles
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, SparsefinderSource, fit_centroids, fit_projection, projection_loss
 from sbm_pyg.sparsefinder.ground_truth import compare, ground_truth_graph
@@ -136,7 +136,7 @@ def test_rules_are_their_definitions(
         rows, cols = slice(ptr[b], ptr[b + 1]), slice(key_ptr[b], key_ptr[b + 1])
         expected[head, rows, cols] = define(q[head, rows], z[head, cols], head, causal=is_causal, **options)
     for chunk in (2**23, 40):
-        monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", chunk)
+        monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", chunk)
         graph = rule(tokens, **options, **more).validate()
         found = torch.zeros_like(expected)
         found[graph.edge_head, graph.edge_index[1], graph.edge_index[0]] = True
@@ -215,7 +215,7 @@ def test_centroids_of_blocks_are_those_of_their_means() -> None:
 def test_the_ground_truth_is_the_support_of_dense_entmax(
     alpha: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(reference_pairs.SCORES_PER_TILE, "cpu", 100)
+    monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 100)
     query, key, ptr = draw(1, HEADS, 30, 6).double(), draw(2, HEADS, 30, 6).double(), torch.tensor([0, 11, 30])
     graph = ground_truth_graph(Tokens(query, key, query_ptr=ptr, is_causal=is_causal), alpha=alpha, scale=0.9)
     for b, head in itertools.product(range(2), range(HEADS)):

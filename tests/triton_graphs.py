@@ -17,11 +17,10 @@ from triton_contract import COUNTED, INTERPRETED, MODULES_BY_NAME, ON_ONE_SIDE, 
 from triton_contract import kernels as kernels
 
 from sbm_pyg import SBMAttentionConv, make_attention, ops
+from sbm_pyg.ops import random_words, segments
 from sbm_pyg.ops.reference import edges as reference_edges
 from sbm_pyg.ops.reference import effects as reference_effects
-from sbm_pyg.ops.reference import random_words
 from sbm_pyg.ops.reference import sampling as reference_sampling
-from sbm_pyg.ops.reference import segments as reference_segments
 from sbm_pyg.ops.reference import systematic as reference_systematic
 from sbm_pyg.training.estimators import Local
 
@@ -426,7 +425,7 @@ def test_attention_asks_for_nothing_but_kernels_and_memory(kernels: Kernels) -> 
     graph = random_graph(2, 5, 6, 0.5)
     query, key, value = (torch.randn(2, n, 4) for n in (5, 6, 6))
     given = (query, key, value, graph.rowptr, graph.col, None, None)
-    reference_segments.by_key(graph.rowptr, graph.col, 2, 6)
+    segments.by_key(graph.rowptr, graph.col, 2, 6)
     before, waits = kernels.launches, kernels.waits
     out, lse = torch.ops.sbm_pyg.edge_attention(*given, 0.5, "score", 0.0, 0)
     torch.ops.sbm_pyg.edge_attention_backward(out, *given, out, lse, 0.5, "score", 0.0, 0, False, False)

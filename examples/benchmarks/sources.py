@@ -39,7 +39,7 @@ from examples.benchmarks.turns import memory
 from examples.common.tables import markdown, write_csv
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
 from sbm_pyg.info import tqdm
-from sbm_pyg.ops.reference import pairs
+from sbm_pyg.ops import tiles
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors
 
@@ -91,7 +91,7 @@ def measure(graph: Graph, n: int) -> dict[str, float]:
 def gate(name: str) -> None:
     """Refuses a source whose graph depends on how many rows it looks at."""
     query, key = torch.randn(2, 1, 256, CHANNELS).unbind(0)
-    with patch.dict(pairs.SCORES_PER_TILE, cpu=2**10):
+    with patch.dict(tiles.SCORES_PER_TILE, cpu=2**10):
         few = sources(256)[name](Tokens(query, key, bipartite=False))
     if few != sources(256)[name](Tokens(query, key, bipartite=False)):
         sys.exit(f"{name}: other graphs with fewer rows at a time")

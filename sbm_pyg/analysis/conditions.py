@@ -29,7 +29,7 @@ from ..graphs.ragged import draw_seed, offsets
 from ..graphs.rows import index_type
 from ..ops import checks
 from ..ops.cpu import threads
-from ..ops.reference.segments import EDGES_PER_CHUNK
+from ..ops.segments import EDGES_PER_CHUNK
 from ..sources import patterns as fixed
 from ..sources.sbm import SBM, check_model
 from .hamiltonian import (

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..ops import checks, schemas
-from ..ops.reference.blocks import Cut, cut_blocks
-from ..ops.reference.segments import runs, segment_log_softmax, segments
+from ..ops.segments import runs, segment_log_softmax, segments
+from ..ops.tiles import Cut, cut_blocks
 from ..ops.values import require_values
 from .graph import AttentionGraph
 from .ragged import check_tensor, count_positions, offsets, resolve_ptr

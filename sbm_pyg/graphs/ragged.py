@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.utils import to_dense_batch
 
 from ..ops import checks, values
-from ..ops.reference.segments import allowed_keys
+from ..ops.segments import allowed_keys
 from ..ops.values import can_read, require_values
 
 __all__ = [

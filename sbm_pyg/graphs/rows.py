@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import checks
-from ..ops.reference.segments import EDGES_PER_CHUNK, edge_row
+from ..ops.segments import EDGES_PER_CHUNK, edge_row
 from ..ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 

@@ -23,7 +23,7 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, draw_seed, offsets
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
-from ..ops.reference.segments import runs
+from ..ops.segments import runs
 from ..sources import patterns, selectors
 from ..sources.interface import GraphSource
 from ..sources.learned import DensitySource

@@ -18,7 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from ..graphs.graph import Adjacency, AttentionGraph
 from ..graphs.ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..ops import checks
-from ..ops.reference.random_words import GOLDEN
+from ..ops.random_words import GOLDEN
 from ..ops.values import require_unbatched
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.learned import DensitySource

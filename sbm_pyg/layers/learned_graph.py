@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from ..graphs.graph import Adjacency, AttentionGraph
 from ..graphs.ragged import Tokens, draw_seed, resolve_ptr
 from ..ops import checks
-from ..ops.reference.segments import upcast
 from ..ops.schemas import weigh_effect
+from ..ops.segments import upcast
 from ..sources.candidates import Candidates
 from ..sources.interface import Choice, GraphSource
 from ..sources.learned import LearnedSource

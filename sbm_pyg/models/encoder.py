@@ -23,7 +23,7 @@ from ..layers.dcmm import DCMMBias
 from ..layers.dense import FullAttention
 from ..layers.positions import ALiBi, Rotary
 from ..ops import checks
-from ..ops.reference.random_words import GOLDEN
+from ..ops.random_words import GOLDEN
 from ..ops.values import can_read, require_values
 from ..sources import patterns
 from ..sources.interface import Choice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..graphs.ragged import draw_seed, resolve_ptr, resolve_sequence_ids
 from ..ops import checks
-from ..ops.reference.segments import upcast
+from ..ops.segments import upcast
 from ..ops.values import require_values
 from .encoder import EncoderTrace, SequenceEncoder
 from .pretrained import Pretrained

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import checks, schemas
-from .reference.segments import Rows
+from .segments import Rows
 
 __all__ = ["Rows", "block_attention", "edge_attention", "edge_dot", "sample_sbm", "segment_entmax"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from . import values
-from .reference.blocks import cut_blocks
+from .tiles import cut_blocks
 
 INTEGERS = (torch.int32, torch.int64)
 INT64 = 2**63 - 1

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from . import segments as reference_segments
 from .reference import sampling as reference_sampling
-from .reference import segments as reference_segments
 
 __all__ = ["FORMULAS", "formula_of"]
 

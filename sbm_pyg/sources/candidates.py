@@ -13,8 +13,8 @@ from torch import Tensor
 from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, resolve_sequence_ids
 from ..ops import checks
-from ..ops.reference.random_words import PAIR, philox, split_ids
-from ..ops.reference.segments import segments, upcast
+from ..ops.random_words import PAIR, philox, split_ids
+from ..ops.segments import segments, upcast
 from .interface import EdgeProbability, min_probability
 
 __all__ = ["CandidateProbability", "Candidates"]

@@ -30,7 +30,8 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
-from ..ops.reference.pairs import PairTile, index_scores, pair_tiles, small_heads
+from ..ops.reference.pairs import index_scores, small_heads
+from ..ops.tiles import PairTile, pair_tiles
 from ..ops.values import require_values
 from . import patterns
 from .candidates import CandidateProbability, Candidates

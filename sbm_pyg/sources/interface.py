@@ -20,7 +20,7 @@ from torch_geometric.transforms import BaseTransform
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_record, draw_seed, stored_ptr
 from ..ops import checks
-from ..ops.reference.segments import upcast
+from ..ops.segments import upcast
 from ..ops.values import can_read
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]

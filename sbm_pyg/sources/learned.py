@@ -23,8 +23,8 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, count_pairs, count_positions, offsets
 from ..graphs.rows import index_type
 from ..ops import checks
-from ..ops.reference.blocks import cut_blocks
-from ..ops.reference.segments import allowed_keys, edge_row, group_by_length, runs
+from ..ops.segments import allowed_keys, edge_row, group_by_length, runs
+from ..ops.tiles import cut_blocks
 from ..ops.values import can_read, can_read_without_sync
 from . import patterns
 from .candidates import CandidateProbability, Candidates

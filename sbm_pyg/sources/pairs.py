@@ -14,8 +14,8 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, check_record, count_pairs, offsets
 from ..graphs.rows import index_type
 from ..ops import checks, schemas, values
-from ..ops.reference.pairs import PairRule, PairTile, best_of, pair_tiles
-from ..ops.reference.segments import EDGES_PER_CHUNK, compress, cuts, runs
+from ..ops.segments import EDGES_PER_CHUNK, compress, cuts, runs
+from ..ops.tiles import PairRule, PairTile, best_of, pair_tiles
 from ..ops.values import require_values
 
 __all__ = [

@@ -28,8 +28,8 @@ from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_tensor, draw_seed, resolve_ptr, resolve_sequence_ids
 from ..graphs.rows import index_type
 from ..ops import checks, values
-from ..ops.reference.random_words import RANDOM_KEY, philox, split_ids
-from ..ops.reference.segments import runs
+from ..ops.random_words import RANDOM_KEY, philox, split_ids
+from ..ops.segments import runs
 from ..ops.values import can_read, require_values
 from .interface import Choice, GraphSource
 

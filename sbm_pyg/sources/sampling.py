@@ -30,8 +30,8 @@ from ..graphs.ragged import (
     trust_offsets,
 )
 from ..ops import checks, values
-from ..ops.reference.blocks import cut_blocks
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
+from ..ops.tiles import cut_blocks
 from ..ops.values import can_read
 from . import patterns
 from .candidates import CandidateProbability, Candidates

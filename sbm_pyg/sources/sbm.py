@@ -22,7 +22,7 @@ from ..graphs.ragged import Tokens, check_record, check_tensor, count_pairs, res
 from ..ops import checks, values
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.reference.sampling import probability_error
-from ..ops.reference.segments import allowed_keys, upcast
+from ..ops.segments import allowed_keys, upcast
 from ..ops.values import can_read
 from .interface import EdgeProbability, check_over
 

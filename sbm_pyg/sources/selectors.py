@@ -24,10 +24,9 @@ from ..graphs.blocks import block_means
 from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, check_record
 from ..graphs.rows import index_type
-from ..ops import checks
-from ..ops.reference import pairs as pair_ops
-from ..ops.reference.random_words import head_generator
-from ..ops.reference.segments import compress, edge_row, group_by_length
+from ..ops import checks, tiles
+from ..ops.random_words import head_generator
+from ..ops.segments import compress, edge_row, group_by_length
 from . import pairs, patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource, graph_without_edges
@@ -423,13 +422,13 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
             best = torch.cat([best, scores[..., fresh]], -1)
             position = torch.cat([position, positions[..., fresh]], -1)  # in ascending order
             rows = queries[:, begin : begin + block]
-            size = pair_ops.rows_per_tile(near.device, tokens.heads * len(rows) * best.size(-1))
+            size = tiles.rows_per_tile(near.device, tokens.heads * len(rows) * best.size(-1))
             for tile in rows.split(size, dim=1):
                 valid, query = tile >= 0, tile.clamp(min=0)
                 mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
                 score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
                 possible = valid[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
-                where = pair_ops.PairTile(query, keys, valid, possible)
+                where = tiles.PairTile(query, keys, valid, possible)
                 kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
                 key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
                 found.append(where.rows(kept, key[kept], row))
@@ -455,10 +454,10 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     found = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]
-        for first in range(0, clusters, step := pair_ops.rows_per_tile(near.device, heads * padded.numel())):
+        for first in range(0, clusters, step := tiles.rows_per_tile(near.device, heads * padded.numel())):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
-            kept = pair_ops.best_of(scores, valid, width[which, None])
+            kept = tiles.best_of(scores, valid, width[which, None])
             head, sequence, cluster, position = kept.nonzero(as_tuple=True)
             group = (head * sequences + which[sequence]) * clusters + first + cluster
             found.append((group, head * tokens + padded[sequence, position]))

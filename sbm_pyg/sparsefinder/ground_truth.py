@@ -20,7 +20,7 @@ from ..graphs.ragged import Tokens
 from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..ops import checks, segment_entmax
-from ..ops.reference.pairs import PairTile
+from ..ops.tiles import PairTile
 from ..ops.values import require_values
 from ..sources.pairs import detached, dot_product, graph_of_rows, select_pairs
 from .projection import Sample

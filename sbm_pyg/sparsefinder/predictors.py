@@ -16,7 +16,7 @@ from ..graphs.blocks import block_means
 from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, resolve_ptr
 from ..ops import checks
-from ..ops.reference.pairs import PairTile
+from ..ops.tiles import PairTile
 from ..sources import pairs, patterns
 
 __all__ = ["block_bigbird", "bucketing", "buckets", "clustering", "clusters", "distance"]

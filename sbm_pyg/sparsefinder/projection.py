@@ -22,7 +22,7 @@ from ..graphs.blocks import block_means
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, draw_seed
 from ..ops import checks
-from ..ops.reference.segments import allowed_keys
+from ..ops.segments import allowed_keys
 from ..sources import patterns
 from ..sources.interface import Choice, GraphSource, check_finite
 from ..sources.pairs import check_vectors

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
 from ..ops import checks, schemas, values
-from ..ops.reference.segments import allowed_keys, segments, upcast
+from ..ops.segments import allowed_keys, segments, upcast
 from ..ops.values import can_read, require_values
 from ..sources.interface import EdgeProbability, check_probability, log_probability, min_probability
 from ..sources.learned import LearnedSource, sample_rows, sample_sequences

@@ -8,7 +8,7 @@ import torch
 from examples.benchmarks import sources
 from examples.common.tables import read
 from sbm_pyg import AttentionGraph, Tokens
-from sbm_pyg.ops.reference import pairs as reference_pairs
+from sbm_pyg.ops import tiles
 from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,10 +26,10 @@ def test_every_source_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_source_that_depends_on_its_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(tokens: Tokens) -> AttentionGraph:
-        return patterns.window(tokens.num_queries, 1 + (reference_pairs.SCORES_PER_TILE["cpu"] < 2**20))
+        return patterns.window(tokens.num_queries, 1 + (tiles.SCORES_PER_TILE["cpu"] < 2**20))
 
     monkeypatch.setattr(sources, "sources", lambda n: {"lsh": wrong})
     with pytest.raises(SystemExit, match="lsh: other graphs with fewer rows at a time"):
         sources.gate("lsh")
-    assert reference_pairs.SCORES_PER_TILE["cpu"] > 2**20
+    assert tiles.SCORES_PER_TILE["cpu"] > 2**20
     assert torch.is_grad_enabled()

@@ -23,8 +23,8 @@ from numba import njit
 from torch import Tensor
 
 from ..reference import blocks as reference_blocks
-from ..reference.blocks import Cut
-from ..reference.segments import Rows
+from ..segments import Rows
+from ..tiles import Cut, cut_rows
 from .channels import clear, to_array, to_padded_array, unpad_channels
 from .edges import dropout_tables, summed, units_of
 from .simd import (
@@ -457,7 +457,7 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     q, k, v = (to_padded_array(x, query) for x in (query, key, value))
     offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
     out = torch.from_numpy(q).new_empty((*query.shape[:2], v.shape[1]))
@@ -477,7 +477,7 @@ def block_attention_backward(
     key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     heads = query.shape[0]
     q, k, v = (to_padded_array(x, query) for x in (query, key, value))
     offsets, key_blocks = (x.contiguous().numpy() for x in (rowptr, col))
@@ -525,7 +525,7 @@ def block_effect(
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col.to(col.dtype), probe_bias)
     logits_and_gains = _compute_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     arrays, out = [], []

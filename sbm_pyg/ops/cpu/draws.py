@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ..reference.random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT
+from ..random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT
 from ..reference.sampling import KEYS_PER_PANEL
 from .random_simd import (
     append16,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference.random_words import DROPOUT
+from ..random_words import DROPOUT
 from .channels import (
     add_dots,
     clear,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..reference.sampling import KEYS_PER_PANEL, check_keys
-from ..reference.segments import allowed_keys
+from ..segments import allowed_keys
 from .channels import to_array
 from .draws import KEYS_AT_ONCE, four_dots
 from .random_simd import above16, append64, count_bits, pick16

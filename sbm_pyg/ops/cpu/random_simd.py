@@ -15,7 +15,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from ..reference.random_words import MIX16
+from ..random_words import MIX16
 from .simd import I8, I16, I32, I64, WIDE, call_llvm, peek, pointer, poke, splat_number
 
 LANES = 16

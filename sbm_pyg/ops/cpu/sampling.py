@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import segments as reference_segments
+from ..random_words import split_ids
 from ..reference import sampling as reference_sampling
-from ..reference import segments as reference_segments
-from ..reference.random_words import split_ids
 from ..reference.sampling import GAPS, KEYS_PER_PANEL, MAX_PROB, PAIRS, PROPOSALS, Law
 from .draws import approximate_probs, by_gaps, by_pairs, by_proposals, draw_pieces, largest_prob
 from .shared_draws import sample_shared

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..random_words import MIX16, SHARED, split_ids
 from ..reference import sampling as reference_sampling
-from ..reference.random_words import MIX16, SHARED, split_ids
 from ..reference.sampling import MAX_PROB
 from .draws import draw_pieces, pair_prob, philox_once
 from .random_simd import (

@@ -25,7 +25,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 from numba.np.arrayobj import make_array
 
-from ..reference.random_words import MIX
+from ..random_words import MIX
 
 NEGLIGIBLE_LOGIT = -40.0
 """A logit this far below the largest of its row adds nothing to a sum. Its products would be subnormal, and slow."""

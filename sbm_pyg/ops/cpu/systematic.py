@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..random_words import SYSTEMATIC, split_ids
 from ..reference import sampling as reference_sampling
 from ..reference import systematic as reference_systematic
-from ..reference.random_words import SYSTEMATIC, split_ids
 from .draws import philox_once
 from .threads import even_ranges, numba_kernel, run, task_count
 

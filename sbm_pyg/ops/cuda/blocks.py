@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import segments as reference_segments
 from ..reference import blocks as reference_blocks
-from ..reference import segments as reference_segments
-from ..reference.blocks import Cut
-from ..reference.segments import Rows
+from ..segments import Rows
+from ..tiles import Cut, cut_rows
 from .rows import (
     accumulate_dtype,
     cast_like,
@@ -410,7 +410,7 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, bias: Tensor | None, scale: float, dropout: float = 0.0, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     work = _BlockLaunch(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
     if not work.possible:
         return reference_blocks.block_attention(
@@ -431,7 +431,7 @@ def block_attention_backward(
     key_ptr: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, block_size: int, is_causal: bool, scale: float,
     dropout: float, seed: int, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     work = _BlockLaunch(cuts, query, value, (key, bias), is_causal, bias is None and dropout == 0)
     if not work.possible:
         return reference_blocks.block_attention_backward(
@@ -481,7 +481,7 @@ def block_effect(
     probe_rowptr: Tensor, probe_col: Tensor, probe_bias: Tensor | None, query_ptr: Tensor, key_ptr: Tensor,
     block_size: int, is_causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cuts = reference_blocks.cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
+    cuts = cut_rows(rowptr, query, key, (query_ptr, key_ptr), block_size)
     sets = Rows(rowptr, col, bias), Rows(probe_rowptr, probe_col, probe_bias)
     logits_and_gains = _launch_pair_gains((grad_out, query, key, value), sets, cuts, is_causal, scale)
     graphs = (

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import segments as reference_segments
 from ..reference import edges as reference_edges
-from ..reference import segments as reference_segments
 from .rows import (
     SplitRows,
     accumulate_dtype,

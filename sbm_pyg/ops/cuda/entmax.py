@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import segments as reference_segments
 from ..reference import entmax as reference_entmax
-from ..reference import segments as reference_segments
 from .rows import SplitRows, cast_like, finite, launch, programs_of_row, triton_kernel, work_item_of
 
 _MAX_NEWTON_STEPS = tl.constexpr(reference_entmax.KERNEL_NEWTON_STEPS)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import random_words
 from ..memo import TensorMemo
-from ..reference import random_words
 
 MAX_CHANNELS = 512
 """Channels of a vector, at most: wider tiles do not fit the registers of a program."""

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import random_words
+from .. import random_words
 from ..reference import sampling as reference_sampling
 from .rows import float_bits, from_bits, launch, triton_kernel
 

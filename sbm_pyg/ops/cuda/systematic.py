@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import random_words
+from .. import random_words
 from ..reference import sampling as reference_sampling
 from ..reference import systematic as reference_systematic
 from .rows import launch, mix_words, row_span, triton_kernel

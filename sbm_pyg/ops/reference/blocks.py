@@ -13,109 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from ..memo import TensorMemo
+from ..random_words import dropout_keeps, dropout_words
+from ..segments import Rows, edge_row, segments, upcast
+from ..tiles import Cut, cut_rows
 from .effects import find_edges, leave_one_out
-from .random_words import dropout_keeps, dropout_words
-from .segments import Rows, edge_row, segments, upcast
 
 SCORES_PER_CHUNK = 2**18
 """Scores of pairs of tokens that are held at a time."""
 DropoutFactors = Callable[[Tensor, Tensor], Tensor]
 """From query blocks and key blocks ``[e]`` to the factors of their weights, ``[e, block_size, block_size]``."""
-
-
-class Cut:
-    """The blocks of queries, or of keys: where each begins, and how many tokens it has.
-
-    Args:
-        ptr: Offsets of the sequences, ``[B+1]``.
-        total: Number of tokens N.
-        block_size: Tokens of a block.
-        count: Number of blocks n. None: it is read from the device.
-    """
-
-    def __init__(self, ptr: Tensor, total: int, block_size: int, count: int | None = None) -> None:
-        counts = -(-ptr.diff() // block_size)  # rounded up, for any block_size
-        self.ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B+1], of the blocks
-        self.tokens = ptr.clone()  # offsets of the tokens, which no later change of `ptr` reaches
-        self.total, self.block_size = total, block_size
-        self.count = int(self.ptr[-1]) if count is None else count
-        self.whole = self.count * block_size == total  # no block is short
-
-    @cached_property
-    def sequence(self) -> Tensor:
-        """The sequence of each block, ``[n]``."""
-        return torch.repeat_interleave(self.ptr.diff(), output_size=self.count)
-
-    @cached_property
-    def position(self) -> Tensor:
-        """Number of each block in its sequence, ``[n]``."""
-        return torch.arange(self.count, device=self.ptr.device) - self.ptr[self.sequence]
-
-    @cached_property
-    def first(self) -> Tensor:
-        """First token of each block, ``[n]``."""
-        return self.tokens[self.sequence] + self.block_size * self.position
-
-    @cached_property
-    def length(self) -> Tensor:
-        """Number of tokens of each block, ``[n]``."""
-        return (self.tokens[1:][self.sequence] - self.first).clamp(max=self.block_size)
-
-    @cached_property
-    def table(self) -> Tensor:
-        """First token, length, and number in its sequence of each block, ``[3, n]``."""
-        return torch.stack([self.first, self.length, self.position])
-
-    @cached_property
-    def slot(self) -> Tensor:
-        """Where each token stands among the slots of all blocks, ``[N]``."""
-        block = torch.repeat_interleave(self.length, output_size=self.total)
-        return block * self.block_size + torch.arange(self.total, device=self.ptr.device) - self.first[block]
-
-    def split(self, x: Tensor) -> Tensor:
-        """Blocks ``[H*n, block_size, C]`` of tokens ``[H, N, C]``; slots without a token hold zeros."""
-        if self.whole:
-            return x.reshape(x.size(0) * self.count, self.block_size, x.size(2))
-        slots = x.new_zeros(x.size(0), self.count * self.block_size, x.size(2))
-        return slots.index_copy_(1, self.slot, x).view(x.size(0) * self.count, self.block_size, x.size(2))
-
-    def join(self, x: Tensor, heads: int) -> Tensor:
-        """Tokens ``[H, N, C]`` of blocks ``[H*n, block_size, C]``."""
-        x = x.reshape(heads, self.count * self.block_size, x.size(2))
-        return x if self.whole else x.index_select(1, self.slot)
-
-
-_CUTS = TensorMemo()
-
-
-def _cached_cut(ptr: Tensor, total: int, block_size: int, count: int | None) -> Cut:
-    """A cut that is kept with ``ptr``: pooling, attention, its backward pass and effects share it."""
-    if torch.compiler.is_compiling():
-        return Cut(ptr, total, block_size, count)
-    return _CUTS.get(partial(Cut, count=count), ptr, total, block_size)
-
-
-def cut_blocks(
-    totals: tuple[int, int], ptrs: tuple[Tensor, Tensor], block_size: int, counts: Sequence[int | None] = (None, None)
-) -> tuple[Cut, Cut]:
-    """Cut queries and keys into blocks: one cut for both if they are the same tokens."""
-    query_cut = _cached_cut(ptrs[0], totals[0], block_size, counts[0])
-    same = ptrs[1] is ptrs[0] and totals[0] == totals[1]
-    return query_cut, query_cut if same else _cached_cut(ptrs[1], totals[1], block_size, counts[1])
-
-
-def cut_rows(
-    rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int
-) -> tuple[Cut, Cut]:
-    """The same, with the number of query blocks from the rows."""
-    counts = (rowptr.numel() - 1) // query.size(0), None
-    return cut_blocks((query.size(1), key.size(1)), ptrs, block_size, counts)
 
 
 class Pairs:

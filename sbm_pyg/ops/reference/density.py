@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..segments import allowed_keys, segments, upcast
 from .reach import reach_dot, reach_dot_backward
-from .segments import allowed_keys, segments, upcast
 
 MIN_MEAN_PROBABILITY = 1e-3
 """Lower clamp of means of probabilities, by which others are divided."""

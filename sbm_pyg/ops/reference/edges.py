@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from .random_words import dropout_keeps, dropout_words
-from .segments import by_key, edge_row, segment_max, segments, upcast
+from ..random_words import dropout_keeps, dropout_words
+from ..segments import by_key, edge_row, segment_max, segments, upcast
 
 
 def dropout_mask(rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout: float, seed: int) -> Tensor:

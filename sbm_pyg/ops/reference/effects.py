@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..segments import edge_row, segment_max, segments, upcast
 from .edges import apply_gate_and_bias, edge_dot, edge_dot_backward, edge_ends, row_dots
 from .sampling import MAX_PROB
-from .segments import edge_row, segment_max, segments, upcast
 
 
 def effect_weight(p: Tensor, eta: Tensor, probing: bool = False) -> Tensor:

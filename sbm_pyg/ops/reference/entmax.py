@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .segments import edge_row, segment_max, segments, upcast
+from ..segments import edge_row, segment_max, segments, upcast
 
 
 def check_ptr(rowptr: Tensor, num_values: int) -> None:

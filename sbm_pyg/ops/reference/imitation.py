@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..segments import edge_row, segment_log_softmax, segments, upcast
 from . import edges as reference_edges
-from .segments import edge_row, segment_log_softmax, segments, upcast
 
 
 def _small_heads(query: Tensor, weight: Tensor, row: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

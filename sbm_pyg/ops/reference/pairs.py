@@ -1,106 +1,18 @@
-"""All pairs of queries and keys, tile by tile, and the best keys of each query, in plain torch.
+"""The best keys of each query among all pairs, in plain torch.
 
-In: offsets of sequences, and scores. Out: tiles of pairs; masks of the largest scores; and the tensors of
+In: offsets of sequences, and scores. Out: the tensors of
 ``index_top_k`` and ``segment_top_k`` in :mod:`sbm_pyg.ops.schemas`. Not here: graphs, and other rules that keep pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..values import can_read_without_sync
-from .segments import allowed_keys, compress, group_by_length, upcast
-
-SCORES_PER_TILE = {"cpu": 2**23}
-"""Scores that are computed at a time, by kind of device."""
-SCORES_PER_TILE_ELSEWHERE = 2**26
-"""The same for other devices, where few large operations are fastest. A tile has a few tensors of 256 MiB."""
-
-
-def rows_per_tile(device: torch.device, scores: int) -> int:
-    """Number of rows, each with so many scores in all heads and sequences, that are computed at a time; at least 1."""
-    return max(1, SCORES_PER_TILE.get(device.type, SCORES_PER_TILE_ELSEWHERE) // max(1, scores))
-
-
-@dataclass(frozen=True)
-class PairTile:
-    """Some queries of b sequences of similar length, with all keys of these sequences."""
-
-    query: Tensor  # [b, r] tokens; 0 where invalid
-    key: Tensor  # [b, L] tokens; -1 where the sequence is shorter
-    valid: Tensor  # [b, r], False for padding of the queries
-    possible: Tensor  # [b, r, L], False for pairs that cannot be edges
-
-    def select(
-        self, scores: Tensor, keep: PairRule, row: Tensor, dtype: torch.dtype = torch.int64
-    ) -> tuple[Tensor, ...]:
-        """The pairs that a rule keeps, as an argument of :func:`.segments.compress`.
-
-        Args:
-            scores: Scores of the pairs, ``[H, b, r, L]``, which are overwritten: those that are NaN, or of impossible
-                pairs, become minus infinity.
-            keep: The rule. The first pair of a row whose score is NaN is kept as well, so that NaN shows.
-            row: Row of each query and head, ``[H, N]``.
-            dtype: Of the keys.
-        """
-        undefined = scores.isnan().logical_and_(self.possible)
-        possible = self.possible & ~undefined
-        is_edge = keep(scores.masked_fill_(~possible, -torch.inf), possible, self)
-        if scores.size(-1) and not (can_read_without_sync(undefined) and not bool(undefined.any())):
-            first = undefined.to(torch.uint8).argmax(-1, keepdim=True)
-            is_edge = is_edge.scatter(-1, first, is_edge.gather(-1, first) | undefined.gather(-1, first))
-        return self.rows(is_edge, self.key.to(dtype)[:, None].expand_as(is_edge)[is_edge], row)
-
-    def rows(self, is_edge: Tensor, key: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of :func:`.segments.compress` for this tile.
-
-        Args:
-            is_edge: Mask of the pairs that are edges, ``[H, b, r, L]``.
-            key: Keys of these edges, ``[e]``.
-            row: Row of each query and head, ``[H, N]``.
-        """
-        return row[:, self.query[self.valid]].flatten(), is_edge.sum(-1)[:, self.valid].flatten(), key
-
-
-PairRule = Callable[[Tensor, Tensor, PairTile], Tensor]
-"""From scores ``[H, b, r, L]``, the mask of possible pairs and their tile to the mask of the pairs to keep."""
-
-
-def pair_tiles(heads: int, query_ptr: Tensor, key_ptr: Tensor, limit: Tensor) -> Iterator[PairTile]:
-    """Iterate over all pairs in tiles of bounded size: some rows of all sequences of similar length.
-
-    Args:
-        heads: Number of heads.
-        query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
-        limit: Number of leading keys of its sequence that a query may attend to, ``[N]``.
-    """
-    for queries, keys, _ in group_by_length(query_ptr, key_ptr):
-        position = torch.arange(keys.size(1), device=keys.device)
-        for tile in queries.split(rows_per_tile(keys.device, heads * keys.numel()), dim=1):
-            valid, query = tile >= 0, tile.clamp(min=0)
-            yield PairTile(query, keys, valid, (position < limit[query][..., None]) & valid[..., None])
-
-
-def best_of(scores: Tensor, possible: Tensor, count: int | Tensor) -> Tensor:
-    """Mask of the largest possible scores along the last axis; the lower index wins a tie.
-
-    Args:
-        scores: ``[..., m]``, without NaN, and ``-inf`` where not possible.
-        possible: Mask of the scores to choose from, ``[..., m]``.
-        count: How many to choose, at least 1; one number or ``[...]``. Rows with fewer possible scores choose all.
-    """
-    if not scores.size(-1):
-        return torch.zeros_like(scores, dtype=torch.bool)
-    count = torch.as_tensor(count, device=scores.device).clamp(max=scores.size(-1))
-    best = scores.topk(int(count.max()), dim=-1).values
-    least = best.gather(-1, (count - 1).expand(scores.shape[:-1])[..., None])
-    above, equal = scores > least, (scores == least) & possible
-    left = count[..., None] - above.sum(-1, keepdim=True, dtype=torch.int32)  # six times as fast as int64
-    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
+from ..segments import allowed_keys, compress, upcast
+from ..tiles import best_of, pair_tiles
 
 
 def small_heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .segments import segments, upcast
+from ..segments import segments, upcast
 
 
 def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end: int) -> Tensor:

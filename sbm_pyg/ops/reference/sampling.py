@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .random_words import BERNOULLI_BYTE, BERNOULLI_REST, GAP, PROPOSAL, PROPOSAL_COUNT, philox, shared_words, split_ids
+from ..random_words import (
+    BERNOULLI_BYTE,
+    BERNOULLI_REST,
+    GAP,
+    PROPOSAL,
+    PROPOSAL_COUNT,
+    philox,
+    shared_words,
+    split_ids,
+)
 
 PROPOSALS, GAPS, PAIRS = range(3)
 """The ways to draw a row."""

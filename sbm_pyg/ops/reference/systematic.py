@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .random_words import SYSTEMATIC, philox, query_words, split_ids
+from ..random_words import SYSTEMATIC, philox, query_words, split_ids
+from ..segments import allowed_keys, edge_row
 from .sampling import check_keys
-from .segments import allowed_keys, edge_row
 
 
 def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, part: float, seed: int) -> Tensor:

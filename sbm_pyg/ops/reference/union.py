@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .segments import edge_row, runs
+from ..segments import edge_row, runs
 
 
 def union_rows(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memo import TensorMemo
+from .memo import TensorMemo
 
 EDGES_PER_CHUNK = 2**20
 """Edges that are made at a time, which bounds the memory beyond the result."""
