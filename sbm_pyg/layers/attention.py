@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, overload
 
@@ -317,66 +318,109 @@ class AttentionConv(EdgeAttention):
         self._check_call(query, key, value, edge_index, edge_filter, edge_head, sequence_ids, returns)
         if edge_attr is not None or self.lin_edge is not None:
             self._check_edge_attr(edge_attr, edge_index, value)
-        drop = self.dropout if self.training else 0.0
-        seed = self.eval_seed if seed is None and not self.training else seed
-        if seed is None and edge_index is None:
-            require_unbatched(query=query, key=key)  # before torch's error about random numbers
-        seed = draw_seed(0 if seed is None and edge_index is not None and drop == 0 else seed)
-        noise = seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
-        if self.first_head:
-            noise = (seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
         limit = partial(drop_forbidden_edges, is_causal=is_causal, edge_filter=edge_filter)
+        sides = (edge_index, edge_head, ptr, batch, positions)
+        call = self._choose_graph(query, key, value, *sides, bipartite, is_causal, limit, seed, sequence_ids)
+        dense_loss = None if call.choice.is_stored else self.estimator.dense_loss(call)
+        needs_edges = edge_filter is not None or returns.attention_weights or self._needs_edges
+        if needs_edges and not call.choice.is_stored:
+            call = replace(call, choice=call.choice.stored())
+        out, weights = self._attend_densely(call), None
+        if out is None:
+            out, weights, call = self._attend_over_edges(call, edge_index, edge_head, edge_attr, returns)
+        out = self._train_source(out, call, dense_loss)
+        return self._pack_outputs(out, call.choice, weights, returns)
+
+    def _choose_graph(
+        self, query: Tensor, key: Tensor, value: Tensor, edge_index: Adjacency | None, edge_head: Tensor | None,
+        ptr: OneOrTwo | None, batch: OneOrTwo | None, positions: OneOrTwo | None, bipartite: bool, is_causal: bool,
+        limit: Callable[[Any], Any], seed: int | None, sequence_ids: Tensor | None,
+    ) -> AttentionCall:  # fmt: skip
+        """The call over the given graph, or over the one that the source chooses, with rotated queries and keys."""
+        seed = draw_seed(self._default_seed(query, key, edge_index) if seed is None else seed)
         tokens = None
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
             tokens = Tokens._trusted(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
             query, key = self._rotate(query, key, *ptrs, positions)
-            if self.rotary is not None and self.rotary.for_source:
-                tokens = tokens.with_vectors(query, key)
-            choice = self._choose(tokens)
+            choice = self._choose(tokens, query, key)
         else:
-            of = (edge_index, query.size(1), key.size(1), self.heads)
-            choice = Choice(AttentionGraph.over(*of, edge_head=edge_head, ptr=ptr, batch=batch))
+            sizes = (query.size(1), key.size(1), self.heads)
+            choice = Choice(AttentionGraph.over(edge_index, *sizes, edge_head=edge_head, ptr=ptr, batch=batch))
             checks.same_device("query", query, edge_index=choice.graph.query_ptr)
             query, key = self._rotate(query, key, choice.graph.query_ptr, choice.graph.key_ptr, positions)
-        of_call = (self.scale, limit, self._score_bias, seed, sequence_ids, self.training, tokens, self.source)
-        dense_loss = None
-        if not choice.is_stored:
-            call = AttentionCall(query, key, value, choice, None, *of_call)
-            dense_loss = self.estimator.dense_loss(call)
-            if edge_filter is not None or returns.attention_weights or self._needs_edges:
-                choice = choice.stored()
-        whose, is_needed = type(self.estimator).__name__, dense_loss is None or self.estimator.needs_loss
-        unstored = choice.attend(query, key, value, scale=self.scale, dropout=drop, bias=self._dense_bias)
-        if unstored is not None:
-            out = self.auxiliary_losses.add(unstored.transpose(0, 1), dense_loss, whose, is_needed)
-            return self._pack_outputs(out, choice, None, returns)
-        estimator = self.estimator if choice.probability is not None else NoEstimator()
-        given, choice = choice.graph, limit(estimator.prepare(choice, self.training))
-        gate, soft = estimator.gate(choice), estimator.bias(choice, self.training, noise)
-        checks.per_edge(choice.graph.blocks.col, "[E]", gate=gate, bias=soft)
-        gate, soft = (x if x is None else choice.graph.spread(x) for x in (gate, soft))
-        bias = self._score_bias(query, key, choice.graph)
-        bias = soft if bias is None else bias if soft is None else bias + soft
+        return AttentionCall(
+            query, key, value, choice, None, self.scale, limit, self._score_bias, seed, sequence_ids,
+            self.training, tokens, self.source,
+        )  # fmt: skip
+
+    def _train_source(self, out: Tensor, call: AttentionCall, dense_loss: Tensor | None) -> Tensor:
+        """The output, whose backward pass asks for the loss by which the source learns, if there is one."""
+        loss = dense_loss
+        if loss is None and call.choice.is_stored and call.choice.probability is not None:
+            loss = self.estimator.auxiliary_loss(call)
+        is_needed = dense_loss is None or self.estimator.needs_loss
+        return self.auxiliary_losses.add(out, loss, type(self.estimator).__name__, is_needed)
+
+    def _default_seed(self, query: Tensor, key: Tensor, edge_index: Adjacency | None) -> int | None:
+        """The seed of a call without one; None for one of torch's generator."""
+        if not self.training and self.eval_seed is not None:
+            return self.eval_seed
+        if edge_index is None:
+            require_unbatched(query=query, key=key)  # before torch's error about random numbers
+            return None
+        return None if self.training and self.dropout > 0 else 0
+
+    def _attend_densely(self, call: AttentionCall) -> Tensor | None:
+        """The output ``[N, H, C']`` over all pairs by torch's kernel, or None if the edges of the graph are stored."""
+        dropout = self.dropout if self.training else 0.0
+        query, key, value = call.query, call.key, call.value
+        out = call.choice.attend(query, key, value, scale=self.scale, dropout=dropout, bias=self._dense_bias)
+        return None if out is None else out.transpose(0, 1)
+
+    def _attend_over_edges(
+        self,
+        call: AttentionCall,
+        edge_index: Adjacency | None,
+        edge_head: Tensor | None,
+        edge_attr: Tensor | None,
+        returns: Returns,
+    ) -> tuple[Tensor, Any, AttentionCall]:
+        """Attend over the allowed edges, with what the estimator adds before and after.
+
+        Returns:
+            The output ``[N, H, C']``, the attention weights if they are asked for, and the call with the graph attended
+            over and its score bias.
+        """
+        estimator = self.estimator if call.choice.probability is not None else NoEstimator()
+        graph_before, choice = call.choice.graph, call.limit(estimator.prepare(call.choice, self.training))
+        graph = choice.graph
+        noise_seed = call.seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
+        if self.first_head:
+            noise_seed = (call.seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
+        gate, soft_mask = estimator.gate(choice), estimator.bias(choice, self.training, noise_seed)
+        checks.per_edge(graph.blocks.col, "[E]", gate=gate, bias=soft_mask)
+        gate, soft_mask = (x if x is None else graph.spread(x) for x in (gate, soft_mask))
+        bias = self._score_bias(call.query, call.key, graph)
+        bias = soft_mask if bias is None else bias if soft_mask is None else bias + soft_mask
         edge = None
         if edge_attr is not None:
-            edge = self._project_edges(edge_attr, edge_index, edge_head, given, choice.graph)
-        inputs = (query, key, value, gate, bias)
-        asked = (inputs, edge, drop, noise, returns.attention_weights)
-        out, weights = self._attend_over_graph(choice.graph, edge_index, edge_head, *asked)
-        call = AttentionCall(query, key, value, choice, bias, *of_call)
-        out = estimator.attach(out.transpose(0, 1), call).transpose(0, 1)
-        loss = estimator.auxiliary_loss(call) if dense_loss is None else dense_loss
-        out = self.auxiliary_losses.add(out, loss, whose, is_needed)
-        return self._pack_outputs(out, choice, weights, returns)
+            edge = self._project_edges(edge_attr, edge_index, edge_head, graph_before, graph)
+        inputs = (call.query, call.key, call.value, gate, bias)
+        dropout = self.dropout if self.training else 0.0
+        out, weights = self._attend_over_graph(
+            graph, edge_index, edge_head, inputs, edge, dropout, noise_seed, returns.attention_weights
+        )
+        call = replace(call, choice=choice, bias=bias)
+        return estimator.attach(out.transpose(0, 1), call).transpose(0, 1), weights, call
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
         """Pack the output ``[N, H, C']`` and the requested extras in the documented order."""
         out = owned(out.flatten(1), self.heads) if self.concat else out.mean(1)
-        found: list[Any] = [choice.graph] if returns.graph else []
-        found += [choice] if returns.choice else []
-        found += [weights] if returns.attention_weights else []
-        return (out, *found) if found else out
+        extras: list[Any] = [choice.graph] if returns.graph else []
+        extras += [choice] if returns.choice else []
+        extras += [weights] if returns.attention_weights else []
+        return (out, *extras) if extras else out
 
     @property
     def _needs_edges(self) -> bool:
@@ -411,13 +455,15 @@ class AttentionConv(EdgeAttention):
             of_key, of_query = positions if isinstance(positions, tuple | list) else (positions, positions)
         return self.rotary(query, of_query), self.rotary(key, of_key)
 
-    def _choose(self, tokens: Tokens) -> Choice:
-        """The choice of the source, expanded to the heads of the layer."""
+    def _choose(self, tokens: Tokens, query: Tensor, key: Tensor) -> Choice:
+        """The choice of the source, expanded to the heads of the layer; ``query`` and ``key`` are rotated."""
         if self.source is None:
             raise ValueError(
                 "Expected 'edge_index' (got None, and the layer has no source). Pass a graph, or give the layer a "
                 "source."
             )
+        if self.rotary is not None and self.rotary.for_source:
+            tokens = tokens.with_vectors(query, key)
         choice = self.source(tokens).expand(self.heads)
         if isinstance(self.source, DensitySource):
             self.source._warn_of_few_keys(tokens)

@@ -149,9 +149,14 @@ class EdgeAttention(MessagePassing):
             )
 
     def _project_edges(
-        self, edge_attr: Tensor, edge_index: Any, edge_head: Tensor | None, given: AttentionGraph, graph: AttentionGraph
+        self,
+        edge_attr: Tensor,
+        edge_index: Any,
+        edge_head: Tensor | None,
+        whole_graph: AttentionGraph,
+        graph: AttentionGraph,
     ) -> Tensor:
-        """Projected features of the edges of ``graph``, the allowed ones of the ``given`` graph.
+        """Projected features of the edges of ``graph``, the allowed ones of the ``whole_graph``.
 
         Returns:
             ``[E, C]``; or ``[H, E / H, C]`` if all heads have the same edges.
@@ -164,26 +169,26 @@ class EdgeAttention(MessagePassing):
         shared = edge_head is None and getattr(edge_index, "heads", 1) == 1  # all heads have the same edges
         copies, count = self.heads if shared else 1, edge_attr.size(0)
         edges = None if isinstance(edge_index, AttentionGraph) else edge_list(edge_index)
-        listed = given.num_edges // copies if edges is None else edges.size(1)
+        listed = whole_graph.num_edges // copies if edges is None else edges.size(1)
         compiling = edges is not None and torch.compiler.is_compiling()  # how many of the edges differ is then unknown
-        if count != listed or not (compiling or copies * count == given.num_edges):
+        if count != listed or not (compiling or copies * count == whole_graph.num_edges):
             raise ValueError(
-                f"Expected 'edge_attr' to be [E, D] for E = {given.num_edges // copies} edges, each once (got "
+                f"Expected 'edge_attr' to be [E, D] for E = {whole_graph.num_edges // copies} edges, each once (got "
                 f"{list(edge_attr.shape)} for {listed} edges). Merge repeated edges by "
                 "`torch_geometric.utils.coalesce`."
             )
         if compiling:  # no branch on values, but edges must never get the features of others
             once = "Expected 'edge_index' to hold each edge once with 'edge_attr'. Merge repeated edges by `coalesce`."
-            torch._assert_async(given.rowptr[-1] == copies * count, once)
+            torch._assert_async(whole_graph.rowptr[-1] == copies * count, once)
         if edges is not None:  # sort them from the caller's order
-            edge_attr = edge_attr[given.find(edges, edge_head).argsort()]
+            edge_attr = edge_attr[whole_graph.find(edges, edge_head).argsort()]
         assert self.lin_edge is not None
         edge = self.lin_edge(edge_attr).unflatten(1, (self.heads, -1))
-        if shared and graph is given and count:
+        if shared and graph is whole_graph and count:
             return edge.transpose(0, 1)
-        if graph is given and not shared:
+        if graph is whole_graph and not shared:
             return edge[torch.arange(count, device=edge.device), graph.edge_head]
-        return edge[given.find(graph.edge_index, graph.edge_head) % max(count, 1), graph.edge_head]
+        return edge[whole_graph.find(graph.edge_index, graph.edge_head) % max(count, 1), graph.edge_head]
 
     def _edges_as_keys(
         self, graph: AttentionGraph, key: Tensor, value: Tensor, edge: Tensor
@@ -197,7 +202,7 @@ class EdgeAttention(MessagePassing):
         if edge.dim() == 3:
             most = edge.size(1)
             column = torch.arange(most, device=edge.device).repeat(self.heads)
-            found = [x.index_select(1, graph.col[:most]) + edge for x in (key, value)]
+            keys_and_values = [x.index_select(1, graph.col[:most]) + edge for x in (key, value)]
         else:
             heads = torch.arange(self.heads + 1, device=edge.device)
             head, first = graph.edge_head, graph.rowptr[heads * graph.num_queries]  # [E], [H+1]
@@ -205,10 +210,12 @@ class EdgeAttention(MessagePassing):
             column = torch.arange(graph.num_edges, device=edge.device) - first[head]
             slot, source, size = head * most + column, head * graph.num_keys + graph.col, self.heads * most
             sums = (x.flatten(0, 1).index_select(0, source) + edge for x in (key, value))
-            found = [x.new_zeros(size, x.size(1)).index_copy(0, slot, x).view(self.heads, most, -1) for x in sums]
+            keys_and_values = [
+                x.new_zeros(size, x.size(1)).index_copy(0, slot, x).view(self.heads, most, -1) for x in sums
+            ]
         ends, sizes = torch.arange(2, device=edge.device), (graph.num_queries, most)
         over = AttentionGraph._trusted(graph.rowptr, column, *sizes, graph.heads, ends * sizes[0], ends * most)
-        return over, found[0], found[1]
+        return over, keys_and_values[0], keys_and_values[1]
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
         """The score bias of each edge, ``[E]``, or None."""
@@ -294,8 +301,8 @@ class EdgeAttention(MessagePassing):
         query, key, value, gate, bias = inputs
         keep = None  # factor of each edge under dropout, the same as the fused path's
         if dropout > 0:
-            kept = dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
-            keep = kept.to(value.dtype) / (1 - dropout)
+            is_kept = dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
+            keep = is_kept.to(value.dtype) / (1 - dropout)
         heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
         if edge_index is not None:
             tokens = [x.transpose(0, 1) for x in (query, key, value)]  # [N, H, C]
@@ -383,7 +390,7 @@ class EdgeAttention(MessagePassing):
 def channel_pair(in_channels: Any) -> tuple[int, int]:
     """Channels of keys and of queries."""
     pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
-    wrong = [each for each in pair if isinstance(each, bool) or not isinstance(each, Integral) or each < -1 or not each]
+    wrong = [size for size in pair if isinstance(size, bool) or not isinstance(size, Integral) or size < -1 or not size]
     if len(pair) != 2 or wrong:
         raise ValueError(
             "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries "

@@ -68,7 +68,7 @@ class AttentionCall:
         choice: The graph of the call, and its probabilities.
         bias: Score bias of its edges, ``[E]``, or None.
         scale: Factor of the scores.
-        limit: Drops from another graph the edges that the layer does not allow, such as later keys.
+        limit: Drops from a graph, or a choice, the edges that the layer does not allow, such as later keys.
         score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, ``[B]`` int64, or None.
@@ -83,7 +83,7 @@ class AttentionCall:
     choice: Choice
     bias: Tensor | None
     scale: float
-    limit: Callable[[AttentionGraph], AttentionGraph]
+    limit: Callable[[Any], Any]
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None]
     seed: int
     sequence_ids: Tensor | None
@@ -208,20 +208,20 @@ class Local(Estimator):
                 f"Expected 'estimator' other than {type(self).__name__} with a source that selects edges by rank (got "
                 "edges that were not drawn independently). Take 'imitate', or a source that samples."
             )
-        graph, bias, forced, kept = choice.graph, call.bias, choice.forced, None
+        graph, bias, forced, queries = choice.graph, call.bias, choice.forced, None
         seed, ids = draw_seed(call.seed), resolve_sequence_ids(call.sequence_ids, graph.num_sequences, graph.device)
         if self.rows < 1:
             blocks = graph.blocks
-            kept = ops.schemas.sample_queries(blocks.query_ptr, ids, blocks.num_queries, float(self.rows), seed)
-        probes, chance = probes_of(graph, self.probes, seed, ids, kept)
+            queries = ops.schemas.sample_queries(blocks.query_ptr, ids, blocks.num_queries, float(self.rows), seed)
+        probes, chance = probes_of(graph, self.probes, seed, ids, queries)
         probes = call.limit(probes)
-        if kept is not None:
-            blocks, edge = graph.blocks._select_queries(kept)
+        if queries is not None:
+            blocks, edge = graph.blocks._select_queries(queries)
             graph = graph.with_blocks(blocks)
             forced = None if forced is None else forced[edge]
         with torch.no_grad():  # the effects treat it as a constant
             probe_bias = call.score_bias(call.query, call.key, probes)
-            if kept is not None and bias is not None:  # of tokens, also where edges join blocks
+            if queries is not None and bias is not None:  # of tokens, also where edges join blocks
                 bias = bias[edge] if graph.block_size == 1 else call.score_bias(call.query, call.key, graph)
         choice.probability.check(graph.blocks)
         return attach_expectation(
