@@ -338,7 +338,7 @@ block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: quer
 def _saver(
     inputs: Sequence[int], options: Sequence[int] = (), outputs: Sequence[int] = (), constants: Sequence[int] = ()
 ) -> Callable[..., None]:
-    """What saves tensors for the backward pass of an op, by positions: inputs, options that are none, and outputs.
+    """What saves inputs, options and outputs of an op for its backward pass, by their positions.
 
     Outputs at ``constants`` have no gradient.
     """
