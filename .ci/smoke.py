@@ -25,7 +25,6 @@ assert (root / "py.typed").is_file()
 optional = (
     "lightning",
     "torchmetrics",
-    "tensorboard",
     "matplotlib",
     "scipy",
     "sklearn",

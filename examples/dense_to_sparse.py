@@ -58,7 +58,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples.common.fit import file_name, fit, train_missing
+from examples.common.fit import file_name, fit, make_optimizer, train_missing
 from examples.common.runs import checksums, read_state, settings_of, write_text
 from examples.common.tables import Row, deviation, finished, groups, markdown
 from examples.common.tasks import TASKS
@@ -210,7 +210,15 @@ def train(run: Run, texts: Texts | None, folder: Path) -> list[Row]:
         model.eval()
         with torch.no_grad():
             return [{**row, "step": 0, "loss": row["test_loss"], "seconds": 0.0} for row in measure()]
-    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=SOURCE_RATE)
+    return fit(
+        model,
+        sparsifier,
+        run,
+        folder / run.file,
+        losses,
+        measure,
+        optimizer=make_optimizer(model, run, source_rate=SOURCE_RATE),
+    )
 
 
 def report(rows: list[Row]) -> str:

@@ -35,7 +35,7 @@ OPTIONAL = {
     "scipy": "analysis",
     "ortools": "analysis, exact Hamiltonian paths",
     "matplotlib": "plots",
-    **dict.fromkeys(("lightning", "torchmetrics", "tensorboard", "scikit-learn"), "examples"),
+    **dict.fromkeys(("lightning", "torchmetrics", "scikit-learn"), "examples"),
 }
 VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
 TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value

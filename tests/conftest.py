@@ -63,6 +63,7 @@ PROGRAMS = [
     for name in (
         "arena",
         "dcmm_program",
+        "fit",
         "glue",
         "graphs_program",
         "long_documents",

@@ -32,7 +32,7 @@ ORDER = [
 ]  # fmt: skip
 WINGS = "analysis", "integrations", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [
-    "lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torch_scatter", "torchmetrics", "tensorboard",
+    "lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torch_scatter", "torchmetrics",
 ]  # fmt: skip
 OPTIONAL += ["sphinx", "pytest", "hypothesis", "transformers", "accelerate", "triton"]
 OPTIONAL += ["huggingface_hub"]  # which models need, and takes a tenth of a second to import

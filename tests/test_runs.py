@@ -174,9 +174,7 @@ def ends(folder: Path) -> dict[str, Any]:
             with path.open(newline="") as file:
                 found[path.name] = without(list(csv.DictReader(file)))
         elif path.suffix in (".pt", ".ckpt"):
-            state = runs.read_checkpoint(path)
-            parts = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step")
-            found[path.name] = {part: state[part] for part in parts} if "state_dict" in state else without(state)
+            found[path.name] = without(runs.read_checkpoint(path))
         elif path.suffix == ".json":
             content = json.loads(path.read_text())
             found[path.name] = without(content if isinstance(content, list) or path.name == "curves.json" else {

@@ -93,12 +93,6 @@ def picture(figure: Any) -> str:
     return f'<figure><img alt="{html.escape(figure.get_label())}" src="data:image/png;base64,{code}"></figure>'
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<td>{html.escape(value)}</td>" for value in row) for row in rows]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
 def page(name: str, parts: Iterable[str]) -> str:
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(name)}</title><style>{STYLE}</style>"
     return "\n".join([head, title(name, 1), *parts]) + "\n"

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -220,11 +221,16 @@ def checksums(**files: Sequence[Path]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Notes at Ctrl-C that the same command resumes from a folder; :func:`examples.common.command.stopped` prints it."""
+    """Tells at a stop that the same command resumes from a folder; :func:`examples.common.command.stopped` prints the note of Ctrl-C."""
+    words = f"The same command goes on from what is in {folder}."
     try:
         yield
     except KeyboardInterrupt as error:
-        error.add_note(f"The same command goes on from what is in {folder}.")
+        error.add_note(words)
+        raise
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code > 128:  # a signal, which `fit` has waited for
+            print(f"\nStopped. {words}", file=sys.stderr)
         raise
 
 

@@ -7,6 +7,7 @@ with equal parts of all classes; the test set has no influence on when to stop.
 import dataclasses
 import math
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method
-from examples.common.fit import file_name, fit, make_sparsifier, train_missing
+from examples.common.fit import file_name, fit, make_optimizer, make_sparsifier, train_missing
 from examples.common.runs import RunError, fingerprint, read_state, settings_of
 from examples.common.tables import Row
 from examples.dcmm.data import Images, split
@@ -132,7 +133,10 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
         accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
         return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
-    rows = fit(model, sparsifier, run, folder / run.file, losses, measure, cosine, best="validation")
+    optimizer = make_optimizer(model, run, cosine)
+    rows = fit(
+        model, sparsifier, run, folder / run.file, losses, measure, optimizer=optimizer, score=itemgetter("validation")
+    )
     best = max(rows, key=lambda row: row["validation"])  # the first of equals, as is kept
     if load_best(run, model, folder) != best["validation"]:
         way_out = f"Delete {run.file} and run the same command again."
@@ -150,7 +154,7 @@ def load_best(run: Run, model: Vision, folder: Path) -> float:
         raise ValueError(f"Expected a run of these settings in {folder / run.best} (got none). Train it.")
     model.load_state_dict(best["model"])
     model.eval()
-    return best["validation"]
+    return best["best"]
 
 
 def train_all(runs: list[Run], data: Images, folder: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method, require
-from examples.common.fit import file_name, fit
+from examples.common.fit import file_name, fit, make_optimizer
 from examples.common.runs import read_checkpoint
 from examples.common.tables import Row
 from examples.glue.data import MASK, SEPARATOR, START, Examples, Stream, Task
@@ -152,7 +153,15 @@ def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: An
         row = run.known | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": right / count}
         return [row | _parts(densities)]
 
-    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=RATE_OF_SOURCES)
+    return fit(
+        model,
+        sparsifier,
+        run,
+        folder / run.file,
+        losses,
+        measure,
+        optimizer=make_optimizer(model, run, source_rate=RATE_OF_SOURCES),
+    )
 
 
 def edges(choice: Choice | None) -> tuple[float, float, float]:
@@ -204,7 +213,10 @@ def finetune(
                 row |= {f"{key}{which}": value for key, value in evaluate(model, examples).items()}
         return [row]
 
-    return fit(model, sparsifier, run, folder / run.file, losses, measure, source_rate=RATE_OF_SOURCES, best="accuracy")
+    optimizer = make_optimizer(model, run, source_rate=RATE_OF_SOURCES)
+    return fit(
+        model, sparsifier, run, folder / run.file, losses, measure, optimizer=optimizer, score=itemgetter("accuracy")
+    )
 
 
 def _make_classifier(run: FineTune, task: Task, encoder: SequenceEncoder) -> SequenceClassifier:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.common.command import read_method
-from examples.common.fit import file_name, fit, train_missing
+from examples.common.fit import file_name, fit, make_optimizer, train_missing
 from examples.common.runs import fingerprint, settings_of
 from examples.common.tables import Row
 from examples.long_documents.data import Batch, Documents, Texts
@@ -117,7 +117,9 @@ def train(run: Run, texts: dict[str, Texts], num_tokens: int, tests: int, folder
         return [row]
 
     path = folder / file_name(run.method, run.density, run.seed)
-    return fit(model, sparsifier, run, path, losses, measure, source_rate=RATE_OF_SOURCES)
+    return fit(
+        model, sparsifier, run, path, losses, measure, optimizer=make_optimizer(model, run, source_rate=RATE_OF_SOURCES)
+    )
 
 
 def train_all(runs: list[Run], texts: dict[str, Texts], num_tokens: int, tests: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|prepare|table|cost|graphs``."""
+"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|prepare|table|cost``."""
 
 import argparse
 import dataclasses
@@ -104,24 +104,11 @@ def parse_cost(arguments: Words) -> argparse.Namespace:
     return _finish(command, arguments)
 
 
-def parse_graphs(arguments: Words) -> argparse.Namespace:
-    command = Command(f"{PROGRAM} graphs", "Writes a report on the graphs that a trained model samples.")
-    command.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run")
-    words = "folder of the data, if it is not where the run found it"
-    command.add_argument("--data", type=path_argument, metavar="DIR", help=words)
-    command.option("split", "val", choices=("train", "val", "test"))
-    command.option("examples", 500, "for densities; at random", metavar="N", least=1)
-    command.option("structure", 20, "of them, for structure and universality", metavar="N", least=1)
-    command.option("time-limit", 5.0, "seconds for each condition of each set", metavar="S", above=0)
-    return _finish(command, arguments)
-
-
 COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {
     "train": (parse_train, "train", "train on a task, or go on with a run"),
     "prepare": (parse_prepare, "data.tasks", "generate, parse and describe a data set"),
     "table": (parse_table, "table", "many runs, and the tables of the paper from them"),
     "cost": (parse_cost, "cost", "FLOPs, memory and time of methods"),
-    "graphs": (parse_graphs, "graphs", "a report on the graphs of a trained model"),
 }
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -43,13 +44,14 @@ from examples.common.gate import Rejected
 from examples.common.gate import compare as agree
 from examples.common.runs import read_record, write_record, write_text
 from examples.common.tables import Row, by, markdown, write_csv
+from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch, Split
 from examples.lra.data.tasks import TASKS, Task
 from examples.lra.model import Classifier
 from examples.lra.report import peak_memory
-from examples.lra.settings import BASELINES, Plan, Settings, method_words, parse, resolve
-from examples.lra.train import Data, open_run
-from sbm_pyg import patterns
+from examples.lra.settings import Plan, Settings, method_words, parse, resolve
+from examples.lra.train import Data, make_sparsifier, open_run
+from sbm_pyg import auxiliary_loss, patterns
 from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
@@ -140,9 +142,9 @@ def timed_step(
         start = clock(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=module.settings.precision == "bf16-mixed"):
             logits, trace = module.classify(batch, seed=number)
-            loss = module.objective(cross_entropy(logits.float(), batch.labels), trace) / len(batches)
+            loss = cross_entropy(logits.float(), batch.labels) + auxiliary_loss(module) + module.price(trace)
         middle = clock(device)
-        loss.backward()
+        (loss / len(batches)).backward()
         seconds[:2] += np.diff([start, middle, clock(device)])
         density += float(trace.density.mean()) * len(batch.labels)
     start = clock(device)
@@ -174,6 +176,7 @@ def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
     device, settings = torch.device("cuda" if cuda else "cpu"), plan.settings
     data, module = Data(splits, settings), Classifier(TASKS[plan.task], settings).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    make_sparsifier(module)  # attention is dense at first
 
     def mean(action: Callable[[list[Batch]], Any], name: str, batches: Sequence[Any], count: int, parts: int) -> float:
         """Mean seconds over batches at equal distances in the order of their numbers of tokens."""
@@ -182,7 +185,7 @@ def planned(plan: Plan, splits: Mapping[str, Split], accelerator: str) -> Plan:
         seconds = []
         for place in [-1, count // 2, *places]:  # first what only happens once, memory for the longest included
             batch = [splits[name].__getitems__(part.tolist()) for part in np.split(np.asarray(batches[place]), parts)]
-            batch = [module.transfer_batch_to_device(part, device, 0) for part in batch]
+            batch = move_data_to_device(batch, device)
             seconds.append(timed(device, action, batch))
         return statistics.fmean(seconds[2:])
 

@@ -1,71 +1,40 @@
-"""The output of a training run: a progress bar, warnings, a table of results, and plots of its curves."""
+"""The results of a training run: the memory that it took, a table, and plots of its curves."""
 
+import contextlib
+import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from examples.common.pictures import bare, save_figure
-from sbm_pyg.info import tqdm
 
 RESULTS = "results.json"
-ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."
-
-
-class Progress(Callback):
-    """One bar over all steps, with loss, accuracy and density per layer; a line for every validation; a warning for every empty head."""
-
-    def __init__(self) -> None:
-        self.warned: set[str] = set()
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.bar = tqdm(total=pl_module.settings.steps, initial=trainer.global_step, desc="Training", unit="step")
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.bar.update(trainer.global_step - self.bar.n)
-        if pl_module.rows["train"]:
-            row = pl_module.rows["train"][-1]
-            self.bar.set_postfix_str(self.words(pl_module, row), refresh=False)
-            self.warn(row)
-
-    def warn(self, row: Mapping[str, float]) -> None:
-        """Warns, once for each head, when its density has collapsed."""
-        empty = [name for name, value in row.items() if name.startswith("density") and value < 1e-3]
-        for name in empty:
-            if name not in self.warned:
-                self.warned.add(name)
-                warnings.warn(f"Step {row['step']}: {name} is {row[name]:.2%}, an empty head. {ADVICE}", stacklevel=2)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        words = self.words(pl_module, pl_module.rows["val"][-1])
-        tqdm.write(f"step {trainer.global_step:>6,}  validation {words}", file=sys.stderr)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.bar.close()
-
-    @staticmethod
-    def words(module: Any, row: Mapping[str, float]) -> str:
-        layers = np.mean(densities(row, module.settings.layers, module.settings.heads), axis=1)
-        shares = " ".join(f"{share:.3f}" for share in layers)
-        return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
 
 
 def peak_memory() -> dict[str, Any]:
     """Returns where memory peaked and at how many bytes: the CUDA device if one was used, else this process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "device"}
+    if STATUS.exists() and (peak := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text())):
+        return {"peak_memory_bytes": 1024 * int(peak[1]), "peak_memory_of": "process"}
     import resource  # absent on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": peak, "peak_memory_of": "process"}
+    bytes_ = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_memory_bytes": bytes_, "peak_memory_of": "process"}
+
+
+def reset_peak_memory() -> None:
+    """Forgets the peak of what came before in this process, where the system can."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        RESET.write_text("5")
 
 
 def density_name(layer: int, head: int) -> str:
@@ -99,18 +68,15 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-Curve = Sequence[Mapping[str, float]]
-
-
-def plot_curves(path: Path, train: Curve, val: Curve, majority: float) -> None:
+def plot_curves(path: Path, curves: Mapping[str, Sequence[Mapping[str, float]]], majority: float) -> None:
     """Draws loss and accuracy of two curves over the steps, and the accuracy of the majority class as a line."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for rows, style in (
-            (train, {"alpha": 0.5, "lw": 1, "label": "training"}),
-            (val, {"marker": "o", "ms": 3, "label": "validation"}),
+        for rows, look in (
+            (curves["train"], {"alpha": 0.5, "lw": 1, "label": "training"}),
+            (curves["val"], {"marker": "o", "ms": 3, "label": "validation"}),
         ):
-            axes.plot([row["step"] for row in rows], [row[name] for row in rows], **style)
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], **look)
         if name == "accuracy":
             axes.axhline(majority, color="gray", lw=1, ls=":", label="majority class")
         bare(axes)

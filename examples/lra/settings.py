@@ -11,19 +11,17 @@ from typing import Any
 
 from examples.common.command import Command, require
 from examples.common.runs import SETTINGS, RunError, check_folder, read_record, write_record
+from examples.lra.baselines import BASELINES
 from examples.lra.data import listops, pathfinder
 from examples.lra.data.files import path_argument
+from sbm_pyg.estimators import ESTIMATORS
+from sbm_pyg.sources import sbm
 
 NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
-# As ``baselines.py`` and the package have them, which would bring torch with them.
-BASELINES = ("linear", "linformer", "reformer", "performer", "nystromformer")
 SOURCES = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
 TARGETED = ("indexer", "key_selection", "sbm", "top_k")  # sources with a target density
 METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
-ESTIMATORS = ("local", "distill", "imitate", "paper", "mask", "relaxed", "concrete", "none")
-CLUSTER_INITS = ("kaiming", "orthogonal")
-PARAMETERIZATIONS = ("paper", "mixed", "assortative", "overlapping")
 INF = float("inf")
 Words = Sequence[str]
 
@@ -54,7 +52,7 @@ class Settings:
 
     attention: str = _option("kind of attention", choices=METHODS)
     estimator: str = _option(
-        "gradient of 'sbm' and indexers; with imitate and none, indexers choose by rank", choices=ESTIMATORS
+        "gradient of 'sbm' and indexers; with imitate and none, indexers choose by rank", choices=tuple(ESTIMATORS)
     )
     probes: float = _option("pairs per query that the estimator 'local' looks at in addition to the edges", least=0.0)
     num_clusters: int = _option("blocks (clusters) of 'sbm', and of 'dcmm'", least=1)
@@ -62,8 +60,8 @@ class Settings:
     row_group: int = _option(
         "consecutive queries of 'sbm' that share their draws; 0: the default of the layer", least=0, default=0
     )
-    cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=CLUSTER_INITS)
-    parameterization: str = _option("form of the block model of 'sbm'", choices=PARAMETERIZATIONS)
+    cluster_init: str = _option("initial cluster embeddings of 'sbm'", choices=sbm.CLUSTER_INITS)
+    parameterization: str = _option("form of the block model of 'sbm'", choices=sbm.PARAMETERIZATIONS)
     initial_density: float = _option("edge probability of 'sbm' at the start ('paper', 'mixed')", least=0.0, most=1.0)
     temperature: float = _option("of softmax memberships of 'sbm' ('mixed', 'assortative')", least=0.0)
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
@@ -97,7 +95,7 @@ class Settings:
     save_every: int = _option("steps between checkpoints; one follows every validation, too", least=1, default=50)
     evaluate: int = _option("validate and test on at most so many examples; 0 takes all", least=0, default=0)
     test_graphs: int = _option("sampled graphs over which the final test averages probabilities", least=1, default=1)
-    log_every: int = _option("steps between rows of train.csv and TensorBoard", least=1)
+    log_every: int = _option("steps between rows of train.csv", least=1)
 
     def __post_init__(self) -> None:
         def need(option: str, met: bool, wanted: str, way_out: str) -> None:

@@ -11,10 +11,9 @@ preset, or ``--steps``), or equal time (``--minutes``), from which the trainer p
 
 import argparse
 import dataclasses
-import signal
 import statistics
-import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ from examples.common.command import require
 from examples.common.pictures import save_figure
 from examples.common.runs import hold, read_record, write_text
 from examples.common.tables import Row, groups, markdown, write_csv
+from examples.lra import train as trainer
 from examples.lra.data.tasks import TASKS
 from examples.lra.report import RESULTS
 from examples.lra.settings import METHODS, PRESETS, SETTINGS, SOURCES, Plan, flags, method_words, parse, resolve
 from sbm_pyg.analysis import plots
 
 RUNS = "runs"
-DOOR = Path(__file__).resolve().parents[1] / "lra.py"  # of the trainer, which is called from anywhere
 # Arguments that each run gets from here.
 OWN = ("task", "preset", "attention", "seed", "output", "data", "export", "resume")
 
@@ -89,23 +88,19 @@ def agree(plans: Mapping[str, Plan]) -> None:
             require(old == new, words, repr(new), "Give the same arguments, or another --output.")
 
 
-def train(words: Sequence[str]) -> tuple[int, int]:
-    """Runs the trainer in a process of its own, and hands on signals to stop; returns its exit code, and the signal that came or 0."""
-    heard = [0]
-    # In a session of its own, so that a key press reaches it once, through us.
-    child = subprocess.Popen([sys.executable, str(DOOR), *words], start_new_session=True)
-
-    def stop(number: int, frame: Any) -> None:
-        heard.append(number)
-        child.send_signal(signal.SIGTERM)
-
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: the terminal was closed
-    before = {number: signal.signal(number, stop) for number in wanted if signal.getsignal(number) != signal.SIG_IGN}
+def train(words: Sequence[str]) -> bool:
+    """Trains a run, and returns whether it came to its end; a signal to stop ends the program."""
     try:
-        return child.wait(), heard[-1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        trainer.run(parse(words))
+        return True
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code > 128:
+            print("\nStopped. Go on with the same command.", file=sys.stderr)
+            raise
+        print(stop.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return False
 
 
 def finished(folder: Path) -> list[Row]:
@@ -231,7 +226,7 @@ def report(runs: Sequence[Row]) -> str:
         "## Cost",
         "Tokens per second in training (relative to full attention in brackets):",
         table(lambda row: relative(row, "tokens_per_second")),
-        "Peak memory, MiB, of the whole process on the CPU, of the device's allocator on a GPU (relative to full attention):",
+        "Peak memory during the run, MiB, of the whole process on the CPU, of the device's allocator on a GPU (relative to full attention):",
         table(lambda row: relative(row, "peak_memory_bytes", 2**20)),
         "Steps, and minutes for the whole run with validation and test, without what a kill lost:",
         table(lambda row: f"{row['steps']:,.0f} in {row['seconds'] / 60:.1f}"),
@@ -276,11 +271,7 @@ def run(given: argparse.Namespace) -> None:
                     if (given.output / RUNS / name / RESULTS).exists():
                         continue
                     print(f"\nRun {number} of {len(runs)}: {name}", flush=True)
-                    code, heard = train(words)
-                    if heard:
-                        print("\nStopped. Go on with the same command.", file=sys.stderr)
-                        raise SystemExit(128 + heard)
-                    failed += [name] if code else []
+                    failed += [] if train(words) else [name]
         if finished(given.output) or not failed:
             write_report(given.output)
     except ValueError as error:

@@ -7,84 +7,83 @@
 
 Everything random is a function of the seed and of the number of the step. So a run that was killed and resumed ends with the very weights
 of one that was not (bit for bit on the CPU), neither accumulation nor several processes change the sampled graphs, and an example is
-evaluated alike in any batch. The loop is Lightning's and not ``common.fit``, because it brings accumulation, mixed precision, several
-processes and TensorBoard. Its checkpoints are those of ``common.runs`` all the same.
+evaluated alike in any batch.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import itertools
-import logging
-import os
+import math
 import platform
 import shlex
+import statistics
+import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning import Fabric
+from lightning.fabric import Fabric
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy
 from scipy.stats import binomtest
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from examples.common.command import require
+from examples.common.fit import Parts, Recorder, fit, make_fabric
 from examples.common.pictures import save_figure
-from examples.common.runs import RunError, check_folder, hold, random_word, read_record, write_record
+from examples.common.runs import RunError, check_folder, hold, random_word, read_record, read_state, write_record
+from examples.common.tables import Row, write_csv
 from examples.lra import report
-from examples.lra.checkpoints import BEST, LAST, Checkpoints, SafeIO, Signals, read_state
-from examples.lra.data.batches import LengthBuckets, Split, by_length
+from examples.lra.baselines import BASELINES
+from examples.lra.data.batches import Batch, LengthBuckets, Split, by_length
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
-from examples.lra.settings import BASELINES, PRESETS, SETTINGS, Plan, Settings, resolve
-from sbm_pyg import SBM, Choice
+from examples.lra.settings import PRESETS, SETTINGS, Plan, Settings, resolve
+from sbm_pyg import SBM, Choice, Sparsifier
 from sbm_pyg.analysis import plots
+from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
 T = TypeVar("T")
+LAST, BEST = "last.ckpt", "best.ckpt"
+WAY_OUT = f"It is damaged: take it from a backup, copy {BEST} to {LAST} and resume from there, or start a new run."
+ADVICE = "Lower --density-weight, raise --exploration or the density at the start; see docs/learning.md."
+THREADS = torch.get_num_threads()
 
 
-class Data(LightningDataModule):
-    """Batches for the trainer, of which process ``rank`` of ``count`` gets its equal part; see ``checkpoints.py`` for an epoch.
+class Data:
+    """Batches of a run, of which process ``rank`` of ``count`` evaluates its equal part.
 
     The order of the examples is a function of their lengths and the seed, and not of processes or of the parts of a batch.
     """
 
     def __init__(self, splits: Mapping[str, Split], settings: Settings, rank: int = 0, count: int = 1) -> None:
-        super().__init__()
         self.splits, self.settings, self.rank, self.count = splits, settings, rank, count
-        lengths, self.parts = splits["train"].lengths, settings.accumulate * count
+        lengths, self.num_parts = splits["train"].lengths, settings.accumulate * count
         self.buckets = LengthBuckets(lengths, batch_size=settings.batch_size, seed=settings.seed)
         most = min(len(self.evaluated(split)) for split in ("val", "test"))
-        right, got = settings.batch_size % self.parts == 0 and count <= most, f"{count} processes, {self.parts} parts"
-        words = (
-            f"'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate' "
+        divides, got = settings.batch_size % self.num_parts == 0, f"{count} processes, {self.num_parts} parts"
+        words = f"'nproc-per-node' to be at most {most}, an example of each split for each process, and times 'accumulate' to divide "
+        require(
+            divides and count <= most,
+            f"{words}'batch-size' = {settings.batch_size}",
+            got,
+            "Take fewer, or other batches.",
         )
-        words += f"to divide 'batch-size' = {settings.batch_size}"
-        require(right, words, got, "Take fewer, or other batches.")
         # No more tokens at a time than in training, so what could be trained can be evaluated.
-        self.token_budget = int(lengths.mean() * (settings.batch_size // self.parts))
+        self.token_budget = int(lengths.mean() * (settings.batch_size // self.num_parts))
 
-    def train_dataloader(self) -> DataLoader:
-        assert self.trainer is not None
-        done = self.trainer.global_step
-        parts = self.buckets.stream(done, Checkpoints.boundary(self.settings, done) - done, parts=self.parts)
-        return self._loader("train", list(itertools.islice(parts, self.rank, None, self.count)))
-
-    def val_dataloader(self) -> DataLoader:
-        return self._loader("val", self.batches("val"))
-
-    def test_dataloader(self) -> DataLoader:
-        return self._loader("test", self.batches("test"))
+    def parts(self, step: int) -> list[list[int]]:
+        """The examples of a step, counted from 0, in the equal parts of all processes."""
+        return [part.tolist() for part in np.split(self.buckets.batch(step), self.num_parts)]
 
     def evaluated(self, split: str) -> np.ndarray:
         """Numbers of the examples that count, all or at equal distances."""
@@ -98,98 +97,168 @@ class Data(LightningDataModule):
         order = chosen[np.argsort(lengths[chosen], kind="stable")][self.rank :: self.count]
         return [order[batch].tolist() for batch in by_length(lengths[order], self.token_budget)]
 
-    def _loader(self, split: str, batches: list[list[int]]) -> DataLoader:
-        data: Any = self.splits[split]
-        return DataLoader(data, batch_sampler=batches, collate_fn=lambda batch: batch)
+
+class Curves(Recorder):
+    """Means of loss, accuracy and densities over examples, in rows of training and of validation."""
+
+    def __init__(self, module: Classifier, folder: Path, fabric: Fabric) -> None:
+        self.settings, self.arity, self.folder, self.fabric = module.settings, module.arity, folder, fabric
+        self.rows: dict[str, list[Row]] = {"train": [], "val": []}
+        self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
+        self.step, self.tokens, self.clock = 0, 0, time.perf_counter()
+        self.warned: set[str] = set()
+
+    def add(self, batch: Batch, logits: Tensor, loss: Tensor, trace: Any) -> None:
+        """Adds a batch to the sums of which the next row is the mean."""
+        density = trace.density.detach().unflatten(0, (self.arity, -1))  # [arity, layers, B, heads]
+        new = {
+            "examples": torch.tensor(len(batch.labels), device=loss.device),
+            "loss": loss.detach().double() * len(batch.labels),
+            "correct": (logits.argmax(-1) == batch.labels).sum(),
+            "density": density.double().mean((0, 2)) * len(batch.labels),  # [layers, heads]
+        }
+        old, self.tokens = self.sums, self.tokens + batch.num_tokens
+        self.sums = {name: value + old[name].to(value.device) if old else value for name, value in new.items()}
+
+    def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over all processes, which call this together."""
+        if self.fabric.world_size == 1:
+            return sums
+        return {name: self.fabric.all_reduce(value.clone(), reduce_op="sum") for name, value in sums.items()}  # type: ignore[misc]
+
+    def finish(self, phase: str = "") -> Row:
+        """Turns the sums into a row of means, and starts new sums; the row of a phase goes to its curve."""
+        sums = self.total(self.sums | {"tokens": torch.tensor(self.tokens, device=self.fabric.device)})
+        self.correct, self.examples = int(sums["correct"]), int(sums["examples"])
+        row = {"loss": sums["loss"].item() / self.examples, "accuracy": self.correct / self.examples}
+        for layer, heads in enumerate((sums["density"] / self.examples).tolist()):
+            row |= {report.density_name(layer, head): density for head, density in enumerate(heads)}
+        if phase == "train":
+            row["tokens_per_second"] = int(sums["tokens"]) / (time.perf_counter() - self.clock)
+        if phase:
+            self.rows[phase].append({"step": self.step, **row})
+        self.sums, self.tokens, self.clock = {}, 0, time.perf_counter()
+        return row
+
+    def words(self, row: Mapping[str, float]) -> str:
+        layers = np.mean(report.densities(row, self.settings.layers, self.settings.heads), axis=1)
+        shares = " ".join(f"{share:.3f}" for share in layers)
+        return f"loss {row['loss']:.3f}, accuracy {row['accuracy']:.3f}, density {shares}"
+
+    def warn(self, row: Mapping[str, float]) -> None:
+        """Warns, once for each head, when its density has collapsed."""
+        for name in {name for name, value in row.items() if name.startswith("density") and value < 1e-3} - self.warned:
+            self.warned.add(name)
+            warnings.warn(f"Step {self.step}: {name} is {row[name]:.2%}, an empty head. {ADVICE}", stacklevel=2)
+
+    def after_step(self, step: int) -> str:
+        self.step = step
+        if step % self.settings.log_every and step % self.settings.validate_every and step < self.settings.steps:
+            return ""
+        row = self.finish("train")
+        if self.fabric.is_global_zero:
+            self.warn(row)
+        return self.words(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "sums": self.total(self.sums)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self.sums = state["rows"], state["sums"] if self.fabric.is_global_zero else {}
+        self.clock = time.perf_counter()
+
+    def after_save(self) -> None:
+        for phase, rows in self.rows.items():
+            write_csv(self.folder / f"{phase}.csv", rows)
 
 
-def machine(accelerator: str) -> dict[str, Any]:
-    """Lightning's options for the processes of torchrun, or for this one alone."""
-    devices, nodes = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    return {"accelerator": accelerator, "devices": devices, "num_nodes": nodes}
+def make_optimizer(module: Classifier) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW with one cycle of the learning rate, linear."""
+    settings = module.settings
+    rate, warmup = settings.learning_rate, settings.warmup / settings.steps if settings.warmup > 1 else 0.0
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, eps=1e-6, weight_decay=settings.weight_decay)
+    law: dict[str, Any] = {"total_steps": settings.steps, "pct_start": warmup, "anneal_strategy": "linear"}
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, **law)
 
 
-def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
-    """Returns in all processes what an action returns in the first, and raises in all a ``ValueError`` that it raises there."""
-    answer: Any = None
-    if fabric.is_global_zero:
-        try:
-            answer = action()
-        except ValueError as error:
-            answer = error
-    answer = fabric.broadcast(answer)
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
+def make_sparsifier(module: Classifier) -> Sparsifier | None:
+    """What takes a model to its target density, if it has one."""
+    density, steps = module.settings.target_density, module.settings.steps
+    # the learning rate falls in a straight line, and sparse attention needs some of it
+    return Sparsifier(module.model, density, steps, dense_part=0.4) if density else None
 
 
-def train(folder: Path, plan: Plan, data: Data, accelerator: str, signals: Signals) -> dict[str, Any]:
-    """Trains, or goes on from the last checkpoint; tests the best one; writes results, which the first process returns, and plots."""
+def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any]:
+    """Trains, or resumes from the last checkpoint; tests the best one; writes results, which the first process returns, and plots."""
     settings, task, splits = plan.settings, TASKS[plan.task], data.splits
     torch.manual_seed(random_word(settings.seed, 2))
-    module, keeper = Classifier(task, settings), Checkpoints(folder, settings, signals)
-    start = folder / LAST if (folder / LAST).exists() else None
-    state: dict[str, Any] = read_state(start, settings) if start else {"global_step": -1}
-    first = state["global_step"] + 1 if start else None  # step of what is logged anew
-    # Buffers are alike, and evaluation has other numbers of batches; without an estimator the block model gets no gradient.
-    several = DDPStrategy(broadcast_buffers=False, find_unused_parameters=settings.estimator == "none")
-    strategy: Any = several if data.count > 1 else "auto"
-    trainer = Trainer(
-        max_epochs=-1,  # the checkpoints know when to stop
-        accumulate_grad_batches=settings.accumulate,
-        gradient_clip_val=settings.clip_norm or None,
-        precision=settings.precision,  # type: ignore[arg-type]
-        **machine(accelerator),
-        strategy=strategy,
-        use_distributed_sampler=False, plugins=[SafeIO()], reload_dataloaders_every_n_epochs=1,
-        logger=TensorBoardLogger(folder, name=None, version="tensorboard", purge_step=first),
-        callbacks=[keeper, *([] if data.rank else [report.Progress()])],
-        num_sanity_val_steps=0, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+    module = Classifier(task, settings)
+    sparsifier = make_sparsifier(module)
+    curves = Curves(module, folder, fabric)
+
+    def read(split: str, examples: list[int]) -> Batch:
+        return fabric.to_device(splits[split].__getitems__(examples))
+
+    def losses(step: int) -> Parts:
+        def compute(number: int, examples: list[int]) -> Tensor:
+            batch = read("train", examples)
+            torch.manual_seed(random_word(settings.seed, 0, step * data.num_parts + number))  # dropout
+            logits, trace = module.classify(batch, seed=random_word(settings.seed, 1, step))
+            loss = cross_entropy(logits.float(), batch.labels)
+            curves.add(batch, logits, loss, trace)
+            return loss + module.price(trace)
+
+        return [partial(compute, number, examples) for number, examples in enumerate(data.parts(step))]
+
+    def evaluate(split: str, graphs: int, phase: str = "") -> Row:
+        for examples in data.batches(split):
+            batch = read(split, examples)
+            logits, trace = module.average(batch, graphs)
+            curves.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
+        return curves.finish(phase)
+
+    def measure() -> list[Row]:
+        row = evaluate("val", 1, "val")
+        if fabric.is_global_zero:
+            tqdm.write(f"step {curves.step:>6,}  validation {curves.words(row)}", file=sys.stderr)
+        return [{"accuracy": row["accuracy"]}]
+
+    def score(row: Row) -> float:
+        return row["accuracy"] if sparsifier is None or sparsifier.is_sparse else -math.inf
+
+    rows = fit(
+        module, sparsifier, settings, folder / LAST, losses, measure, optimizer=make_optimizer(module), score=score,
+        best_path=folder / BEST, evaluate_every=settings.validate_every, measure_first=True, save_every=settings.save_every,
+        clip_norm=settings.clip_norm, recorder=curves, fabric=fabric, title="Training", way_out=WAY_OUT,
     )  # fmt: skip
-    if start is None:
-        trainer.validate(module, data, verbose=False)  # the densities before the first step
-    if state["global_step"] == settings.steps:  # killed between training and test
-        module.on_load_checkpoint(state)
-        keeper.load_state_dict(state["callbacks"]["Checkpoints"])
-        if not data.rank:
-            keeper.write_curves(module.rows)  # the kill may have come before them
-    else:
-        try:
-            trainer.fit(module, data, ckpt_path=start, weights_only=True)
-        except ValueError as error:
-            if isinstance(error, RunError) or ("to be finite" not in str(error) and module.finite()):
-                raise
-            raise module.diverged("activations") from error  # the sampler has met them before a loss was looked at
-    if keeper.asked(trainer):
-        raise SystemExit(128 + signals.number)
-    module.load_state_dict(read_state(folder / BEST, settings)["state_dict"])
-    trainer.test(module, data, verbose=False)
+    best = load_state(module, folder)["rows"][-1]
+    began = time.perf_counter()
+    with torch.no_grad(), fabric.autocast():
+        tested = evaluate("test", settings.test_graphs)
     if data.rank:
         return {}
-    rows, sizes = module.rows, (settings.layers, settings.heads)
-    density = {"first": rows["val"][0], "last": rows["val"][-1], "tested": module.tested}
+    curves.after_save()  # a kill may have come before it
+    density = {"first": curves.rows["val"][0], "last": curves.rows["val"][-1], "tested": tested}
     results: dict[str, Any] = {
         "test": {
-            "accuracy": module.tested["accuracy"],
-            "interval_95": binomtest(module.correct, module.examples).proportion_ci(method="wilson"),
-            "loss": module.tested["loss"],
-            "examples": module.examples,
+            "accuracy": tested["accuracy"],
+            "interval_95": binomtest(curves.correct, curves.examples).proportion_ci(method="wilson"),
+            "loss": tested["loss"],
+            "examples": curves.examples,
             "majority": splits["test"].majority(data.evaluated("test")),
         },
-        "best": keeper.best,
+        "best": {name: best[name] for name in ("accuracy", "step")},
         "pipeline": task.pipeline(settings, splits),
-        "density": {name: report.densities(row, *sizes) for name, row in density.items()},
-        "tokens_per_second": float(np.median([row["tokens_per_second"] for row in rows["train"]])),
-        "seconds": module.seconds(),
+        "density": {name: report.densities(row, settings.layers, settings.heads) for name, row in density.items()},
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in curves.rows["train"]),
+        "seconds": rows[-1]["seconds"] + time.perf_counter() - began,
         **report.peak_memory(),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "device": str(trainer.strategy.root_device),
+        "device": str(fabric.device),
         "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
-    report.plot_curves(folder / "curves.png", rows["train"], rows["val"], splits["val"].majority(data.evaluated("val")))
-    save_figure(folder / "density.png", plots.plot_training_density(rows["train"]), dpi=150)
-    if module.sparsifier and module.sparsifier.history:
-        save_figure(folder / "losses.png", plots.plot_losses(module.sparsifier.history), dpi=150)
+    report.plot_curves(folder / "curves.png", curves.rows, splits["val"].majority(data.evaluated("val")))
+    save_figure(folder / "density.png", plots.plot_training_density(curves.rows["train"]), dpi=150)
     draw_masks(folder, module, splits["test"])
     write_record(folder / RESULTS, results)
     return results
@@ -203,9 +272,9 @@ def block_model(choice: Choice) -> SBM | None:
 @torch.no_grad()
 def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256) -> None:
     """Draws sampled mask and expectation of each layer and head, for an example of median length or ``length``; the first sequence of a pair."""
-    wanted = min(float(np.median(split.lengths)), length)
-    example = int(np.abs(split.lengths - wanted).argmin())
-    batch = module.transfer_batch_to_device(split.__getitems__([example]), module.device, 0)
+    usual = min(float(np.median(split.lengths)), length)
+    example = int(np.abs(split.lengths - usual).argmin())
+    batch = move_data_to_device(split.__getitems__([example]), module.device)
     _, trace = module.eval().classify(batch, seed=module.settings.seed)
     for layer, choice in enumerate(trace.choices[: module.settings.layers]):
         for head in range(module.settings.heads if choice else 0):  # full attention has no graph to draw
@@ -213,18 +282,27 @@ def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256
             save_figure(folder / f"mask-layer{layer}-head{head}.png", figure, dpi=150)
 
 
+def load_state(module: Classifier, folder: Path) -> dict[str, Any]:
+    """Gives a model the weights of the best checkpoint of its run, which is returned, and sets it to evaluation."""
+    way_out = "It is damaged: take it from a backup, or start a new run."
+    state = read_state(folder / BEST, dataclasses.asdict(module.settings), way_out, needed=True)
+    module.load_state_dict(state["model"])
+    module.eval()
+    return state
+
+
 def load_best(folder: Path, plan: Plan) -> Classifier:
     """Returns the model of a run with the weights of its best checkpoint."""
     with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
         module = Classifier(TASKS[plan.task], plan.settings)
-    module.load_state_dict(read_state(folder / BEST, plan.settings)["state_dict"])
-    return module.eval()
+    load_state(module, folder)
+    return module
 
 
 def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, dict[str, Split]]:
     """Opens a run to look at it: its plan, its best model, and its data, which may have moved."""
-    there = all((folder / name).is_file() for name in (SETTINGS, BEST))
-    require(there, f"'run' to be a folder with {SETTINGS} and {BEST}", folder, "Give that of a run.")
+    is_run = all((folder / name).is_file() for name in (SETTINGS, BEST))
+    require(is_run, f"'run' to be a folder with {SETTINGS} and {BEST}", folder, "Give that of a run.")
     plan = Plan.read(folder / SETTINGS)
     moved = plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None)
     splits, _ = open_data(moved)
@@ -234,7 +312,8 @@ def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, 
 def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: Path) -> None:
     """Saves the tested model with its card; ``from_pretrained`` reads it."""
     numbers = {"test accuracy": results["test"]["accuracy"], "validation accuracy": results["best"]["accuracy"]}
-    numbers |= {f"density of layer {layer}": fmean(heads) for layer, heads in enumerate(results["density"]["tested"])}
+    densities = enumerate(results["density"]["tested"])
+    numbers |= {f"density of layer {layer}": statistics.fmean(heads) for layer, heads in densities}
     summary = f"{plan.task} ({'; '.join(f'{name}: {words}' for name, words in results['pipeline'].items())})"
     model = load_best(folder, plan).model
     model.save_pretrained(export, model_card_kwargs={"task": summary, "results": numbers})
@@ -242,9 +321,7 @@ def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: P
 
 def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
     """Opens the data of a run, with as many threads as this process has from now on."""
-    number = given.threads or PRESETS[plan.task][plan.preset].threads
-    if number is not None:
-        torch.set_num_threads(number)
+    torch.set_num_threads(given.threads or PRESETS[plan.task][plan.preset].threads or THREADS)
     return open_data(plan)
 
 
@@ -273,16 +350,27 @@ def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict
     return folder, dataclasses.replace(plan, fingerprint=fingerprint), splits
 
 
+def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
+    """Returns in all processes what an action returns in the first, and raises in all a ``ValueError`` that it raises there."""
+    answer: Any = None
+    if fabric.is_global_zero:
+        try:
+            answer = action()
+        except ValueError as error:
+            answer = error
+    answer = fabric.broadcast(answer)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
 def run(given: argparse.Namespace) -> None:
     """Trains as the command line says, in each of the processes of a run."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for words in ("does not have many workers", "LeafSpec.*is deprecated", "broadcast_buffers.*is deprecated"):
-        warnings.filterwarnings("ignore", message=f".*{words}")  # Lightning's own affairs
     export = vars(given).get("export")
-    with Signals() as signals, contextlib.ExitStack() as held:
+    report.reset_peak_memory()
+    with contextlib.ExitStack() as held:
         try:
-            fabric = Fabric(**machine(given.accelerator))
+            fabric = make_fabric(given.accelerator)
         except (RuntimeError, MisconfigurationException) as error:
             words = f"(got {given.accelerator!r}: {str(error).rstrip('.')}). Leave it out for the default."
             given.fail(f"Expected 'accelerator' to be one that this machine has, for each process {words}")
@@ -304,9 +392,6 @@ def run(given: argparse.Namespace) -> None:
             if rank:
                 raise SystemExit(2) from None
             given.fail(str(error))
-        except SystemExit:
-            fabric.print("\nStopped before training.", flush=True)
-            raise
         splits = ready[0] if ready else read(given, plan)[0]
         for name, split in splits.items():
             if split.truncated:
@@ -318,14 +403,17 @@ def run(given: argparse.Namespace) -> None:
             if (folder / RESULTS).exists():
                 results = read_record(folder / RESULTS)
             else:
+                fabric = make_fabric(given.accelerator, plan.settings.precision)
+                fabric.launch()
                 with flushed_subnormals():
-                    results = train(folder, plan, Data(splits, plan.settings, rank, count), given.accelerator, signals)
+                    results = train(folder, plan, Data(splits, plan.settings, rank, count), fabric)
         except RunError as error:
             raise SystemExit(f"\n{error}") from None
-        except SystemExit:
+        except (KeyboardInterrupt, SystemExit):
             program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
             resume = f"{program} -m examples.lra train --output {shlex.quote(str(folder))} --resume"
-            fabric.print(f"\nStopped. Go on with: {resume}", flush=True)  # torchrun may end other processes
+            fabric.print(f"\nStopped. Go on with: {resume}", flush=True)
+            fabric.barrier()  # torchrun ends the others after the first
             raise
     if rank:
         return

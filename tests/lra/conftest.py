@@ -34,7 +34,7 @@ def untrained() -> Callable[..., Path]:
         settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small | changes)
         torch.manual_seed(0)
         weights = Classifier(TASKS["listops"], settings).state_dict()
-        state = {"state_dict": weights, "run": dataclasses.asdict(settings)}
+        state = {"model": weights, "run": dataclasses.asdict(settings)}
         write_checkpoint(folder / "best.ckpt", state)
         Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="").write(
             folder / "settings.json"

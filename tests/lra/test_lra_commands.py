@@ -6,70 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from examples.lra import baselines, settings
+from examples.lra import settings
 from examples.lra.__main__ import COMMANDS, main
-from sbm_pyg import estimators
-from sbm_pyg.sources import sbm
 
 ROOT = Path(settings.__file__).parents[2]
-FORBID = """
-import runpy, sys
-sys.modules |= dict.fromkeys(("torch", "lightning", "matplotlib", "numba", "scipy", "sbm_pyg"), None)
-sys.path.insert(0, sys.argv[1])
-sys.argv = sys.argv[2:]
-if sys.argv[0].endswith(".py"):
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-LONG = "x" * 300
-
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
-def without_torch(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process in which torch cannot be imported."""
-    command = [sys.executable, "-c", FORBID, str(ROOT), program, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_does_not_wait_for_torch(command: str) -> None:
-    done = without_torch("examples.lra", *command.split(), "--help")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: python -m examples.lra {command or '[-h]'} ")
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m examples.lra {command or '[-h]'} ")
 
 
 def test_the_door_is_that_of_the_trainer(tmp_path: Path) -> None:
     """From anywhere, though the folder of the package beside it has its name."""
     command = [sys.executable, str(ROOT / "examples" / "lra.py"), "--help"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == without_torch("examples.lra", "train", "--help").stdout
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m examples.lra train ")
     assert "--density-weight" in done.stdout
-
-
-def test_the_guard_works(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import torch\n")
-    assert "ModuleNotFoundError: import of torch halted" in without_torch(str(tmp_path / "slow.py")).stderr
-
-
-@pytest.mark.parametrize("words", ["train --output", "table --report --output", "prepare --data", "graphs --run"])
-def test_paths_that_cannot_be_are_named_before_torch_is_imported(words: str) -> None:
-    done = without_torch("examples.lra", *words.split(), LONG)
-    assert done.returncode == 2, done.stderr
-    option = (
-        f"argument {words.split()[-1]}: Expected a path that the file system can have (got 'File name too long' for "
-    )
-    assert option in done.stderr.splitlines()[-1]
-
-
-def test_what_parsers_know_is_what_the_modules_with_torch_have() -> None:
-    assert tuple(baselines.BASELINES) == settings.BASELINES
-    assert {*estimators.ESTIMATORS} == {*settings.ESTIMATORS}
-    assert (sbm.CLUSTER_INITS, sbm.PARAMETERIZATIONS) == (settings.CLUSTER_INITS, settings.PARAMETERIZATIONS)
-    assert all(set(presets) == set(settings.NAMES) for presets in settings.PRESETS.values())
 
 
 @pytest.fixture
@@ -99,6 +56,10 @@ HOSTILE: list[tuple[str, str]] = [
     ("train --output full", "Expected 'output' to be a new or empty folder"),
     ("train --output /proc/x", "Expected 'output' to be a folder that can be written"),
     ("train --output missing --resume", "Expected 'output' to be the folder of a run to resume"),
+    (
+        "train --output " + "x" * 300,
+        "argument --output: Expected a path that the file system can have (got 'File name too long' for ",
+    ),
     ("train --export full", "Expected 'export' to be a new or empty folder"),
     ("train --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
     (
@@ -123,9 +84,6 @@ HOSTILE: list[tuple[str, str]] = [
         "prepare --generate --task pathfinder --data new --per-folder 0",
         "Expected 'per_folder' to be at least 1 (got 0)",
     ),
-    ("graphs --run missing", "Expected 'run' to be a folder with settings.json"),
-    ("graphs --run missing --time-limit 0", "Expected 'time-limit' to be above 0 (got 0.0)"),
-    ("graphs --run missing --time-limit nan", "Expected 'time-limit' to be above 0 (got nan)"),
     ("table --output file/x", "Expected 'output' to be a folder that can be made (got file/x"),
     ("table --output new --minutes nan", "Expected 'minutes' to be positive and finite, without 'steps' (got nan)"),
     ("table --report --output empty", "Expected 'output' to hold finished runs"),

@@ -16,10 +16,10 @@ import torch
 from examples.common.gate import Rejected
 from examples.lra import cost
 from examples.lra.__main__ import main
-from examples.lra.baselines import LinearAttention
+from examples.lra.baselines import BASELINES, LinearAttention
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
-from examples.lra.settings import BASELINES, METHODS, PRESETS, Plan
+from examples.lra.settings import METHODS, PRESETS, Plan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 

@@ -1,14 +1,10 @@
 """Many runs of the trainer: that nothing runs twice, that stopped runs go on, and what the tables say."""
 
+import argparse
 import csv
 import dataclasses
 import doctest
 import json
-import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 
 from examples.common import command, hybrid, pictures, releases
+from examples.common.runs import write_record
 from examples.lra import cost, settings, table
 from examples.lra.__main__ import main
 from examples.lra.data import listops, readers
@@ -98,63 +95,39 @@ def test_two_methods_to_the_tables_and_no_run_twice(
     assert (tmp_path / "report.md").read_text() == text
 
 
-TRAINER = """
-import json, os, pathlib, signal, sys, time
-from examples.common.runs import write_record
-from examples.lra.settings import parse, resolve
-folder, plan = resolve(parse(sys.argv[1:]))
-if "--resume" not in sys.argv:
-    folder.mkdir(parents=True)
-    plan.write(folder / "settings.json")
-    if plan.settings.seed == 1:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        (folder / "asleep").touch()
-        time.sleep(60)
-    if plan.settings.seed == 2:
-        sys.exit(1)
-(folder / "arguments.json").write_text(json.dumps(sys.argv))
-write_record(folder / "results.json", RESULTS)
-"""
-
-
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Calls `table` with a trainer that finishes at once, but sleeps with seed 1 and fails with seed 2, until it is resumed."""
-    script, folder = tmp_path / "trainer.py", tmp_path / "all"
-    script.write_text(TRAINER.replace("RESULTS", repr(results(0.3))))
-    monkeypatch.setattr(table, "DOOR", script)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    """Calls `table` with a trainer that finishes at once, but is stopped with seed 1 and fails with seed 2, until it is resumed."""
+
+    def run(given: argparse.Namespace) -> None:
+        folder, plan = resolve(given)
+        if "resume" not in given:
+            folder.mkdir(parents=True)
+            plan.write(folder / "settings.json")
+            if plan.settings.seed in (1, 2):
+                raise SystemExit({1: 143, 2: "It has diverged."}[plan.settings.seed])
+        (folder / "given.json").write_text(json.dumps(vars(given), default=str))
+        write_record(folder / "results.json", results(0.3))
+
+    monkeypatch.setattr(table.trainer, "run", run)
 
     def call(words: str) -> Path:
-        main(["table", "--output", str(folder), *words.split()])
-        return folder
+        main(["table", "--output", str(tmp_path / "all"), *words.split()])
+        return tmp_path / "all"
 
     return call
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_run_goes_on_and_the_signal_is_the_status(
-    number: int, make: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
+    make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # below nohup, tests would ignore it, and so would the program
-    request.addfinalizer(lambda: signal.signal(number, before))
-    run = tmp_path / "all" / "runs" / "listops-sbm-1"
-
-    def stop() -> None:
-        while not (run / "asleep").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
     with pytest.raises(SystemExit) as status:
-        make("--methods sbm --seeds 0 1")
-    thread.join()
-    assert status.value.code == 128 + number
-    assert signal.getsignal(number) is signal.SIG_DFL
+        make("--methods sbm --seeds 0 1 3")
+    assert status.value.code == 143
+    assert "Go on with the same command" in capsys.readouterr().err
     assert not (tmp_path / "all" / "report.md").exists()
     make("--methods sbm --seeds 0 1")
-    assert "--resume" in json.loads((run / "arguments.json").read_text())
+    assert "resume" in json.loads((tmp_path / "all" / "runs" / "listops-sbm-1" / "given.json").read_text())
     assert (tmp_path / "all" / "report.md").read_text().startswith("# Long Range Arena\n\n2 runs")
 
 
@@ -213,10 +186,9 @@ def test_the_budget_in_the_report_is_that_of_its_runs(make: Callable[..., Path])
 
 def test_the_budget_and_threads_are_given_to_the_trainer(make: Callable[..., Path]) -> None:
     folder = make("--methods sbm --minutes 5 --accelerator cpu --threads 1")
-    given = json.loads((folder / "runs" / "listops-sbm-0" / "arguments.json").read_text())
-    assert given[given.index("--minutes") + 1] == "5.0"
-    assert given[given.index("--threads") + 1] == "1"
-    assert "--steps" not in given
+    given = json.loads((folder / "runs" / "listops-sbm-0" / "given.json").read_text())
+    assert (given["minutes"], given["threads"], given["accelerator"]) == (5.0, 1, "cpu")
+    assert "steps" not in given
 
 
 @pytest.mark.parametrize(

@@ -355,18 +355,12 @@ def test_shuffled_batches_are_full_similar_and_a_function_of_seed_and_epoch() ->
     assert len(set.union(*left_out)) > 3  # not always the same, nor the longest
 
 
-def test_stream_goes_on_where_it_was_left() -> None:
+def test_batches_follow_from_the_step_alone() -> None:
     buckets = LengthBuckets(np.arange(1, 31), seed=0, batch_size=8)
-    whole = list(buckets.stream(0, 20))
-    for cut in (1, 3, 7, 19):
-        assert list(buckets.stream(0, cut)) + list(buckets.stream(cut, 20 - cut)) == whole
-
-
-def test_parts_of_the_stream_make_up_its_batches() -> None:
-    buckets = LengthBuckets(np.arange(1, 31), seed=0, batch_size=8)
-    parts = list(buckets.stream(2, 5, parts=4))
-    assert {len(part) for part in parts} == {2}
-    assert np.array(parts).reshape(5, 8).tolist() == list(buckets.stream(2, 5))
+    whole = [buckets.batch(step).tolist() for step in range(20)]
+    for step in (19, 3, 4, 0, 7):
+        assert buckets.batch(step).tolist() == whole[step]
+    assert whole[3:6] == [batch.tolist() for batch in buckets.epoch(1)]
 
 
 def test_sizes_of_batches_are_checked() -> None:

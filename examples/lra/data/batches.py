@@ -127,6 +127,7 @@ class LengthBuckets:
         words = f"'batch-size' to be at most the number of examples, {len(lengths)}"
         require(len(lengths) >= batch_size, words, batch_size, "Take smaller batches or more data.")
         self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.number, self.batches = -1, list[np.ndarray]()  # of the epoch of the last step
         self.pool = pool - pool % batch_size if pool > batch_size else batch_size
 
     def epoch(self, number: int) -> list[np.ndarray]:
@@ -141,11 +142,9 @@ class LengthBuckets:
             batches += [pool[place : place + size] for place in range(0, len(pool), size)]
         return [batches[place] for place in rng.permutation(len(batches))]
 
-    def stream(self, first: int, count: int, *, parts: int = 1) -> Iterator[list[int]]:
-        """Yields ``count`` batches of the endless sequence of epochs, from batch ``first`` on, each in equal parts."""
-        number, first = divmod(first, len(self.lengths) // self.batch_size)
-        while count:
-            taken = self.epoch(number)[first : first + count]
-            for batch in taken:
-                yield from (part.tolist() for part in np.split(batch, parts))
-            number, first, count = number + 1, 0, count - len(taken)
+    def batch(self, step: int) -> np.ndarray:
+        """The batch of a step in the endless sequence of epochs."""
+        number, place = divmod(step, len(self.lengths) // self.batch_size)
+        if number != self.number:
+            self.number, self.batches = number, self.epoch(number)
+        return self.batches[place]
