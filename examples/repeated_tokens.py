@@ -66,6 +66,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from examples.common.attention import layer_options
 from examples.common.pictures import save_figure
 from examples.common.runs import claim, random_word, read_state, settings_of, write_checkpoint, write_text
 from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
@@ -85,15 +86,23 @@ def make_model(settings: Settings) -> TokenClassifier:
     torch.manual_seed(random_word(settings.seed, 2))
     options: dict[str, Any] = {}
     if settings.attention == "sbm":
-        options = {name: getattr(settings, name) for name in ("num_clusters", "probes", "exploration")}
-        options["window"] = None
-        options["estimator"] = "none" if settings.estimator == "score-function" else settings.estimator
+        names = (
+            "num_clusters",
+            "probes",
+            "exploration",
+            "cluster_init",
+            "parameterization",
+            "temperature",
+            "tied",
+            "estimator",
+        )
+        options = {name: getattr(settings, name) for name in names} | {"window": None}
         if settings.estimator == "score-function":  # needs the probability of the whole graph
-            options["row_group"] = 1
-        names = ("cluster_init", "parameterization", "temperature")
-        options |= {name: getattr(settings, name) for name in names} | {"tied": bool(settings.tied)}
+            options |= {"estimator": "none", "row_group": 1}
     sizes: dict[str, Any] = {"channels": 32, "num_layers": 1, "heads": 1, "max_length": settings.tokens, "dropout": 0.0}
-    encoder = SequenceEncoder(settings.tokens, **sizes, attention=settings.attention, attention_options=options)
+    encoder = SequenceEncoder(
+        settings.tokens, **sizes, attention=settings.attention, attention_options=layer_options(options)
+    )
     torch.nn.init.normal_(encoder.position.weight, std=settings.position_scale)
     return TokenClassifier(encoder, 1)
 

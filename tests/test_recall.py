@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from examples import language_model
 from examples.benchmarks import steps
-from examples.common import fit, hybrid, tasks
+from examples.common import attention, fit, hybrid, tasks
 from examples.common.corpus import encode, read_files, stdlib_files
 from examples.common.tasks import NEAR, recalled
 from examples.recall import __main__ as program
@@ -430,7 +430,7 @@ def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
     assert [row.split(",")[1:3] for row in rows[2:]] == [
         ["sbm:num_clusters=4", "1.0"], ["sbm:num_clusters=4", "0.2"], ["top-k", "1.0"], ["top-k", "0.2"]
     ]  # fmt: skip
-    monkeypatch.setattr(hybrid, "FullAttention", lambda *sizes, is_causal: FullAttention(*sizes))
+    monkeypatch.setattr(attention, "FullAttention", lambda *sizes, is_causal: FullAttention(*sizes))
     with pytest.raises(SystemExit):
         steps.main(words)
     assert "Expected sbm:num_clusters=4 at a target density of 1 to have the loss" in capsys.readouterr().err

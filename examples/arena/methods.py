@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from examples.arena.rivals import RIVALS
 from examples.common import hybrid
+from examples.common.attention import freeze
 from examples.common.command import require
 from examples.common.runs import fingerprint
 from sbm_pyg import AttentionConv, GraphSource, LearnedSource
@@ -112,7 +113,7 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
     if is_own(method) or name in RIVALS:
         source, estimator = _own(name, width, heads, density)
         conv = AttentionConv(channels, width, heads, hybrid.Scheduled(source), estimator=estimator, is_causal=True)
-        return hybrid.freeze(conv) if frozen else conv
+        return freeze(conv) if frozen else conv
     if name in hybrid.FIXED:
         rule = hybrid.FixedDensity(name, density, width, heads, block=BLOCK)
         if frozen:
@@ -120,7 +121,7 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
         return AttentionConv(channels, width, heads, hybrid.Scheduled(rule), estimator="none", is_causal=True)
     kind, options = hybrid.options_of(METHODS.get(name, name))
     made = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
-    return hybrid.freeze(made) if frozen and isinstance(made, AttentionConv) else made
+    return freeze(made) if frozen and isinstance(made, AttentionConv) else made
 
 
 def check(method: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, pad
 
+from examples.common import attention
 from examples.common.command import read_method, require
 from examples.common.tables import Row
 from examples.common.tasks import Examples
@@ -28,10 +29,7 @@ from sbm_pyg import (
     Tokens,
     sample_edges,
 )
-from sbm_pyg.layers import named
-from sbm_pyg.layers.dense import FullAttention
-from sbm_pyg.sources import indexer, patterns, selectors
-from sbm_pyg.training.estimators import NoEstimator
+from sbm_pyg.sources import patterns, selectors
 
 # Small densities are what these programs compare, and their tables state them.
 warnings.filterwarnings("ignore", "A target density of .* leaves a query", UserWarning)
@@ -189,62 +187,24 @@ def _window(degree: float, length: int) -> int:
     return size
 
 
-def make_bias(channels: int, heads: int, options: dict[str, Any]) -> DCMMBias:
-    """A bias by options, in which flags are 0 or 1."""
-    own = {name: options[name] for name in ("num_clusters", "degree", "entropy_weight")}
-    own |= {name: bool(options[name]) for name in ("squash", "symmetric", "tied") if name in options}
-    return DCMMBias(channels, heads, **own)
-
-
 def make_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
-    """The attention of a layer; ``options`` are those of a method that learns."""
-    width = channels // heads
-    if method == "full":
-        return FullAttention(channels, width, heads, is_causal=True)
-    if method == "dcmm":
-        bias = make_bias(width, heads, options)
-        every = patterns.PatternSource(patterns.full)
-        return AttentionConv(channels, width, heads, every, score_bias=bias, is_causal=True)
-    if method in RULES:
-        if method == "top-k":
-            source: GraphSource = selectors.TopKSource(options["k"] or None, target_density=density, window=0)
-        else:
-            rule = FixedDensity(method, density, width, heads, options.get("window", 0))
-            source = Scheduled(rule) if options["control"] == "sparsifier" else rule
+    """The causal attention of a method; its window is 0 unless ``options`` have one."""
+    width, window = channels // heads, options.get("window", 0)
+    values = {name: value for name, value in options.items() if name not in ("control", "window", "bias")}
+    if method in FIXED:
+        rule = FixedDensity(method, density, width, heads, window)
+        source = Scheduled(rule) if options["control"] == "sparsifier" else rule
         return AttentionConv(channels, width, heads, source, estimator="none", is_causal=True)
-    if method != "sbm":
-        sizes = {name: options[name] for name in ("index_heads", "index_channels") if name in options}
-        scorer = (indexer.Indexer if method == "indexer" else indexer.KeyScorer)(width, heads, **sizes)
-        target, detach = None if options["control"] == "none" else density, bool(options["detach"])
-        by_rank = options["select"] == "top_k" and options["estimator"] == "distill"
-        own = {"select": options["select"], "k": options["k"] or None}
-        own |= {"detach": detach, "window": options.get("window", 0)}
-        selected = indexer.IndexerSource(scorer, target_density=target, **own)
-        conv = AttentionConv(
-            channels, width, heads, selected, estimator="imitate" if by_rank else options["estimator"], is_causal=True
-        )
-        return freeze(conv) if options["frozen"] else conv
-    head = {name: options[name] for name in ("parameterization", "cluster_init", "groups")}
-    head["degree_corrected"] = bool(options["degree_corrected"])
-    layer_options = {
-        name: options[name] for name in ("num_clusters", "estimator", "probes", "block_size", "candidates")
-    }
-    layer_options["row_group"] = options["row_group"] or None
-    layer_options["detach"] = bool(options["detach"])
-    layer_options["score_bias"] = (
-        DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
-    )
-    window = options.get("window", 0)
-    conv = named.make_attention("sbm", channels, width, heads, **head, window=window, is_causal=True, **layer_options)
-    return freeze(conv) if options["frozen"] else conv
-
-
-def freeze(conv: AttentionConv) -> AttentionConv:
-    """The layer, whose source does not learn; queries and keys still learn what the graphs make of them."""
-    assert conv.source is not None
-    conv.source.requires_grad_(False)
-    conv.estimator = NoEstimator()
-    return conv
+    if method == "top-k":
+        values |= {"target_density": density, "window": 0, "estimator": "none"}
+    elif method == "sbm":
+        bias = DCMMBias(width, heads, options["bias"], entropy_weight=0.1) if options["bias"] else None
+        values |= {"window": window, "score_bias": bias}
+    elif method not in DENSE:
+        values |= {"window": window, "target_density": 0.0 if options["control"] == "none" else density}
+        if options["select"] == "top_k" and options["estimator"] == "distill":
+            values["estimator"] = "imitate"
+    return attention.make_attention(method.replace("-", "_"), channels, width, heads, values, is_causal=True)
 
 
 class Layer(nn.Module):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
+from examples.common import attention
 from examples.common.command import read_method, require
-from examples.common.hybrid import make_bias
-from sbm_pyg import AttentionConv, FullAttention, SequenceEncoder, patterns
-from sbm_pyg.layers import named
+from sbm_pyg import AttentionConv, SequenceEncoder
 
 METHODS = ("full", "dcmm", "sbm", "dcsbm", "dcmm-sbm")
 BIAS: dict[str, Any] = {
@@ -37,15 +36,9 @@ NAMES = ("attention.lin_query", "attention.lin_key", "attention.lin_value")  # w
 def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Module:
     """The attention of a method, and its options."""
     kind, options = read_method(method, METHODS, OPTIONS)
-    if kind == "full":
-        return FullAttention(channels, width, heads)
-    bias = make_bias(width, heads, options) if "dcmm" in kind else None
-    if kind == "dcmm":
-        return AttentionConv(channels, width, heads, patterns.PatternSource(patterns.full), score_bias=bias)
-    passed = ("parameterization", "cluster_init", "num_clusters", "estimator", "probes")
-    rest = {name: options[name] for name in passed} | {"score_bias": bias}
-    rest |= {"degree_corrected": kind == "dcsbm", "target_density": options["density"] or None}
-    return named.make_attention("sbm", channels, width, heads, **rest)
+    values = {"target_density" if name == "density" else name: options[name] for name in options if name != "control"}
+    values |= {"degree_corrected": 1} if kind == "dcsbm" else {}
+    return attention.make_attention(kind.replace("dcsbm", "sbm"), channels, width, heads, values)
 
 
 class Vision(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples.common.attention import layer_options
 from examples.common.command import read_method, require
 from examples.common.fit import file_name, fit, make_optimizer
 from examples.common.runs import read_checkpoint
@@ -100,13 +101,12 @@ def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
     options = {**options, **own}
     if kind in SPARSE:
         options = LEARNED | {"estimator": "none"} | options  # block models of "random" have no options but the window
-        options["degree_corrected"] = bool(options["degree_corrected"])
     options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
     torch.manual_seed(run.seed)
     return SequenceEncoder(
         num_tokens, run.channels, num_layers=run.layers, heads=run.heads, ffn_channels=4 * run.channels,
         max_length=run.length, dropout=run.dropout, attention="sbm" if kind == "random" else kind,
-        attention_options=options, position_encoding=run.position_encoding,
+        attention_options=layer_options(options), position_encoding=run.position_encoding,
     )  # fmt: skip
 
 

@@ -19,13 +19,12 @@ from torch_geometric.nn import GCNConv, GINConv, GPSConv, ResGatedGraphConv, SAG
 from torch_geometric.nn.models import SGFormer
 from torch_geometric.typing import Adj
 
+from examples.common import attention
 from examples.common.fit import file_name, fit, train_missing
-from examples.common.hybrid import freeze
 from examples.common.runs import RunError, settings_of_all
 from examples.common.tables import Row
 from examples.graphs.data import Task
-from sbm_pyg import AttentionConv, DensitySource, SBMAttentionConv, SparseGPSConv, Sparsifier, analysis
-from sbm_pyg.sources import indexer, patterns
+from sbm_pyg import DensitySource, SparseGPSConv, Sparsifier, analysis
 
 CONVS: dict[str, Callable[[int], nn.Module]] = {
     "sage": lambda channels: SAGEConv(channels, channels),
@@ -72,23 +71,15 @@ class Run:
         return {name: getattr(self, name) for name in ("graph", "arm", "learning_rate", "split")}
 
 
-def make_attention(run: Run, nodes: float) -> AttentionConv:
-    """Attention over random pairs, those of a source that learns, or of one that does not (``sbm:frozen``).
-
-    Args:
-        nodes: Of a graph, in the mean.
-    """
-    shape = (run.channels, run.channels // run.heads, run.heads)
+def make_attention(run: Run, nodes: float) -> Any:
+    """Attention over random pairs, those of a source that learns, or of one that does not (``sbm:frozen``); ``nodes`` of a graph in the mean."""
     name, _, frozen = run.arm.partition(":")
-    if name == "random":
-        options = {"num_keys_per_query": max(1, round(run.density * nodes)), "heads": run.heads}
-        return AttentionConv(*shape, patterns.PatternSource(patterns.random, **options))
-    if name == "sbm":
-        conv: AttentionConv = SBMAttentionConv(*shape, window=None)
-    else:
-        scorer = indexer.Indexer(shape[1], run.heads)
-        conv = AttentionConv(*shape, indexer.IndexerSource(scorer))
-    return freeze(conv) if frozen else conv
+    own: dict[str, Any] = {
+        "random": {"num_keys_per_query": max(1, round(run.density * nodes))},
+        "sbm": {"window": None},
+    }
+    shape = (run.channels, run.channels // run.heads, run.heads)
+    return attention.make_attention(name, *shape, own.get(name, {}) | {"frozen": bool(frozen)})
 
 
 def make_model(run: Run, task: Task) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.common.attention import layer_options
 from examples.common.command import require
 from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch
@@ -38,33 +39,33 @@ def smooth_values(count: int, channels: int) -> Tensor:
     return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def attention_of(settings: Settings) -> tuple[Any, dict[str, Any]]:
+OF_INDEXERS = ("estimator", "target_density")
+OPTIONS = {
+    "sbm": ("num_clusters", "estimator", "probes", "exploration", "block_size", "row_group", "cluster_init", "parameterization",
+            "temperature", "initial_density", "tied", "degree_corrected", "target_density"),
+    "indexer": OF_INDEXERS, "key_selection": OF_INDEXERS, "dcmm": ("num_clusters",),
+}  # fmt: skip
+"""Settings that are options of an attention."""
+
+
+def attention_of(settings: Settings) -> tuple[Any, dict[str, Any] | None]:
     """The attention of an encoder, and its options."""
     kind = settings.attention
     if kind in BASELINES:
-        return partial(BASELINES[kind], settings), {}
-    options: dict[str, Any] = {"dropout": settings.attention_dropout}
+        return partial(BASELINES[kind], settings), None
+    values: dict[str, Any] = {name: getattr(settings, name) for name in OPTIONS.get(kind, ())}
     if kind == "sbm":
-        names: tuple[str, ...] = ("num_clusters", "estimator", "probes", "exploration", "block_size")
-        options |= {name: getattr(settings, name) for name in names}
-        options["row_group"] = settings.row_group or None
-        names = ("cluster_init", "parameterization", "temperature", "initial_density")
-        options |= {name: getattr(settings, name) for name in names}
-        options |= {name: bool(getattr(settings, name)) for name in ("tied", "degree_corrected")}
-        options |= {"target_density": settings.target_density or None, "window": None}
+        values["window"] = None
         if settings.target_density and not settings.exploration:  # the square of the target density
-            del options["exploration"]
+            del values["exploration"]
     elif kind in ("indexer", "key_selection"):
         by_rank = settings.estimator in ("imitate", "none")  # the others are for edges that are drawn
-        options |= {"estimator": settings.estimator, "target_density": settings.target_density or None}
-        options |= {"select": "top_k" if by_rank else "bernoulli"}
+        values["select"] = "top_k" if by_rank else "bernoulli"
     elif kind == "top_k" and not settings.target_density:
-        options["k"] = 16
-    elif kind == "dcmm":
-        options["num_clusters"] = settings.num_clusters
+        values["k"] = 16
     elif kind == "window":
-        options["size"] = settings.window
-    return kind, options
+        values["size"] = settings.window
+    return kind, {"dropout": settings.attention_dropout, **layer_options(values)}
 
 
 class Classifier(nn.Module):
@@ -76,7 +77,7 @@ class Classifier(nn.Module):
         attention, options = attention_of(settings)
         names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
         sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}
-        encoder = SequenceEncoder(task.num_tokens, **sizes, attention=attention, attention_options=options or None)
+        encoder = SequenceEncoder(task.num_tokens, **sizes, attention=attention, attention_options=options)
         with torch.no_grad():
             if settings.values == "smooth":
                 encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)

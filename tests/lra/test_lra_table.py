@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples.common import command, hybrid, pictures, releases
+from examples.common import attention, command, hybrid, pictures, releases
 from examples.common.runs import write_record
 from examples.lra import cost, settings, table
 from examples.lra.__main__ import main
@@ -55,7 +55,7 @@ def record(method: str, seed: int, accuracy: float, task: str = "listops", **mor
 
 
 def test_doctests() -> None:
-    for module in (command, cost, hybrid, listops, pictures, readers, releases, settings):
+    for module in (attention, command, cost, hybrid, listops, pictures, readers, releases, settings):
         found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert found.failed == 0
         assert found.attempted > 0
