@@ -14,8 +14,8 @@ from examples.common.runs import SETTINGS, RunError, check_folder, read_record, 
 from examples.lra.baselines import BASELINES
 from examples.lra.data import listops, pathfinder
 from examples.lra.data.files import path_argument
-from sbm_pyg.estimators import ESTIMATORS
 from sbm_pyg.sources import sbm
+from sbm_pyg.training.estimators import ESTIMATORS
 
 NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
