@@ -66,7 +66,6 @@ PROGRAMS = [
         "fit",
         "glue",
         "graphs_program",
-        "long_documents",
         "pictures",
         "recall",
         "recipes",

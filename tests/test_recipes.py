@@ -81,10 +81,8 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
         "examples.graphs",
         "examples.recall",
         "examples.benchmarks",
-        "examples.benchmarks.learning",
         "examples.benchmarks.sources",
         "examples.benchmarks.steps",
-        "examples.benchmarks.probes",
         "examples.benchmarks.gpu",
     ],
 )
@@ -104,7 +102,7 @@ def test_a_program_imports_its_own_folder_and_what_programs_share(path: Path) ->
     known = {"examples.common", f"examples.{path.relative_to(EXAMPLES).parts[0]}"}
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     found = {".".join(str(node.module).split(".")[:2]) for node in nodes if str(node.module).startswith("examples")}
-    study = {"examples"} if path.name in ("learning.py", "trained.py") else set()  # of a recipe, or of its saved model
+    study = {"examples"} if path.name in ("trained.py",) else set()  # of a recipe, or of its saved model
     assert found - study <= known
 
 
