@@ -42,6 +42,7 @@ import fuzz_scenarios  # noqa: F401 - which adds to the table
 import networkx as nx
 import numpy as np
 import torch
+from calls import recorded
 from fuzz_cases import Case, Draw, Wrong, expect, valid
 from fuzz_layers import TABLE
 from numba.core import event
@@ -575,6 +576,7 @@ def run(numbers: Sequence[int], seed: int, jobs: int, limit: float, memory: floa
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # no thread beside forks
+    recorded()  # once for all children
     todo, verdicts, workers = deque(numbers), [], [Worker(seed, memory) for _ in range(min(jobs, len(numbers)))]
     bar = tqdm(total=len(numbers), file=sys.stderr, smoothing=0.02, mininterval=1.0)
     for worker in workers:

@@ -286,36 +286,6 @@ def _from_data(d: Draw) -> Case:
     return Case(AttentionGraph.from_data, arguments, more={"data": DATA}, names=names)
 
 
-@case("AttentionGraph.from_networkx", 6)
-def _from_networkx(d: Draw) -> Case:
-    g = d.graph(None, [d.randint(1, 5)], [d.randint(1, 5)])
-    arguments = {"graph": g.to_networkx(0, "all"), "heads": d.maybe(g.heads)}
-    return Case(AttentionGraph.from_networkx, arguments, names={"heads": ("edge_head",)})
-
-
-@case("AttentionGraph.same_offsets")
-def _same_offsets(d: Draw) -> Case:
-    g, other = d.graph(), d.graph()
-    of = d.choice((g, other))
-    return Case(g.same_offsets, {"query_ptr": of.query_ptr.clone(), "key_ptr": of.key_ptr.clone()})
-
-
-@case("AttentionGraph.replace_edges", 3)
-def _replace_edges(d: Draw) -> Case:
-    lengths = d.lengths()
-    g = d.graph(None, lengths, lengths)
-    data = Data(num_nodes=g.num_queries, edge_attr=torch.ones(3), ptr=g.query_ptr)
-    return Case(g.replace_edges, {"data": data, "edge_type": None}, more={"data": DATA}, names={"data": DATA_NAMES})
-
-
-@case("AttentionGraph.over", 4)
-def _over(d: Draw) -> Case:
-    lengths = d.lengths()
-    g = d.graph(None, lengths, lengths)
-    arguments = {"edge_index": d.choice((g, g.edge_index)), "ptr": g.query_ptr, "batch": None}
-    return Case(AttentionGraph.over, arguments | fields(g, "num_queries", "num_keys", "heads"), free=("heads",))
-
-
 def a_sequence(d: Draw, g: Any) -> dict[str, Any]:
     return {"sequence": d.randrange(g.num_sequences)}
 
@@ -324,42 +294,21 @@ def a_head(d: Draw, g: Any) -> dict[str, Any]:
     return {"head": d.randrange(g.heads)}
 
 
-def square(d: Draw) -> AttentionGraph:
-    lengths = d.lengths()
-    return d.graph(None, lengths, lengths)
-
-
 method("AttentionGraph.sequence", 6, Draw.graph, a_sequence)
 method("AttentionGraph.to_dense", 6, Draw.graph, a_sequence)
 method("AttentionGraph.head", 6, Draw.graph, a_head)
-method("AttentionGraph.causal", 2, Draw.graph)
 method("AttentionGraph.expand", 6, lambda d: d.graph(1), lambda d, g: {"heads": d.randint(1, 4)})
 method("AttentionGraph.union", 8, Draw.graph, lambda d, g: {"other": d.graph(d.choice((1, g.heads)), *lengths_of(g))})
 method("AttentionGraph.select", 6, Draw.graph, lambda d, g: {"mask": d.whole(2, g.num_edges) > 0})
 method("AttentionGraph.find", 6, Draw.graph, some_edges)
 method("AttentionGraph.contains", 6, Draw.graph, some_pairs)
-method(
-    "AttentionGraph.to",
-    3,
-    Draw.graph,
-    lambda d, g: {"device": d.choice(("cpu", torch.device("cpu"))), "non_blocking": False},
-)
-method("AttentionGraph.validate", 3, Draw.graph)
 method("AttentionGraph.to_edge_index", 6, Draw.graph, lambda d, g: {"head": d.maybe(d.randrange(g.heads))})
-method(
-    "AttentionGraph.to_scipy",
-    6,
-    Draw.graph,
-    lambda d, g: a_head(d, g) | {"sequence": d.maybe(d.randrange(g.num_sequences))},
-)
 method(
     "AttentionGraph.to_sparse_tensor",
     3,
     Draw.graph,
     lambda d, g: a_head(d, g) | {"value": d.maybe(d.real(g.num_edges))},
 )
-method("AttentionGraph.to_data", 3, square)
-method("AttentionGraph.to_hetero_data", 3, Draw.graph)
 method(
     "AttentionGraph.to_networkx", 8, Draw.graph,
     lambda d, g: a_sequence(d, g) | {"head": d.choice(("all", d.randrange(g.heads))), "bipartite": d.maybe(True)}, free=("bipartite",),
@@ -398,7 +347,6 @@ function("SBM", 16, SBM, lambda d: fields(d.sbm(), *MODEL))
 method("SBM.check", 3, Draw.sbm, over_tokens)
 method("SBM.on", 6, Draw.sbm, over_tokens)
 method("SBM.gate", 3, Draw.sbm, over_tokens)
-method("SBM.validate", 2, Draw.sbm)
 method("SBM.edge_prob_dense", 6, Draw.sbm, a_sequence)
 method(
     "SBM.limit",
@@ -407,8 +355,6 @@ method(
     lambda d, s: {"budget": d.uniform(0.1, 5)},
     check=lambda result, budget: at_most(result, float(budget)),
 )
-for _name in ("expected_degree", "expected_edges", "expected_density", "cut_density"):
-    method(f"SBM.{_name}", 2, Draw.sbm)
 
 
 def sample_options(d: Draw) -> dict[str, Any]:
