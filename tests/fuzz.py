@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -31,13 +29,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import fuzz_children
 import fuzz_scenarios  # noqa: F401 - which adds to the table
 import networkx as nx
 import numpy as np
@@ -45,15 +43,13 @@ import torch
 from calls import recorded
 from fuzz_cases import Case, Draw, Wrong, expect, valid
 from fuzz_layers import TABLE
-from numba.core import event
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 import sbm_pyg
 from sbm_pyg import SBM, AttentionGraph
 
-LIMIT, COMPILING = 20.0, 300.0  # seconds of CPU that a call, and one compilation of a kernel, may take
-PATIENCE = 6  # times as long may it take by the clock, since others use the machine too
+LIMIT = 20.0  # seconds of CPU that a call may take
 REFUSALS = (ValueError, TypeError, ImportError)
 TOO_LARGE = re.compile("can't allocate memory|Storage size calculation overflowed|Overflow when unpacking long")
 RELATIONS = {"size", "number", "dtype", "other"}  # kinds of hostile values that only another argument makes wrong
@@ -494,159 +490,33 @@ def show(seed: int, number: int) -> None:
 # ------------------------------------------------------------------ many calls
 
 
-class Compilations(event.Listener):
-    """Tells the parent about compilations, whose time is not the call's."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-
-    def on_start(self, event: Any) -> None:
-        self.pipe.send(("compile", True))
-
-    def on_end(self, event: Any) -> None:
-        self.pipe.send(("compile", False))
-
-
-def work(pipe: Connection, seed: int, memory: float) -> None:
-    """A child: judges the calls whose numbers come through the pipe."""
-    faulthandler.disable()  # crashes are expected, and told to the parent
-    quiet = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(quiet, stream)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _judge_apart(seed: int, memory: float, number: int) -> dict[str, Any]:
+    """Judges a call in a child, in a folder for what hostile paths write, with this many GiB of addresses."""
     resource.setrlimit(resource.RLIMIT_AS, (int(memory * 2**30),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
     sys.argv = sys.argv[:1]
-    event.register("numba:compile", Compilations(pipe))
-    while (number := pipe.recv()) is not None:
-        os.chdir(home := tempfile.mkdtemp())  # for what hostile paths write
-        try:
-            pipe.send(("verdict", judge(seed, number)))
-        finally:
-            os.chdir("/")
-            shutil.rmtree(home, ignore_errors=True)
-
-
-class Worker:
-    """A child and what it is about."""
-
-    def __init__(self, seed: int, memory: float) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, seed, memory), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.number: int | None = None
-        self.first: int | None = None
-        self.since, self.used, self.compiling = 0.0, 0.0, 0
-
-    def start(self, number: int) -> None:
-        self.number, self.compiling = number, 0
-        self.rest()
-        self.first = number if self.first is None else self.first
-        self.pipe.send(number)
-
-    def rest(self) -> None:
-        """Begin to count time."""
-        self.since, self.used = time.monotonic(), self.cpu()
-
-    def cpu(self) -> float:
-        """Seconds of CPU that the child has used, user and system."""
-        with contextlib.suppress(OSError):
-            ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-            return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-        return 0.0
-
-    def late(self, limit: float) -> bool:
-        limit = COMPILING if self.compiling else limit
-        return self.number is not None and (
-            self.cpu() - self.used > limit or time.monotonic() - self.since > PATIENCE * limit
-        )
-
-    def end(self) -> int:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-        return self.process.exitcode or 0
+    with tempfile.TemporaryDirectory() as home, contextlib.chdir(home):
+        return judge(seed, number)
 
 
 def run(numbers: Sequence[int], seed: int, jobs: int, limit: float, memory: float) -> list[dict[str, Any]]:
-    """Verdicts of these calls. A child that crashes or hangs is replaced; a crash is tried again alone, since earlier calls may be the cause."""
+    """Verdicts of these calls."""
     from tqdm import tqdm
 
-    tqdm.monitor_interval = 0  # no thread beside forks
     recorded()  # once for all children
-    todo, verdicts, workers = deque(numbers), [], [Worker(seed, memory) for _ in range(min(jobs, len(numbers)))]
-    bar = tqdm(total=len(numbers), file=sys.stderr, smoothing=0.02, mininterval=1.0)
-    for worker in workers:
-        worker.start(todo.popleft())
-    while any(worker.number is not None for worker in workers):
-        try:
-            ready = wait([worker.pipe for worker in workers if worker.number is not None], timeout=0.5)
-        except KeyboardInterrupt:  # a report of what there is
-            break
-        for place, worker in enumerate(workers):
-            verdict: dict[str, Any] | None = None
-            fallen = False
-            if worker.pipe in ready:
-                try:
-                    kind, content = worker.pipe.recv()
-                    if kind == "compile":
-                        worker.compiling += 1 if content else -1
-                        worker.rest()
-                    else:
-                        verdict = content
-                except (EOFError, ConnectionResetError):
-                    fallen = True
-            elif worker.late(limit):
-                verdict = describe(seed, worker.number, "hang", f"no answer in {limit:g} s of CPU")
-                worker.end()
-            if fallen:
-                worker.process.join()  # the pipe is closed: it is about to end
-                code = worker.end()
-                verdict = describe(
-                    seed, worker.number, "crash", f"exit status {code}; {alone(seed, worker, limit, memory)}"
-                )
-            if verdict is None:
-                continue
+    tqdm.monitor_interval = 0  # no thread beside forks
+    calls, verdicts = fuzz_children.run(numbers, partial(_judge_apart, seed, memory), jobs, limit, most=50), []
+    with contextlib.suppress(KeyboardInterrupt):  # a report of what there is
+        for number, verdict in tqdm(calls, total=len(numbers), file=sys.stderr, smoothing=0.02, mininterval=1.0):
+            if isinstance(verdict, int):
+                kind = "hang" if verdict in fuzz_children.LATE else "crash"
+                verdict = describe(seed, number, kind, f"exit status {verdict}")
             verdicts.append(verdict)
-            bar.update()
-            if verdict["verdict"] in ("hang", "crash"):
-                worker = workers[place] = Worker(seed, memory)
-            worker.number = None
-            if todo:
-                worker.start(todo.popleft())
-    bar.close()
-    for worker in workers:
-        worker.end()
     return sorted(verdicts, key=lambda verdict: verdict["number"])
 
 
-def alone(seed: int, fallen: Worker, limit: float, memory: float) -> str:
-    """Whether a call that crashed does so in a child of its own."""
-    assert fallen.number is not None
-    worker = Worker(seed, memory)
-    worker.start(fallen.number)
-    while not worker.late(limit):
-        if not worker.pipe.poll(0.5):
-            continue
-        try:
-            kind, content = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            worker.process.join()
-            return f"alone too, with {worker.end()}"
-        if kind == "verdict":
-            worker.end()
-            return f"not alone: then {content['verdict']}; look at the calls of that child, {fallen.first} to {fallen.number}"
-        worker.compiling += 1 if content else -1
-        worker.rest()
-    worker.end()
-    return "alone it hangs"
-
-
-def describe(seed: int, number: int | None, verdict: str, detail: str) -> dict[str, Any]:
-    assert number is not None
+def describe(seed: int, number: int, verdict: str, detail: str) -> dict[str, Any]:
     name, _, chosen, draw = plan(seed, number)
     for folder in draw.folders:
         shutil.rmtree(folder, ignore_errors=True)

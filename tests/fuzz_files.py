@@ -18,17 +18,14 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import faulthandler
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -36,13 +33,13 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # run as a file: the root of the clone holds the packages
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import fuzz_children
 import numpy as np
 import torch
 from PIL import Image
@@ -450,14 +447,6 @@ def fingerprint(value: Any) -> str:
 Found = dict[str, Any]
 
 
-class TooLong(BaseException):
-    """A call that takes more than ``LIMIT`` seconds."""
-
-
-def _alarm(*_: Any) -> None:
-    raise TooLong
-
-
 class Samples:
     """Valid files of each reader, made once in a folder, and what they hold."""
 
@@ -492,16 +481,12 @@ def judge(number: int, seed: int, samples: Samples, target: Path, names: Sequenc
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = reader.read(target)
         same = fingerprint(result) == samples.whole[name] if result is not None else True
         found["verdict"] = "read" if same or not reader.guarded else "changed"
-    except TooLong:
-        found["verdict"] = "hang"
     except ValueError as error:
         named = str(error).startswith("Expected ")
         found |= {"verdict": "refused" if named or reader.foreign else "unclear", "message": str(error)}
@@ -511,8 +496,6 @@ def judge(number: int, seed: int, samples: Samples, target: Path, names: Sequenc
     except Exception as error:
         words = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         found |= {"verdict": "refused" if reader.foreign else "error", "message": words}
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     found["seconds"] = time.perf_counter() - began
     found["mebibytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     if found["mebibytes"] > MEMORY:
@@ -523,40 +506,28 @@ def judge(number: int, seed: int, samples: Samples, target: Path, names: Sequenc
 GOOD = ("read", "refused")
 
 
-def _child(numbers: Sequence[int], seed: int, folder: Path, names: Sequence[str], pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    faulthandler.disable()  # of pytest
-    with (folder / "output").open("w") as file:  # progress bars
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    samples = Samples(folder / "samples")
-    for number in numbers:
-        pipe.send(judge(number, seed, samples, folder / "call", names))
-
-
 def run(numbers: Sequence[int], seed: int, names: Sequence[str], until: float = float("inf")) -> Iterator[Found]:
-    """Makes calls in child processes, each of some hundred calls, and yields their verdicts; a child that dies is replaced."""
-    done = 0
+    """Makes calls in child processes and yields their verdicts."""
     with tempfile.TemporaryDirectory() as place:
-        while done < len(numbers) and time.monotonic() < until:
-            some = numbers[done : done + CALLS_OF_A_CHILD]
-            mine, theirs = multiprocessing.Pipe(duplex=False)
-            work = (some, seed, Path(place), names, theirs)
-            child = multiprocessing.get_context("fork").Process(target=_child, args=work)
-            child.start()
-            theirs.close()
-            for number in some:
-                try:
-                    found = mine.recv()
-                except EOFError:
-                    child.join()
-                    known = {"number": number, "reader": names[number % len(names)], "damage": ""}
-                    found = known | {"verdict": "crash", "message": f"exit status {child.exitcode}"}
-                done += 1
-                yield found
-                if found["verdict"] == "crash":
-                    break
-            child.join()
+        samples = Samples(Path(place, "samples"))
+
+        def judge_apart(number: int) -> Found:
+            torch.set_num_threads(1)
+            return judge(number, seed, samples, Path(place, "call"), names)
+
+        for number, verdict in fuzz_children.run(numbers, judge_apart, 1, LIMIT, CALLS_OF_A_CHILD):
+            if isinstance(verdict, int):
+                kind, words = "hang" if verdict in fuzz_children.LATE else "crash", f"exit status {verdict}"
+                verdict = {
+                    "number": number,
+                    "reader": names[number % len(names)],
+                    "damage": "",
+                    "verdict": kind,
+                    "message": words,
+                }
+            yield verdict
+            if time.monotonic() > until:
+                break
 
 
 def faults(found: Sequence[Found]) -> list[Found]:
