@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def draw32(seed: int, *shape: int) -> Tensor:
     """In float32 from the first: other numbers than those of ``draw``."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> None:
+    """Asserts that the call raises this error, and that its words contain the message."""
+    with pytest.raises(error, match=re.escape(message)):
+        call()
 
 
 def pointer(lengths: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import draw
+from problems import draw, refuses
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -159,8 +159,7 @@ def test_a_repeated_call_with_another_seed_is_refused() -> None:
     torch.manual_seed(0)
     conv, x = SBMAttentionConv(8, 4, 2, num_clusters=3, target_density=0.3), draw(1, 30, 8).float().requires_grad_()
     out = checkpoint(conv, x, use_reentrant=False, preserve_rng_state=False)
-    with pytest.raises(RuntimeError, match="leave `preserve_rng_state` True, or pass a seed"):
-        out.sum().backward()
+    refuses(lambda: out.sum().backward(), "leave `preserve_rng_state` True, or pass a seed", RuntimeError)
 
 
 def test_centroids_move_once_though_calls_are_made_again() -> None:
@@ -194,8 +193,7 @@ def test_a_backward_pass_without_the_auxiliary_loss_raises(name: str) -> None:
     auxiliary_loss(layer)
     x = draw(1, 33, 8).requires_grad_()
     loss = checkpoint(partial(layer[0], seed=1), x, use_reentrant=True).sum() + auxiliary_loss(layer)
-    with pytest.raises(RuntimeError, match="activation checkpointing needs `use_reentrant=False`"):
-        loss.backward()
+    refuses(lambda: loss.backward(), "activation checkpointing needs `use_reentrant=False`", RuntimeError)
     layer.eval()
     task_loss(layer, x, PARTS[0], 1).backward()
     assert auxiliary_loss(layer).item() == 0
@@ -257,8 +255,7 @@ def test_an_auxiliary_loss_is_the_sum_over_calls_and_lives_as_long_as_their_outp
     assert auxiliary_loss(layer).item() == 0
     assert auxiliary_loss(nn.Linear(2, 2)).item() == 0
     assert auxiliary_loss(nn.ReLU()).item() == 0  # without a parameter that has a device
-    with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got Tensor\)"):
-        auxiliary_loss(cast(Any, x))
+    refuses(lambda: auxiliary_loss(cast(Any, x)), "Expected 'model' to be a module (got Tensor)", TypeError)
 
 
 @pytest.mark.slow
@@ -311,8 +308,7 @@ def test_a_sequence_of_nan_does_not_spoil_the_running_mean() -> None:
         source(Tokens(x, query_ptr=ptr, seed=seed))
     clean = copy.deepcopy(source)
     wanted = cast(Any, clean(Tokens(x, query_ptr=ptr, seed=3)).probability).rate
-    with pytest.raises(ValueError, match="Expected 'rate' and 'member' to be finite"):
-        source(Tokens(sick, query_ptr=ptr, seed=3))
+    refuses(lambda: source(Tokens(sick, query_ptr=ptr, seed=3)), "Expected 'rate' and 'member' to be finite")
     assert torch.equal(cast(Any, source(Tokens(x, query_ptr=ptr, seed=3)).probability).rate, wanted)
     for each in (source, clean):
         each(Tokens(x, query_ptr=ptr, seed=4))
@@ -422,5 +418,4 @@ def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:
     model = SequenceEncoder(10, 8, attention_options={"num_clusters": 3, "target_density": 0.2})
     assert sync_statistics(model) is model
     assert all(each.synced for each in model.modules() if isinstance(each, SBMSource))
-    with pytest.raises(TypeError, match=r"Expected 'model' to be a module \(got int\)"):
-        sync_statistics(cast(Any, 3))
+    refuses(lambda: sync_statistics(cast(Any, 3)), "Expected 'model' to be a module (got int)", TypeError)

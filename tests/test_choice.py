@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
-from problems import draw
+from problems import draw, refuses
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
@@ -477,10 +478,8 @@ def test_a_layer_refuses_a_graph_over_other_tokens() -> None:
     x, y, ptr = torch.randn(9, 4), torch.randn(5, 4), torch.tensor([0, 4, 9])
     conv = AttentionConv(4, 4, source=Doubtful(Choice(patterns.full(9))))
     conv(x)
-    with pytest.raises(ValueError, match=r"'source' to return a graph over N = 9 queries and M = 5 keys"):
-        conv((y, x))
-    with pytest.raises(ValueError, match=r"and over their sequences \(got AttentionGraph\(1 sequence, 1 head, 9 q"):
-        conv(x, ptr=ptr)
+    refuses(lambda: conv((y, x)), "'source' to return a graph over N = 9 queries and M = 5 keys")
+    refuses(lambda: conv(x, ptr=ptr), "and over their sequences (got AttentionGraph(1 sequence, 1 head, 9 q")
     conv.source = patterns.PatternSource(patterns.window, size=1)
     with pytest.raises(ValueError, match=r"'bipartite' to be True .* or a layer a pair .keys, queries.\."):
         conv(x, ptr=(torch.tensor([0, 5, 9]), ptr))  # the rule would know the queries' offsets alone
@@ -494,15 +493,11 @@ def test_a_transform_draws_anew_without_a_seed_and_refuses_what_does_not_fit() -
     assert not torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(transform(data.clone()).edge_index, first)
-    with pytest.raises(TypeError, match="'source' to be a GraphSource"):
-        SourceGraph(cast(Any, selectors.top_k))
-    with pytest.raises(ValueError, match="'heads' to be at least 1"):
-        SourceGraph(transform.source, heads=0)
-    with pytest.raises(ValueError, match=r"features `x` \[N, H\*C\] for 3 heads \(got \[30, 4\]\)"):
-        SourceGraph(transform.source, heads=3)(data)
+    refuses(lambda: SourceGraph(cast(Any, selectors.top_k)), "'source' to be a GraphSource", TypeError)
+    refuses(lambda: SourceGraph(transform.source, heads=0), "'heads' to be at least 1")
+    refuses(lambda: SourceGraph(transform.source, heads=3)(data), "features `x` [N, H*C] for 3 heads (got [30, 4])")
     assert transform(Data(x=torch.randn(0, 4))).edge_index.shape == (2, 0)
-    with pytest.raises(TypeError, match="'data' to be Data"):
-        transform(cast(Any, 3))
+    refuses(lambda: transform(cast(Any, 3)), "'data' to be Data", TypeError)
 
 
 def test_what_is_forced_of_blocks_is_causal_with_them() -> None:
@@ -531,8 +526,7 @@ def test_probabilities_refuse_graphs_over_other_sequences_or_that_are_not_causal
                 probability.on(patterns.full(None, ptr=other, is_causal=is_causal).expand(2))
         both = patterns.full(None, ptr=ptr).expand(2)
         if is_causal:
-            with pytest.raises(ValueError, match="Expected 'graph' to be causal, as this"):
-                probability.on(both)
+            refuses(partial(probability.on, both), "Expected 'graph' to be causal, as this")
         else:
             probability.on(both.causal())
 
@@ -604,8 +598,7 @@ def test_nan_shows_as_in_dense_attention(name: str, is_causal: bool, wrong: str)
     if wrong == "source" and not made["source"]:
         return
     if wrong == "source" or name.startswith("block model"):
-        with pytest.raises(ValueError, match="finite"):
-            conv(x, ptr=ptr, seed=0)
+        refuses(lambda: conv(x, ptr=ptr, seed=0), "finite")
         return
     out = conv(x, ptr=ptr, seed=0)
     bad = torch.zeros(40, dtype=torch.bool)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from problems import refuses
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -120,8 +121,7 @@ def test_evaluation_has_the_target_density_in_each_phase() -> None:
 )
 def test_a_damaged_state_is_refused(name: str, value: Any, error: type[Exception]) -> None:
     sparsifier = Sparsifier(layer(), 0.2, total_steps=10)
-    with pytest.raises(error, match=f"Expected '{name}'"):
-        sparsifier.load_state_dict(sparsifier.state_dict() | {name: value})
+    refuses(lambda: sparsifier.load_state_dict(sparsifier.state_dict() | {name: value}), f"Expected '{name}'", error)
     assert sparsifier.steps == 0
 
 
@@ -572,10 +572,8 @@ def test_a_restored_sparsifier_continues_alike() -> None:
             assert first[1:] == second[1:]
         assert one.history == other.history
         assert one.state_dict() == other.state_dict()
-    with pytest.raises(ValueError, match=r"Expected 'state' of a Sparsifier \(got none of \['steps'"):
-        one.load_state_dict({})
-    with pytest.raises(TypeError, match=r"Expected 'state' to be a dict \(got NoneType\)"):
-        one.load_state_dict(cast(Any, None))
+    refuses(lambda: one.load_state_dict({}), "Expected 'state' of a Sparsifier (got none of ['steps'")
+    refuses(lambda: one.load_state_dict(cast(Any, None)), "Expected 'state' to be a dict (got NoneType)", TypeError)
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -749,8 +747,7 @@ def test_an_earlier_sparsifier_of_the_same_sources_is_refused() -> None:
     first = Sparsifier(conv, 0.2, 10)
     first.step(1.0)
     second = Sparsifier(conv, 0.1, 10)
-    with pytest.raises(RuntimeError, match="one Sparsifier for a source"):
-        first.step(1.0)
+    refuses(lambda: first.step(1.0), "one Sparsifier for a source", RuntimeError)
     assert first.steps == 1
     for wrong in ({"every": 1}, {"dense_part": 2.0}, {"keep_dense": ["none"]}, {"keep_dense": [""]}):
         with pytest.raises(ValueError, match="Expected"):
@@ -761,8 +758,7 @@ def test_an_earlier_sparsifier_of_the_same_sources_is_refused() -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, torch.ones(2), "a", None])
 def test_a_loss_is_one_finite_number(loss: Any) -> None:
     sparsifier = Sparsifier(layer(), 0.1, 10)
-    with pytest.raises((TypeError, ValueError), match="Expected 'loss'"):
-        sparsifier.step(loss)
+    refuses(lambda: sparsifier.step(loss), "Expected 'loss'", (TypeError, ValueError))
     assert sparsifier.steps == 0
 
 
