@@ -43,7 +43,11 @@ x, vectors, ptr = torch.randn(5, 4), torch.randn(2, 5, 3), torch.tensor([0, 2, 5
 sbm, tokens = SBMHead(3, 2, 4)(Tokens(vectors)), Tokens(vectors, query_ptr=ptr)
 graph, square = sample_edges(sbm, seed=0), patterns.window(4, 1)
 encoder = SequenceEncoder(9, 4, heads=1, attention="window")
-ALiBi(2).dense_bias(3, 4)
+ALiBi(2).dense_bias(3, 4), AttentionGraph.concatenate([graph, graph]), graph.to_edge_index(0)
+ops.edge_dot(vectors, vectors, graph.rows)
+graph.find(graph.edge_index, graph.edge_head), sbm.limit(2.0), sbm.with_density(0.5)
+choice = indexer.IndexerSource(indexer.Indexer(3, 2), select="bernoulli", target_density=0.5)(tokens)
+choice.probability.on(choice.graph)
 conv = AttentionConv(4, 2, 3, patterns.PatternSource(patterns.window, size=1), is_causal=True)
 SBMAttentionConv(4, 2).sbm, graph.later, graph.lag, graph.pairs_per_sequence, conv.reset_parameters()
 blocks = BlockGraph(patterns.window(3, 1), 2, query_ptr=torch.tensor([0, 5]))
@@ -52,7 +56,9 @@ BlockPool(4, 2)(torch.randn(2, 3, 2, 4), torch.ones(3, 2, dtype=torch.bool))
 one = vectors[:1]
 ops.block_attention(one, one, one, blocks.blocks.rows, (blocks.query_ptr, blocks.key_ptr), 2)
 Entmax(2)(torch.randn(5, 2), ptr=ptr), FullAttention(4, 3, 2)(x, ptr=ptr)
-PairClassifier(encoder, 3, pool_length=4), SequenceClassifier(encoder, 3), TokenClassifier(encoder, 3)
+words = torch.tensor([0, 1, 2, 0, 1])
+PairClassifier(encoder, 3, pool_length=4)((words, words), (ptr, ptr))
+SequenceClassifier(encoder, 3)(words, ptr), TokenClassifier(encoder, 3)(words, ptr)
 SBMHead(3, 2, 4, degree_corrected=True).degrees(vectors, vectors)
 Choice(graph, sbm).select(graph.col % 2 == 0), analysis.lemma1(4, [0.3], samples=2, progress=False).limit
 analysis.communities_of(sbm), analysis.path_probability(5, 0.4)
@@ -201,7 +207,7 @@ def recorded() -> dict[str, list[Call]]:
             if len(calls[name]) < MOST and (not isinstance(thing, type) or type(frame.f_locals["self"]) is thing):
                 calls[name].append(call_of(name, thing, frame))
 
-    with torch.random.fork_rng(), mock.patch.object(Tensor, "__deepcopy__", _copied):
+    with torch.random.fork_rng(devices=[]), mock.patch.object(Tensor, "__deepcopy__", _copied):
         torch.manual_seed(0)
         sys.setprofile(profile)
         try:

@@ -5,45 +5,37 @@ In: a device. Out: what was computed there, which must be the same on every devi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import calls
 import torch
 from problems import NAMED
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.data import Batch, Data
 
 from sbm_pyg import (
     SBM,
     AttentionConv,
     AttentionGraph,
+    Choice,
     DCMMBias,
     GraphSource,
-    PairClassifier,
     SBMAttentionConv,
     SBMHead,
     SBMMultiheadAttention,
-    SBMSource,
     SequenceClassifier,
     SequenceEncoder,
-    SourceGraph,
-    TokenClassifier,
     Tokens,
-    analysis,
     auxiliary_loss,
     estimators,
-    gradients,
-    make_attention,
     ops,
-    pad,
-    sample_edges,
     sparsefinder,
-    unpad,
 )
-from sbm_pyg.analysis import plots
 from sbm_pyg.ops import checks
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
@@ -76,6 +68,8 @@ def cases(
 
 def leaves(result: Any) -> Iterator[Any]:
     """Tensors and numbers of a result, graphs and block models taken apart."""
+    if isinstance(result, Choice):
+        result = result.graph
     if isinstance(result, AttentionGraph):
         result = (result.rowptr, result.col, result.query_ptr, result.key_ptr)
     elif isinstance(result, SBM):
@@ -83,7 +77,7 @@ def leaves(result: Any) -> Iterator[Any]:
     if isinstance(result, list | tuple):
         for part in result:
             yield from leaves(part)
-    else:
+    elif isinstance(result, Tensor | int | float):
         yield result
 
 
@@ -260,27 +254,6 @@ def model(device: Device, variant: str) -> Any:
     return with_gradients(loss, classifier), logits, trace.density, trace.expected_density
 
 
-@case
-def model_of_given_places(device: Device) -> Any:
-    classifier = on(device, lambda: SequenceClassifier(encoder(), 3, pool_length=50)).eval()
-    batch = torch.repeat_interleave(torch.arange(3), PTR.diff()).to(device)
-    return classifier(
-        words(device), batch=batch, positions=torch.cat([2 * torch.arange(n) for n in PTR.diff()]).to(device), seed=1
-    )
-
-
-@case
-def model_of_pairs(device: Device) -> Any:
-    classifier = on(device, lambda: PairClassifier(encoder(), 3)).eval()
-    pair = (words(device), words(device).flip(0)), (PTR.to(device), PTR.to(device))
-    return classifier(*pair, seed=1), classifier(*pair, seed=1, sequence_ids=torch.tensor([5, 1, 2]).to(device))
-
-
-@case
-def model_of_tokens(device: Device) -> Any:
-    return on(device, lambda: TokenClassifier(encoder(), 3)).eval()(words(device), PTR.to(device), seed=1)
-
-
 @cases("baseline", {name: name for name in ("linear", "linformer", "performer", "nystromformer", "reformer")})
 def baseline(device: Device, variant: str) -> Any:
     from examples.lra.baselines import BASELINES
@@ -302,114 +275,7 @@ def baseline(device: Device, variant: str) -> Any:
     )  # its hashes are drawn by the device's own generator
 
 
-# ------------------------------------------------------------------ graphs
-
-
-@case
-def graphs(device: Device) -> Any:
-    sampled, window = sample_edges(block_model(device), seed=1), patterns.window(None, 1, heads=2, ptr=PTR.to(device))
-    assert sampled.same_offsets(window.query_ptr, window.key_ptr)
-    assert f"device='{sampled.device}'" in repr(sampled) or device.type == "cpu"  # with its number: "cuda:0"
-    assert {x.device.type for x in (sampled.to("cpu").rowptr, sampled.to("cpu").col)} == {"cpu"}
-    parts = (
-        sampled.validate(), sampled.sequence(1), sampled.head(1), sampled.head(0).expand(2),
-        AttentionGraph.concatenate([sampled, window]),
-    )  # fmt: skip
-    place = sampled.union(window)[0].find(window.edge_index, window.edge_head)
-    edges = sampled.degree, sampled.density, sampled.edges_per_sequence, sampled.edge_row, place
-    return parts, edges, sampled.union(window), sampled.select(sampled.col % 2 == 0), sampled.to_dense(1)
-
-
-@case
-def graphs_from_other_forms(device: Device) -> Any:
-    ptr = PTR.to(device)
-    graph = patterns.window(None, 1, ptr=ptr)
-    from_edges = AttentionGraph.from_edge_index(graph.edge_index, query_ptr=ptr, key_ptr=ptr)
-    return (
-        from_edges,
-        AttentionGraph.from_dense(graph.to_dense(1)),
-        AttentionGraph.from_edge_index(graph.to_edge_index(0)),
-    )
-
-
-@case
-def graphs_in_other_forms(device: Device) -> Any:
-    graph = sample_edges(block_model(device), seed=1)
-    hetero = graph.to_hetero_data()
-    numbers = (
-        graph.to_scipy(1).nnz,
-        graph.to_networkx(1, 0).number_of_edges(),
-        analysis.to_networkx(graph, sequence=1, head=0).size(),
-    )
-    return numbers, graph.to_data().edge_index, [hetero[kind].edge_index for kind in hetero.edge_types]
-
-
-@cases(
-    "pattern",
-    {
-        "full": patterns.full,
-        "window": partial(patterns.window, size=2),
-        "global tokens": partial(patterns.global_tokens, num_global=2),
-        "random": partial(patterns.random, num_keys_per_query=3, seed=1),
-        "bigbird": partial(patterns.bigbird, size=1, num_global=2, num_random=2, seed=1),
-        "block diagonal": partial(patterns.block_diagonal, num_blocks=3),
-        "relay keys": partial(patterns.relay_keys, num_relays=2),
-        "relay queries": partial(patterns.relay_queries, num_relays=2),
-        "self-loops": patterns.self_loops,
-    },
-)
-def pattern(device: Device, variant: Callable[..., AttentionGraph]) -> Any:
-    return variant(None, heads=2, ptr=PTR.to(device)), variant(9, device=device), variant(None, ptr=PTR, device=device)
-
-
-@case
-def transforms(device: Device) -> Any:
-    data = [Data(x=normal(device, n, 16, seed=n)) for n in (4, 7)]
-    batch = SourceGraph(patterns.PatternSource(patterns.window, size=2))(Batch.from_data_list(data))
-    source = SBMSource(on(device, lambda: SBMHead(8, heads=2, num_clusters=4)))
-    sampled = SourceGraph(source, heads=2, seed=1)(Data(x=normal(device, 9, 16)))
-    bigbird = patterns.PatternSource(patterns.bigbird, size=1, num_global=1, num_random=1)
-    return (batch.edge_index, SourceGraph(bigbird, seed=0)(data[0]).edge_index, sampled.edge_index, sampled.edge_type)
-
-
-# ------------------------------------------------------------------ block models, estimators, ops
-
-
-@case
-def block_models(device: Device) -> Any:
-    sbm = block_model(device).validate()
-    graph = sample_edges(sbm, seed=1)
-    others = [
-        sample_edges(sbm, **options)
-        for options in (
-            {"seed": 1, "method": "fastrg"},
-            {"seed": 2, "budget": 2.0},
-            {"generator": torch.Generator().manual_seed(0)},
-        )
-    ]
-    sequence_ids = sample_edges(sbm, seed=1, sequence_ids=torch.tensor([7, 0, 2]).to(device), exploration=0.1)
-    of_edges = sbm.on(graph), sbm.gate(graph), sbm.edge_prob_dense(1), sbm.limit(2.0)
-    return (
-        sbm,
-        graph,
-        others,
-        sequence_ids,
-        of_edges,
-        sbm.expected_degree(),
-        sbm.expected_edges(),
-        sbm.expected_density(),
-    )
-
-
-@case
-def how_losses_reach_edges(device: Device) -> Any:
-    sbm = block_model(device)
-    graph, loss = sample_edges(sbm, seed=1), torch.tensor([1.0, 2.0, 4.0]).to(device)
-    probes, chance = gradients.draw_probes(sample_edges(sbm, seed=0), 3.0, seed=1)
-    return (
-        probes, chance, gradients.straight_through(sbm, graph), gradients.relaxed_bias(sbm, graph),
-        gradients.score_function(sbm, graph, loss),
-    )  # fmt: skip
+# ------------------------------------------------------------------ ops, and calls of examples
 
 
 @case
@@ -426,36 +292,37 @@ def edge_ops(device: Device) -> Any:
     return dots, attended, lse, entmax, [x.grad for x in (query, key, value, gate, bias)]
 
 
-@case
-def padding(device: Device) -> Any:
-    padded, mask = pad(normal(device, 40, 3), PTR.to(device))
-    return padded, mask, unpad(padded, mask)
+def moved(value: Any, device: Device) -> Any:
+    """A copy whose tensors are on the device, in float32 where it has no float64."""
+
+    def copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
+        here = x.detach().clone()
+        here = here.to(checks.widest(device)) if x.dtype == torch.float64 else here
+        here = here.to(device)
+        return memo.setdefault(
+            id(x),
+            nn.Parameter(here, x.requires_grad)
+            if isinstance(x, nn.Parameter)
+            else here.requires_grad_(x.requires_grad),
+        )
+
+    with mock.patch.object(Tensor, "__deepcopy__", copied), mock.patch.object(nn.Parameter, "__deepcopy__", copied):
+        return copy.deepcopy(value)
 
 
-# ------------------------------------------------------------------ analysis
+def example(device: Device, name: str) -> Any:
+    """A call of a public name, as ``calls`` has it."""
+    call = moved(calls.recorded()[name][0], device)
+    if name.startswith("patterns.") and "device" in call.arguments:
+        call.arguments["device"] = device
+    torch.manual_seed(0)
+    return call.function(**call.arguments)
 
 
-@case
-def analyzes(device: Device) -> Any:
-    sbm = block_model(device)
-    graph, window = sample_edges(sbm, seed=1), patterns.window(8, 1, device=device)
-    statistics = [[*row.values()] for row in analysis.graph_statistics(graph, communities=sbm).rows()]
-    path = analysis.hamiltonian_path(window).path
-    return (
-        statistics,
-        path,
-        analysis.universality([window]).holds,
-        analysis.communities_of(sbm),
-        analysis.expected_graph(sbm, 0.05),
-    )
-
-
-@case
-def figures(device: Device) -> Any:
-    sbm = block_model(device)
-    graph = sample_edges(sbm, seed=1)
-    plots.plot_mask(graph, sbm, sequence=1)
-    plots.plot_communities(graph, sbm, sequence=1)
-    plots.plot_density(graph.density[None])
-    plots.plot_inputs([graph])
-    plots.plot_extremes([graph])
+LEFT_OUT = {  # their results are on the CPU, unless a device is named, or no example calls them
+    "AttentionGraph.from_networkx", "AttentionGraph.to", "ragged.resolve_ptr", "AttentionGraph.to_sparse_tensor",
+    "gradients.attach_local_expectation",
+}  # fmt: skip
+for _name in calls.public_names():
+    if _name not in calls.EXEMPT | dict.fromkeys(LEFT_OUT) and not calls.takes_nothing(_name):
+        CASES[f"call-{_name}"] = partial(example, name=_name)
