@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import itertools
 import math
-import re
 import subprocess
 import sys
 import time
@@ -735,7 +734,6 @@ def test_lemma1_errors() -> None:
         refuses(partial(law, 0, 0.5), "Expected 'n' to be at least 1 (got 0)")
         refuses(partial(law, 4, 1.5), "Expected 'p' in [0, 1] and 'n' below 2**53 (got 1.5 and 4)")
     assert log10_cycles(4, 0.0) == -math.inf
-    refuses(lambda: lemma1(5, [0.0]), "Expected 'probabilities' to be a list of numbers in (0, 1] (got [0.0]).")
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
@@ -980,8 +978,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: spread_steps([patterns.full(3), patterns.full(4)]), ValueError,
      r"Expected 'patterns' over the same tokens \(got \[3, 4\] tokens\)."),
     (lambda: analysis.universality(GRAPHS["ragged"]), ValueError, r"Expected 'patterns' to be one sequence \(got 3\)."),
-    (lambda: analysis.universality(patterns.full(3), time_limit=-1), ValueError,
-     r"Expected 'time_limit' to be a positive number of seconds \(got -1\)."),
     (lambda: analysis.universality(lemma2(4, 2).sbms, threshold=1), ValueError,
      r"Expected 'threshold' in \[0, 1\) \(got 1\). An edge counts if its probability is above it."),
     (lambda: lemma2(4, 5), ValueError, r"Expected 'num_clusters' in 1..n = 1..4 \(got 5\). A community needs a token."),
@@ -989,17 +985,10 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
      r"Expected 'n' to ask for no more than memory holds \(got 800,\d{3},\d{3},\d{3},\d{3} bytes of models and graphs"),
     (lambda: lemma2(4.5, 2), TypeError, r"Expected 'n' to be an int \(got float\). It is the number of tokens."),  # type: ignore[arg-type]
     (lambda: analysis.universality(5), TypeError, r"Expected 'patterns' to be a list of graphs \(got int\). Pass \[graph\] for one."),  # type: ignore[arg-type]
-    (lambda: spread_steps(patterns.full(3)), TypeError,  # type: ignore[arg-type]
-     r"Expected 'patterns' to be a list of graphs \(got AttentionGraph\). Pass \[graph\] for one."),
-    (lambda: spread_steps([patterns.full(3)], time_limit="5"), ValueError,  # type: ignore[arg-type]
-     r"Expected 'time_limit' to be a positive number of seconds \(got '5'\)."),
-    (lambda: expected_graph(patterns.full(3)), TypeError, r"Expected 'sbm' to be an SBM \(got AttentionGraph\). `SBMHead` makes one"),  # type: ignore[arg-type]
     (lambda: spread_steps([ring(3 * 10**6)]), ValueError,
      r"Expected 'patterns' to ask for no more than memory holds \(got 281,250,000,000 words"),
     (lambda: lemma2(4, 2).s((0, 1, 2)), ValueError,
      r"Expected 'order' to be a permutation of 1, 2, 3 \(got \(0, 1, 2\)\). The paper has \(1, 2, 3\)."),
-    (lambda: lemma2(4, 2).s({1, 2, 3}), ValueError, r"Expected 'order' to be a permutation of 1, 2, 3 \(got \{1, 2, 3\}\)"),  # type: ignore[arg-type]
-    (lambda: lemma2(4, 2).s((1.0, 2.0, 3.0)), ValueError, r"Expected 'order' to be a permutation"),  # type: ignore[arg-type]
     (lambda: graph_statistics(GRAPHS["bipartite"], bipartite=False), ValueError,
      r"Expected 'bipartite' to be True if sequences have different numbers of queries and keys \(got N = 7, M = 11\)."),
     (lambda: graph_statistics(GRAPHS["bipartite"], communities=torch.zeros(3, 7, dtype=torch.long)), ValueError,
@@ -1008,12 +997,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
      r"Expected 'view' to be 'tokens' or 'bipartite' \(got 'multigraph'\). Pass head='all' for all heads at once."),
     (lambda: to_networkx(GRAPHS["bipartite"], 0, 0), ValueError,
      r"Expected 'bipartite' to be True or None if queries and keys differ in number \(got False, 7 and 11\)."),
-    (lambda: to_networkx(patterns.full(3), sbm=lemma2(4, 2).sbms[0]), ValueError,
-     r"Expected 'graph' with \(heads, queries, keys\) = \(1, 4, 4\) \(got \(1, 3, 3\)\)."),
     (lambda: graph_statistics(torch.eye(3)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."),  # type: ignore[arg-type]
-    (lambda: to_networkx(torch.eye(3)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)."),  # type: ignore[arg-type]
     (lambda: communities_of(torch.eye(3)), TypeError, r"Expected 'sbm' to be an SBM \(got Tensor\)."),  # type: ignore[arg-type]
-    (lambda: to_networkx(patterns.full(3), sbm=torch.eye(3)), TypeError, r"Expected 'sbm' to be an SBM \(got Tensor\)."),  # type: ignore[arg-type]
     *((lambda wrong=wrong: graph_statistics(GRAPHS["bipartite"], communities=wrong), TypeError,
        r"Expected 'communities' to be an SBM, a tensor of integers or a pair of those \(got ")
       for wrong in (torch.zeros(3, 7), "blocks", (torch.zeros(3, 7, dtype=torch.long),))),
@@ -1029,8 +1014,4 @@ def test_errors_name_the_argument(call: Any, error: type[Exception], message: st
 def test_a_missing_scipy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
-    with pytest.raises(
-        ImportError, match=re.escape('(it is not). Run `pip install -e ".[analysis]"` in the root of a clone.')
-    ):
-        hamiltonian_path(star(2, 3))
     refuses(lambda: graph_statistics(patterns.full(3)), "Expected 'scipy' to be installed", ImportError)

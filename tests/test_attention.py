@@ -27,7 +27,6 @@ from sbm_pyg import (
     AttentionGraph,
     BlockPool,
     DCMMBias,
-    Entmax,
     FullAttention,
     GraphSource,
     Rotary,
@@ -288,12 +287,6 @@ def test_an_activation_in_place_may_follow_where_the_output_is_a_view(make: Any,
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("x", [None, [1.0], (None, torch.ones(3, 16))])
-def test_tokens_are_tensors(x: Any) -> None:
-    with pytest.raises(TypeError, match=r"Expected 'x' to be a tensor, or a pair of keys and queries \(got \w+\)"):
-        layer()(x, patterns.window(3, 1))
-
-
 def test_threads_that_share_a_layer_get_their_own_weights() -> None:
     conv = layer(normalizer="entmax15")
     cases = [tokens(30, seed) for seed in range(3)]
@@ -454,23 +447,14 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "exact"}, r"Expected 'estimator' to be one of \['local', .*'none'\] \(got 'exact'\)"),
         ({"method": "exact"}, r"Expected 'method' to be one of"),
         ({"normalizer": "max"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax', 'entmax'\]"),
-        ({"normalizer": Entmax(3)}, r"Expected 'normalizer' of 2 heads, as the layer has \(got 3\)"),
-        ({"dropout": 1.0}, r"Expected 'dropout' in \[0, 1\) \(got 1.0\)"),
         ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
-        ({"window": -1}, r"Expected 'window' to be at least 0 \(got -1\)"),
         ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
-        ({"budget": float("nan")}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
-        ({"num_clusters": 0}, r"Expected 'num_clusters' to be at least 1 \(got 0\)"),
-        ({"exploration": float("nan")}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-        ({"probes": -1}, r"Expected 'probes' in \[0, inf\] \(got -1\)"),
         ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
         ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
         ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
         ({"node_dim": -1}, r"Expected 'node_dim' to be 0 \(got -1\)"),
-        ({"method": "fastrg", "estimator": "local"}, r"Expected 'estimator' to support method 'fastrg'"),
     ],
 )
 def test_option_errors(options: dict, message: str) -> None:
@@ -542,12 +526,7 @@ def test_each_token_keeps_its_own_key() -> None:
 
 def test_call_errors() -> None:
     conv, x = layer(), tokens()
-    with pytest.raises(ValueError, match=r"Expected 'edge_index' .*the layer has no source"):
-        SBMAttentionConv(16, 8, num_clusters=None)(x.float())
     refuses(lambda: conv(x, patterns.full(20)), "over N = 30 queries and M = 30 keys (got AttentionGraph")
-    refuses(lambda: conv(x, patterns.full(30, heads=3)), "Expected 'graph' to have 1 or 2 heads")
-    with pytest.raises(ValueError, match=r"Expected 'ptr' to run from 0 to 30, the number of tokens \(got 0 to 20\)"):
-        conv(x, ptr=torch.tensor([0, 20]))
     refuses(lambda: conv(x, torch.tensor([[0, 30], [0, 1]])), "Expected 'edge_index[0]' in 0..29 (got 0 to 30)")
     refuses(lambda: SBMAttentionConv(16, 0), "Expected 'out_channels' to be at least 1 (got 0)")
 
@@ -559,15 +538,9 @@ def test_call_errors() -> None:
             {"in_channels": 0},
             "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)",
         ),
-        (
-            {"in_channels": -2},
-            "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got -2)",
-        ),
-        ({"in_channels": (16, 16, 16)}, "or a pair for keys and queries (got (16, 16, 16))"),
-        ({"dropout": "0.1"}, "Expected 'dropout' to be a number in [0, 1) (got str)"),
+        ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
-        ({"num_clusters": "8"}, "Expected 'num_clusters' to be an int (got str)"),
         (
             {"score_bias": torch.zeros(3)},
             "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)",
@@ -586,15 +559,8 @@ def test_option_types(option: dict[str, Any], message: str) -> None:
 
 
 def test_tokens_of_another_width_or_type_are_named() -> None:
-    conv, pair, x, narrow = layer(), SBMAttentionConv((12, 16), 8).double(), tokens(), torch.zeros(30, 12).double()
-    refuses(lambda: conv(narrow), "Expected 'x' to be [N, 16], as 'in_channels' says (got [30, 12])")
+    pair, x, narrow = SBMAttentionConv((12, 16), 8).double(), tokens(), torch.zeros(30, 12).double()
     refuses(lambda: pair((x, narrow)), "Expected 'x' to be [N, 12], as 'in_channels' says (got [30, 16])")
-    refuses(lambda: conv(x.long()), "Expected 'x' to be floating point (got torch.int64)", TypeError)
-    with pytest.raises(
-        TypeError,
-        match=re.escape("Expected 'x' to be torch.float64, as the layer's parameters are (got torch.float32)"),
-    ):
-        conv(x.float())
 
 
 def test_streams_of_a_given_graph_are_refused() -> None:

@@ -429,11 +429,8 @@ def test_systematic_samples_of_some_heads_are_those_of_all() -> None:
 
 def test_refused_probes() -> None:
     sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
-    refuses(lambda: draw_probes(sample_edges(sbm, seed=0), -1.0, seed=0), "Expected 'per_query' in [0, inf] (got -1.0)")
     with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got nan\)"):
         draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0)
-    with pytest.raises(ValueError, match=r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"):
-        draw_probes(sample_edges(sbm, seed=0), 1.0, seed=0, sequence_ids=torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize(
@@ -442,18 +439,13 @@ def test_refused_probes() -> None:
         ({"out": torch.ones(2, 5, 3)}, r"Expected 'out' to be \[H, N, C'\] = \[2, 5, 4\]"),
         ({"out": None}, "Expected 'out' to be a tensor"),
         ({"query": torch.ones(1, 5, 4)}, r"Expected 'key' to be \[H, M, C\] = \[1, any, 4\]"),
-        ({"query": torch.ones(2, 6, 4)}, r"Expected 'query' to be \[H, N, C\] = \[2, 5, any\]"),
-        ({"key": torch.ones(2, 6, 4), "value": torch.ones(2, 6, 4)}, r"Expected 'key' to be .* tokens of 'graph'"),
         ({"value": torch.ones(2, 5, 4).long()}, "Expected 'value' to be a floating tensor"),
         ({"value": torch.ones(2, 5, 4).double()}, "to be of one dtype"),
-        ({"bias": torch.ones(7)}, r"Expected 'bias' to be \[E\] = \[50\] \(got \[7\]\)"),
         ({"probe_bias": torch.ones(7)}, r"Expected 'probe_bias' to be \[E'\] = \[10\]"),
         ({"forced": torch.ones(50)}, "Expected 'forced' to be bool"),
         ({"prob": torch.ones(7)}, r"Expected 'prob' to be \[E\] = \[50\]"),
         ({"chance": torch.ones(4)}, r"Expected 'chance' to be \[N\] = \[5\]"),
         ({"chance": torch.ones(5).long()}, "Expected 'chance' to be a floating tensor"),
-        ({"scale": math.nan}, r"Expected 'scale' in \(-inf, inf\)"),
-        ({"exploration": 2.0}, r"Expected 'exploration' in \[0, 1\]"),
         ({"weight": math.inf}, r"Expected 'weight' in \(-inf, inf\)"),
     ],
 )
@@ -738,17 +730,7 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
     assert float(gradient(conv).abs().max()) > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"estimator": "loud"}, "Expected 'estimator' to be one of"),
-        ({"probes": -1}, "Expected 'probes' in "),
-        ({"estimator": "local", "normalizer": "entmax15"}, "The others are derived for softmax"),
-        ({"parameterization": "odd"}, "Expected 'parameterization' to be one of"),
-        ({"initial_density": 1.0}, r"Expected 'initial_density' in \(0, 1\)"),
-        ({"temperature": 0.0}, r"Expected 'temperature' in \[1e-06, inf\]"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [({"probes": -1}, "Expected 'probes' in ")])
 def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_attention("sbm", 6, 4, 2, num_clusters=3, **options)

@@ -131,17 +131,12 @@ def test_resolve_ptr_from_batch(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("total", "ptr", "batch", "error", "message"),
     [
-        (2, [0, 2], [0, 0], ValueError, "Expected 'ptr' or 'batch' (got both)"),
         (3, None, [0, 0], ValueError, "Expected 'batch' to be [3], one sequence number per token (got [2])"),
-        (2, None, [[0, 0]], ValueError, "Expected 'batch' to be [2], one sequence number per token (got [1, 2])"),
         (2, None, [0.0, 1.0], TypeError, "Expected 'batch' to be int64 (got torch.float32)"),
         (2, None, [1, 0], ValueError, "Expected 'batch' to be sorted, from 0 (got another order)"),
         (2, None, [-1, 0], ValueError, "Expected 'batch' to be sorted, from 0 (got another order)"),
-        (2, [[0, 2]], None, ValueError, "Expected 'ptr' to be [B+1] (got [1, 2])"),
-        (2, [0.0, 2.0], None, TypeError, "Expected 'ptr' to be int64 (got torch.float32)"),
         (2, [1, 2], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 1 to 2)"),
-        (2, [0, 3], None, ValueError, "Expected 'ptr' to run from 0 to 2, the number of tokens (got 0 to 3)"),
-        (2, [0, 3, 2], None, ValueError, "Expected 'ptr' to be ascending (got a decrease at sequence 1)"),
+        (2, [[0, 2]], None, ValueError, "Expected 'ptr' to be [B+1] (got [1, 2])"),
     ],
 )
 def test_resolve_ptr_errors(total: int, ptr: Any, batch: Any, error: type[Exception], message: str) -> None:
@@ -194,10 +189,6 @@ def test_resolve_ptr_copies_and_looks_each_time() -> None:
     refuses(lambda: resolve_ptr(5, ptr), "Expected 'ptr' to be ascending")
 
 
-def test_resolve_ptr_names_the_argument() -> None:
-    refuses(lambda: resolve_ptr(2, torch.tensor([0, 3]), name="key_ptr"), "Expected 'key_ptr' to run from 0 to 2")
-
-
 @given(LENGTHS, st.sampled_from([(), (3,), (2, 2)]), st.sampled_from([torch.float64, torch.int64]))
 def test_unpad_inverts_pad(lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (torch.arange(sum(lengths) * int(np.prod(shape))).view(-1, *shape) + 1).to(dtype)
@@ -232,8 +223,6 @@ def test_unpad_errors(mask: Tensor, message: str) -> None:
 
 
 def test_pad_checks_the_offsets() -> None:
-    with pytest.raises(ValueError, match=says("Expected 'ptr' to run from 0 to 3, the number of tokens (got 0 to 2)")):
-        pad(torch.zeros(3, 1), torch.tensor([0, 2]))
     refuses(lambda: pad(torch.zeros(3, 1, device="meta"), torch.tensor([0, 3])), "Expected 'x' to hold values")
 
 
@@ -283,17 +272,12 @@ GOOD: dict[str, Any] = {
         ({"col": torch.tensor([0.0, 1, 0, 2])}, TypeError, "Expected 'col' to be int32 or int64 (got torch.float32)"),
         ({"heads": 0}, ValueError, "Expected 'heads' to be at least 1 (got 0)"),
         ({"heads": 2}, ValueError, "Expected 'rowptr' to be [H*N+1] = [7] (got [4])"),
-        ({"num_queries": 4}, ValueError, "Expected 'rowptr' to be [H*N+1] = [5] (got [4])"),
-        ({"rowptr": torch.tensor([[0, 2, 3, 4]])}, ValueError, "Expected 'rowptr' to be [H*N+1] = [4] (got [1, 4])"),
         ({"col": torch.tensor([[0, 1, 0, 2]])}, ValueError, "Expected 'col' to be [E] (got [1, 4])"),
         ({"num_keys": 5, "key_ptr": None}, ValueError,
          "Expected 'key_ptr' for several sequences with N = 3 queries and M = 5 keys (got None)"),
         ({"query_ptr": torch.tensor([0, 2, 3], dtype=torch.int32)}, TypeError, "Expected 'query_ptr' to be int64 (got torch.int32)"),
         ({"key_ptr": torch.tensor([0.0, 2, 3])}, TypeError, "Expected 'key_ptr' to be int64 (got torch.float32)"),
         ({"key_ptr": torch.tensor([0, 3])}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [3] and [2])"),
-        ({"query_ptr": [0, 2, 3]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
-        ({"query_ptr": None}, ValueError, "Expected 'query_ptr' and 'key_ptr' to be [B+1] both (got [2] and [3])"),
-        ({"query_ptr": torch.tensor([[0, 3]]), "key_ptr": torch.tensor([[0, 3]])}, ValueError, "to be [B+1] both (got [1, 2] and [1, 2])"),
         ({"rowptr": GOOD["rowptr"].to("meta")}, ValueError, "Expected 'rowptr' on the device of 'col' (got meta and cpu)"),
         ({"query_ptr": GOOD["query_ptr"].to("meta")}, ValueError, "Expected 'query_ptr' on the device of 'col' (got meta and cpu)"),
         ({"key_ptr": GOOD["key_ptr"].to("meta")}, ValueError, "Expected 'key_ptr' on the device of 'col' (got meta and cpu)"),
@@ -512,15 +496,7 @@ def test_sequence_head_and_concatenate(masks: list[Tensor], dtype: torch.dtype) 
 
 def test_errors_of_graphs_from_graphs() -> None:
     graph = build(RAGGED)
-    for wrong in (3, -4):
-        refuses(partial(graph.sequence, wrong), f"Expected 'sequence' in 0..2 (got {wrong})")
-    refuses(lambda: graph.head(2), "Expected 'head' in 0..1 (got 2)")
-    refuses(lambda: graph.expand(3), "Expected 'graph' to have 1 or 3 heads (got 2)")
     refuses(lambda: graph.head(0).expand(-1), "Expected 'heads' to be at least 1 (got -1)")
-    with pytest.raises(
-        ValueError, match=says("Expected 'graphs' to be one or more graphs with the same heads (got [])")
-    ):
-        AttentionGraph.concatenate([])
     refuses(lambda: AttentionGraph.concatenate([graph, graph.head(0)]), "graphs with the same heads (got [2, 1])")
 
 
@@ -638,26 +614,16 @@ def test_from_edge_index_finds_the_sizes() -> None:
     ("edge_index", "options", "error", "message"),
     [
         (torch.zeros(3, 2, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [3, 2])"),
-        (torch.zeros(4, dtype=torch.int64), {}, ValueError, "Expected 'edge_index' to be [2, E] (got [4])"),
         (torch.zeros(2, 2), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.float32)"),
         (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.zeros(2)}, TypeError, "Expected 'edge_head' to be int64 (got torch.float32)"),
         (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0])}, ValueError, "Expected 'edge_head' to be [2] (got [1])"),
-        (torch.tensor([[0, 1], [0, 1]]), {"edge_head": torch.tensor([0, 1])}, ValueError, "Expected 'edge_head' in 0..0 (got 0 to 1)"),
-        (torch.tensor([[0, 1], [0, 1]]), {"num_keys": 1}, ValueError, "Expected 'edge_index[0]' in 0..0 (got 0 to 1)"),
         (torch.tensor([[-1, 1], [0, 1]]), {}, ValueError, "Expected 'edge_index[0]' in 0..1 (got -1 to 1)"),
         (torch.tensor([[0, 1], [0, 4]]), {"num_queries": 4}, ValueError, "Expected 'edge_index[1]' in 0..3 (got 0 to 4)"),
-        (torch.tensor([[0, 1], [1, 0]]), {"query_ptr": torch.tensor([0, 1, 2])}, ValueError,
-         "(got key 1 of query 0, whose sequence has keys 0 to 0)"),
-        (torch.tensor([[0], [0]]), {"num_queries": 2, "query_ptr": torch.tensor([0, 3])}, ValueError,
-         "Expected 'query_ptr' to run from 0 to 2"),
         (torch.eye(3).to_sparse(), {"num_queries": 0}, ValueError, "Expected 'edge_index[1]' in 0..-1 (got 0 to 2)"),
-        (EdgeIndex([[0], [0]], sparse_size=(4, 3)), {"num_keys": 0}, ValueError, "Expected 'edge_index[0]' in 0..-1 (got 0 to 0)"),
-        (torch.zeros(2, 1, dtype=torch.bool), {}, TypeError, "Expected 'edge_index' to be int64 (got torch.bool)"),
         (torch.tensor([[0], [0]]), {"size": (1, 1), "num_keys": 1}, ValueError, "Expected 'size' or 'num_queries' and 'num_keys'"),
         (torch.tensor([[0], [0]]), {"size": 3}, TypeError, "Expected 'size' to be the pair (M, N) of keys and queries (got 3)"),
         (torch.tensor([[0], [0]]), {"num_queries": 2.0}, TypeError, "Expected 'num_queries' to be an int (got float)"),
         (torch.tensor([[0], [0]]), {"query_ptr": torch.tensor([])}, ValueError, "Expected 'query_ptr' to be [B+1] int64 (got [0]"),
-        (torch.tensor([[0], [0]]), {"query_ptr": [0, 1]}, TypeError, "Expected 'query_ptr' to be a tensor (got list)"),
     ],
 )  # fmt: skip
 def test_from_edge_index_errors(
@@ -776,7 +742,7 @@ def test_dense_round_trip(seed: int, batch: int, heads: int, n: int, m: int, dty
     assert AttentionGraph.from_dense(masks[0][0]) == build([masks[0][:1]])
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (0, 3), (3, 0), (0, 2, 2), (0, 1, 2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (3, 0), (0, 1, 2, 2)])
 def test_from_dense_errors(shape: tuple[int, ...]) -> None:
     with pytest.raises(
         ValueError, match=says(f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(shape)})")
@@ -846,10 +812,6 @@ def test_a_batch_of_hetero_data_with_other_edges_separates() -> None:
 
 
 def test_to_data_needs_the_same_tokens() -> None:
-    with pytest.raises(
-        ValueError, match=says("Expected 'graph' to have the same tokens as queries and keys (got N = 7, M = 9)")
-    ):
-        build(RAGGED).to_data()
     graph = build(draw_masks(0, [(3, 5), (7, 5)], heads=1, density=0.5))
     refuses(lambda: graph.to_data(), "(got N = 10, M = 10 and sequences of other lengths). Use `to_hetero_data()`.")
 
@@ -925,8 +887,6 @@ def test_networkx_chooses_the_view() -> None:
         lambda: graph.to_networkx(0, 0, bipartite=False),
         "Expected 'bipartite' to be True or None if queries and keys differ in number (got False, 2 and 3)",
     )
-    refuses(lambda: graph.to_networkx(3, 0), "Expected 'sequence' in 0..2 (got 3)")
-    refuses(lambda: graph.to_networkx(0, 2), "Expected 'head' in 0..1 (got 2)")
 
 
 def test_nobody_is_shown_the_first_of_several_unasked() -> None:
@@ -1087,11 +1047,7 @@ def _bipartite(*sides: Any) -> nx.DiGraph:
         (nx.complete_bipartite_graph(2, 2).to_directed(), ValueError,
          "Expected each edge of 'graph' to run from a key to a query (got (2, 0)"),
         (nx.DiGraph([(0, 1, {"head": "a"})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 'a')"),
-        (nx.DiGraph([(0, 1, {"head": 10**30})]), ValueError, "Expected the attribute 'head' of each edge of 'graph' to be an int (got 1000"),
-        (nx.compose(nx.DiGraph([(0, 1)]), _bipartite(0, 0, 1)), ValueError, "Expected each edge of 'graph' to run from a key to a query (got (0, 1)"),
         (_bipartite([1], 0), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got [1])"),
-        (_bipartite(0, None), ValueError, "Expected the attribute 'bipartite' of each node of 'graph' to be 0 or 1 (got None)"),
-        (nx.DiGraph([(0, 1, {"head": -1})]), ValueError, "Expected 'edge_head' in 0..0 (got -1 to -1)"),
     ],
 )  # fmt: skip
 def test_from_networkx_errors(graph: Any, error: type[Exception], message: str) -> None:

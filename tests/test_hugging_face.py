@@ -883,12 +883,6 @@ def test_models_inside_a_model_are_all_replaced_or_none() -> None:
 
 def test_options_are_checked() -> None:
     model = bert()
-    with pytest.raises(
-        ValueError, match=r"Expected 'source' to be one of \['sbm', 'routing', 'indexer', .*\(got 'nothing'\)"
-    ):
-        replace_attention(model, source="nothing")
-    with pytest.raises(TypeError, match=r"Expected options of source='sbm' to be known \(got \['num_block'\]\)"):
-        replace_attention(model, num_block=4)
     with pytest.raises(TypeError, match=r"Expected 'options' to be what a config can save .*function"):
         replace_attention(model, score_bias=lambda *_: 0)
     refuses(lambda: replace_attention(model, dropout=0.1), "Expected 'options' without ['dropout']", TypeError)

@@ -215,7 +215,6 @@ def test_the_sides_of_a_pair_sample_apart_without_streams_too() -> None:
 def test_seeds_of_an_encoder() -> None:
     model = encoder().eval()
     assert torch.equal(model(TOKENS, PTR, seed=np.int64(2**62)), model(TOKENS, PTR, seed=2**62))
-    refuses(lambda: model(TOKENS, PTR, seed=1.5), "Expected 'seed' to be an integer (got 1.5)", TypeError)
 
 
 @pytest.mark.slow
@@ -286,10 +285,6 @@ def test_embeddings_start_at_unit_spread() -> None:
             ValueError,
             r"Expected sequences of at most max_length = 40 tokens \(got 41\)",
         ),
-        (torch.zeros(2, 3, dtype=torch.long), None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[2, 3\]"),
-        (torch.zeros(3), None, TypeError, r"Expected 'tokens' to be \[N\] int64"),
-        ([1, 2], None, TypeError, r"Expected 'tokens' to be \[N\] int64 \(got list\)"),
-        (torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 1, 3]), ValueError, "got a decrease at sequence 1"),
     ],
 )
 def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception], message: str) -> None:
@@ -344,7 +339,6 @@ def test_constructor_errors() -> None:
     refuses(lambda: SequenceEncoder(15, num_layers=0), "Expected 'num_layers' to be at least 1 (got 0)")
     with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'window' to be known \(got \['blocks'\]\)"):
         SequenceEncoder(15, attention="window", attention_options={"blocks": 3})
-    refuses(lambda: TokenClassifier(encoder(), 0), "Expected 'num_classes' to be at least 1 (got 0)")
     refuses(lambda: SequenceClassifier(encoder(), 0), "Expected 'num_classes' to be at least 1 (got 0)")
 
 
@@ -352,7 +346,6 @@ def test_constructor_errors() -> None:
     ("options", "error", "message"),
     [
         ({"num_tokens": None}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got neither\)"),
-        ({"in_channels": 3}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got both\)"),
         ({"num_tokens": None, "in_channels": 0}, ValueError, r"Expected 'in_channels' to be at least 1 \(got 0\)"),
         ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
         ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
@@ -363,25 +356,15 @@ def test_constructor_errors() -> None:
         ({"ffn_channels": -1}, ValueError, r"Expected 'ffn_channels' to be at least 1 \(got -1\)"),
         ({"max_length": 0}, ValueError, r"Expected 'max_length' to be at least 1 \(got 0\)"),
         ({"dropout": math.nan}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        ({"dropout": -0.1}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got -0.1\)"),
         ({"dropout": None}, TypeError, r"Expected 'dropout' to be a number in \[0, 1\) \(got NoneType\)"),
         ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
         ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
-        ({"attention_options": {"blocks": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['blocks'\]\)"),
         ({"attention_options": {"density": 0.1}}, ValueError, r"got \['density'\]\)\. Give the density to a Sparsifier\."),
-        ({"attention_options": {"heads": 3}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['heads'\]\)"),
-        ({"attention_options": {"concat": False}}, ValueError, r"Expected 'attention_options' of 'sbm' to be known \(got \['concat'\]\)"),
-        ({"attention": "window", "attention_options": {"window": 3}}, ValueError,
-         r"Expected 'attention_options' of 'window' to be known \(got \['window'\]\)"),
         ({"attention": "full", "attention_options": {"num_clusters": 3}}, ValueError,
          r"Expected 'attention_options' of 'full' to be known \(got \['num_clusters'\]\)"),
-        ({"attention": "full", "attention_options": {"dropout": math.nan}}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        ({"attention": "window", "attention_options": {"size": -1}}, ValueError, r"Expected 'size' to be at least 0 \(got -1\)"),
         ({"attention": "bigbird", "attention_options": {"num_random": 1.5}}, TypeError,
          r"Expected 'num_random' to be an int \(got float\)"),
         ({"num_layers": 10**9}, ValueError, r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
-        ({"num_layers": 10**9, "channels": 1, "heads": 1}, ValueError,
-         r"Expected 'num_layers' to ask for no more than memory holds \(got 8,000,000,000 parameters"),
         ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 layers"),
     ],
 )  # fmt: skip
@@ -416,7 +399,6 @@ def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
     [
         ({"encoder": None}, TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)"),
         ({"num_classes": None}, TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)"),
-        ({"num_classes": True}, TypeError, r"Expected 'num_classes' to be an int \(got bool\)"),
         ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)"),
     ],
 )

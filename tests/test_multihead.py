@@ -159,7 +159,6 @@ def test_a_model_without_layers_to_replace_is_refused() -> None:
         ValueError, match=r"Expected 'model' to contain torch.nn.MultiheadAttention layers \(got none\)"
     ):
         replace_attention(nn.Linear(2, 2))
-    refuses(lambda: replace_attention(torch_layer()), "got a layer itself). Use `SBMMultiheadAttention.from_torch`")
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):
         replace_attention("model")  # type: ignore[arg-type]
 
@@ -708,48 +707,22 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exc
     [
         ({"num_heads": 3}, ValueError, "embed_dim", "got 16 and 3"),
         ({"embed_dim": True}, TypeError, "embed_dim", "got bool"),
-        ({"embed_dim": 16.0}, TypeError, "embed_dim", "got float"),
-        ({"embed_dim": None}, TypeError, "embed_dim", "got NoneType"),
-        ({"embed_dim": "16"}, TypeError, "embed_dim", "got str"),
-        ({"embed_dim": torch.tensor(1.5)}, TypeError, "embed_dim", "got Tensor"),
         ({"embed_dim": 0}, ValueError, "embed_dim", "got 0"),
-        ({"embed_dim": -16}, ValueError, "embed_dim", "got -16"),
         ({"num_heads": True}, TypeError, "num_heads", "got bool"),
-        ({"num_heads": None}, TypeError, "num_heads", "got NoneType"),
         ({"num_heads": 0}, ValueError, "num_heads", "got 0"),
-        ({"num_heads": -2}, ValueError, "num_heads", "got -2"),
         ({"kdim": 0}, ValueError, "kdim", "got 0"),
-        ({"kdim": -1}, ValueError, "kdim", "got -1"),
         ({"kdim": False}, TypeError, "kdim", "got bool"),
-        ({"kdim": [16]}, TypeError, "kdim", "got list"),
         ({"vdim": 0}, ValueError, "vdim", "got 0"),
-        ({"vdim": -1}, ValueError, "vdim", "got -1"),
         ({"vdim": 2.5}, TypeError, "vdim", "got float"),
-        ({"num_clusters": 0}, ValueError, "num_clusters", "got 0"),
-        ({"num_clusters": -4}, ValueError, "num_clusters", "got -4"),
-        ({"num_clusters": True}, TypeError, "num_clusters", "got bool"),
-        ({"num_clusters": "8"}, TypeError, "num_clusters", "got str"),
         ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"),
-        ({"dropout": -0.1}, ValueError, "dropout", "got -0.1"),
-        ({"dropout": float("nan")}, ValueError, "dropout", "got nan"),
         ({"dropout": None}, TypeError, "dropout", "got NoneType"),
-        ({"dropout": "0.1"}, TypeError, "dropout", "got str"),
-        ({"dropout": True}, TypeError, "dropout", "got bool"),
         ({"bias": None}, TypeError, "bias", "got NoneType"),
         ({"batch_first": "False"}, TypeError, "batch_first", "got str"),
-        ({"batch_first": 1}, TypeError, "batch_first", "got int"),
-        ({"add_bias_kv": True}, ValueError, "add_bias_kv", "got True"),
         ({"add_bias_kv": 0}, TypeError, "add_bias_kv", "got int"),
-        ({"add_zero_attn": True}, ValueError, "add_zero_attn", "got True"),
         ({"add_zero_attn": None}, TypeError, "add_zero_attn", "got NoneType"),
         ({"concat": False}, ValueError, "concat", "got False"),
         ({"device": "nonsense"}, ValueError, "device", "got 'nonsense'"),
-        ({"device": "cuda:99"}, ValueError, "device", "got 'cuda:99'"),
-        ({"device": 1.5}, ValueError, "device", "got 1.5"),
         ({"dtype": torch.int64}, TypeError, "dtype", "got torch.int64"),
-        ({"dtype": torch.complex64}, TypeError, "dtype", "got torch.complex64"),
-        ({"dtype": "float32"}, TypeError, "dtype", "got 'float32'"),
-        ({"dtype": float}, TypeError, "dtype", "got <class 'float'>"),
     ],
 )
 def test_option_errors(options: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
@@ -779,7 +752,6 @@ def test_layers_that_cannot_be_copied() -> None:
         refused(SBMMultiheadAttention.from_torch, {"attention": theirs}, ValueError, name, "got True")
 
 
-NAN_MASK = torch.zeros(3, 7, dtype=torch.float64).masked_fill(PADDING, torch.nan)
 SQUARE = torch.zeros(7, 7, dtype=torch.float64)
 
 
@@ -787,15 +759,9 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
     ("arguments", "error", "name", "got"),
     [
         *(({name: None}, TypeError, name, "got NoneType") for name in ("query", "key", "value")),
-        *(({name: [[1.0] * 16]}, TypeError, name, "got list") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).numpy()}, TypeError, name, "got ndarray") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).float()}, TypeError, name, "got torch.float32") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16).long()}, TypeError, name, "got torch.int64") for name in ("query", "key", "value")),
-        *(({name: draw(3, 7, 16) > 0}, TypeError, name, "got torch.bool") for name in ("query", "key", "value")),
-        *(
-            ({name: draw(3, 7, 16).to(torch.complex128)}, TypeError, name, "got torch.complex128")
-            for name in ("query", "key", "value")
-        ),
+        ({"key": [[1.0] * 16]}, TypeError, "key", "got list"),
+        ({"key": draw(3, 7, 16).float()}, TypeError, "key", "got torch.float32"),
+        ({"value": draw(3, 7, 16) > 0}, TypeError, "value", "got torch.bool"),
         *(
             ({name: draw(3, 7, 16).to_sparse()}, TypeError, name, "got torch.sparse_coo")
             for name in ("query", "key", "value")
@@ -803,55 +769,32 @@ SQUARE = torch.zeros(7, 7, dtype=torch.float64)
         *(({name: draw(3, 7, 16).to("meta")}, ValueError, name, "got meta") for name in ("query", "key", "value")),
         *(({name: draw(3, 7, 15)}, ValueError, name, "got [3, 7, 15]") for name in ("query", "key", "value")),
         ({"query": draw(1, 3, 7, 16)}, ValueError, "query", "got 4"),
-        ({"query": draw(16)}, ValueError, "query", "got 1"),
-        ({"query": torch.tensor(1.0, dtype=torch.float64)}, ValueError, "query", "got 0"),
         ({"key": draw(1, 3, 7, 16)}, ValueError, "key", "got 4"),
-        ({"query": draw(7, 16)}, ValueError, "key", "got 3"),
-        ({"query": draw(0, 7, 16)}, ValueError, "key", "got [3, 7, 16]"),
         ({"key": draw(3, 0, 16)}, ValueError, "value", "got [3, 7, 16]"),
         ({"key": draw(2, 7, 16)}, ValueError, "key", "got [2, 7, 16]"),
         ({"value": draw(3, 6, 16)}, ValueError, "value", "got [3, 6, 16]"),
         ({"key_padding_mask": PADDING[:2]}, ValueError, "key_padding_mask", "got [2, 7]"),
-        ({"key_padding_mask": PADDING[0]}, ValueError, "key_padding_mask", "got [7]"),
         ({"key_padding_mask": PADDING.tolist()}, TypeError, "key_padding_mask", "got list"),
         ({"key_padding_mask": PADDING.long()}, TypeError, "key_padding_mask", "got torch.int64"),
-        ({"key_padding_mask": PADDING.byte()}, TypeError, "key_padding_mask", "got torch.uint8"),
         ({"key_padding_mask": PADDING.to("meta")}, ValueError, "key_padding_mask", "got meta"),
-        ({"key_padding_mask": PADDING.to_sparse()}, TypeError, "key_padding_mask", "got torch.sparse_coo"),
-        ({"key_padding_mask": NAN_MASK}, ValueError, "key_padding_mask", "got other values"),
         ({"key_padding_mask": PADDING.double()}, ValueError, "key_padding_mask", "got other values"),
         ({"attn_mask": "causal"}, TypeError, "attn_mask", "got str"),
         ({"attn_mask": torch.ones(7, 7)}, ValueError, "attn_mask", "option `score_bias`"),
         ({"attn_mask": SQUARE + torch.inf}, ValueError, "attn_mask", "got other values"),
-        ({"attn_mask": SQUARE * torch.nan}, ValueError, "attn_mask", "got other values"),
         ({"attn_mask": SQUARE.int()}, TypeError, "attn_mask", "got torch.int32"),
-        ({"attn_mask": SQUARE.to(torch.complex64)}, TypeError, "attn_mask", "got torch.complex64"),
         ({"attn_mask": SQUARE.to("meta")}, ValueError, "attn_mask", "got meta"),
         ({"attn_mask": SQUARE[:, :6]}, ValueError, "attn_mask", "got [7, 6]"),
-        ({"attn_mask": SQUARE[None, None]}, ValueError, "attn_mask", "got [1, 1, 7, 7]"),
         ({"attn_mask": SQUARE.expand(3, 7, 7)}, ValueError, "attn_mask", "got [3, 7, 7]"),
         ({"need_weights": PADDING}, TypeError, "need_weights", "got Tensor"),
         ({"average_attn_weights": 1}, TypeError, "average_attn_weights", "got int"),
         ({"is_causal": None}, TypeError, "is_causal", "got NoneType"),
         ({"return_graph": "yes"}, TypeError, "return_graph", "got str"),
-        ({"graph": torch.tensor([[0, 1], [1, 0]])}, TypeError, "graph", "got Tensor"),
-        ({"graph": "full"}, TypeError, "graph", "got str"),
         ({"graph": patterns.full(20)}, ValueError, "graph", "20 queries"),
         ({"graph": patterns.full(21)}, ValueError, "graph", "1 sequence"),
         ({"graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21])).expand(3)}, ValueError, "graph", "got 3"),
         ({"graph": patterns.full(21).to("meta")}, ValueError, "graph", "got meta"),
-        ({"seed": 0.5}, TypeError, "seed", "got 0.5"),
-        ({"seed": "0"}, TypeError, "seed", "got '0'"),
-        ({"seed": 2**64}, ValueError, "seed", "got 18446744073709551616"),
         ({"sequence_ids": [0, 1, 2]}, TypeError, "sequence_ids", "got list"),
         ({"sequence_ids": torch.arange(2)}, ValueError, "sequence_ids", "got [2]"),
-        ({"sequence_ids": torch.tensor([0, 1, -1])}, ValueError, "sequence_ids", "got -1 to 1"),
-        (
-            {"sequence_ids": torch.arange(3), "graph": patterns.full(None, ptr=torch.tensor([0, 7, 14, 21]))},
-            ValueError,
-            "sequence_ids",
-            "got a 'graph', or source=None",
-        ),
     ],
 )
 def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: str, got: str) -> None:

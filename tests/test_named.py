@@ -9,7 +9,6 @@ import pytest
 import torch
 from problems import draw
 from torch import Tensor, nn
-from torch_geometric.nn import GPSConv
 
 from sbm_pyg import (
     AttentionConv,
@@ -18,7 +17,6 @@ from sbm_pyg import (
     SBMMultiheadAttention,
     SBMSource,
     SequenceEncoder,
-    SparseGPSConv,
     Sparsifier,
     Tokens,
     auxiliary_loss,
@@ -192,30 +190,14 @@ def test_sources_of_users_are_known_wherever_names_are() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: replace_attention(torch_model(), source="nothing"), ValueError,
-         r"Expected 'source' to be one of \['sbm', 'routing', 'indexer', .*\(got 'nothing'\)\. Call `sbm_pyg\.register_source`"),
-        (lambda: SBMMultiheadAttention(16, 2, source=cast(str, 3)), ValueError, r"\(got 3\)"),
-        (lambda: replace_attention(torch_model(), source="indexer", num_clusters=4), TypeError,
-         r"Expected options of source='indexer' to be known \(got \['num_clusters'\]\)\. They are \['aggr'.*'index_heads'"),
         (lambda: replace_attention(torch_model(), density=0.1), TypeError, r"\(got \['density'\]\)\. Give the density to a Sp"),
-        (lambda: replace_attention(torch_model(), self_loops=True), TypeError, r"to be known \(got \['self_loops'\]\)"),
         (lambda: replace_attention(torch_model(), edge_dim=4), TypeError,
          r"\(got \['edge_dim'\]\)\. An AttentionConv over a given graph has edge features\. They are \['aggr'"),
         (lambda: SequenceEncoder(9, 8, attention="top_k", attention_options={"k": 3, "edge_dim": 4}), ValueError, r"\(got \['edge_dim'\]\)"),
-        (lambda: SparseGPSConv.from_gps(GPSConv(16, None, 2), edge_dim=4), TypeError, r"\(got \['edge_dim'\]\)"),
-        (lambda: replace_attention(torch_model(), source="window", n=3), TypeError, r"to be known \(got \['n'\]\)"),
-        (lambda: replace_attention(torch_model(), source="top_k", heads=3), TypeError, r"to be known \(got \['heads'\]\)"),
         (lambda: replace_attention(torch_model(), source="indexer", dropout=0.1, bias=True), TypeError,
          r"Expected 'options' without \['bias', 'dropout'\] \(got them\)\. The layer of torch sets them"),
-        (lambda: replace_attention(torch_model(), source="window", size=-1), ValueError, "Expected 'size' to be at least 0"),
         (lambda: replace_attention(torch_model(), source="block_diagonal", num_blocks=None), TypeError, "'num_blocks' to be an int"),
-        (lambda: replace_attention(torch_model(), source="lsh", num_buckets=3), ValueError, "'num_buckets' to be even"),
-        (lambda: replace_attention(torch_model(), source="block_top_k", k=0), ValueError, "Expected 'k' to be at least 1"),
-        (lambda: replace_attention(torch_model(), source="random", num_keys_per_query=2, seed=0.5), TypeError, "'seed' to be an integer"),
-        (lambda: register_source("dcmm", Even), ValueError, r"Expected 'name' to be new \(got 'dcmm'"),
-        (lambda: register_source("window", Even), ValueError, r"Expected 'name' to be new \(got 'window'"),
         (lambda: register_source(cast(str, 3), Even), TypeError, r"Expected 'name' to be a str"),
-        (lambda: register_source("even", cast(Any, 3)), TypeError, "Expected 'make' to be a function"),
     ],
 )  # fmt: skip
 def test_errors(call: Any, error: type[Exception], message: str) -> None:

@@ -556,20 +556,8 @@ def test_more_edges_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
 BAD = [
     ({"method": "exact"}, r"Expected 'method' to be one of \('bernoulli', 'fastrg'\) \(got 'exact'\)"),
     ({"exploration": 1.5}, r"Expected 'exploration' in \[0, 1\] \(got 1.5\)"),
-    ({"exploration": math.nan}, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-    ({"budget": 0}, r"Expected 'budget' in \(0, inf\] \(got 0\). It is a number of edges per query"),
-    ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
-    ({"budget": math.nan}, r"Expected 'budget' in \(0, inf\] \(got nan\)"),
     ({"seed": 1, "generator": torch.Generator()}, r"Expected 'seed' or 'generator' \(got both\)"),
-    ({"sequence_ids": torch.tensor([0, 1])}, r"Expected 'sequence_ids' to be \[1\] int64 \(got \[2\]"),
-    ({"sequence_ids": torch.tensor([0.0])}, r"Expected 'sequence_ids' to be \[1\] int64"),
-    (
-        {"sequence_ids": torch.tensor([2**56])},
-        r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got 72057594037927936 to 72057594037927936\)",
-    ),
-    ({"sequence_ids": torch.tensor([-1])}, r"Expected 'sequence_ids' in 0 .. 2\*\*32-1 \(got -1 to -1\)"),
     ({"seed": -(2**63) - 1}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got -9223372036854775809\)"),
-    ({"seed": 2**63}, r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1 \(got 9223372036854775808\). Take it modulo 2\*\*63."),
 ]
 
 
@@ -583,11 +571,8 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         ({"sbm": None}, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
-        ({"sbm": SBMHead(2)}, r"Expected 'sbm' to be an SBM \(got SBMHead\)"),
         ({"exploration": "1"}, r"Expected 'exploration' to be a number in \[0, 1\] \(got str\)"),
-        ({"exploration": None}, r"Expected 'exploration' to be a number in \[0, 1\] \(got NoneType\)"),
         ({"budget": "3"}, r"Expected 'budget' to be a number in \(0, inf\] \(got str\)"),
-        ({"budget": True}, r"Expected 'budget' to be a number in \(0, inf\] \(got bool\)"),
         ({"clamp": 2.0}, r"Expected 'clamp' to be a bool \(got float\)"),
         ({"generator": 3}, r"Expected 'generator' to be a torch.Generator \(got int\)"),
     ],
@@ -767,18 +752,11 @@ def carriers(**changes: Any) -> dict[str, Any]:
     ("data", "error", "message"),
     [
         (Data(num_nodes=2, **carriers()), ValueError, r"Expected 'query_membership' to have a row for each of the 2 nodes \(got \[3, 1\]\)"),
-        (Data(x=torch.ones(4, 2), **carriers()), ValueError, r"Expected 'query_membership' to have a row for each of the 4 nodes"),
-        (
-            Data(num_nodes=3, **carriers(key_membership=torch.ones(5, 1))),
-            ValueError,
-            r"Expected 'key_membership' to have a row for each of the 3 nodes \(got \[5, 1\]\)",
-        ),
         (Data(**carriers(query_membership=torch.ones(3))), ValueError, r"Expected 'query_membership' to be \[N, K\] or \[N, H, K\] \(got \[3\]\)"),
         (Data(**carriers(block_matrix=torch.ones(1))), ValueError, r"Expected 'block_matrix' to be \[K, K\] or \[H, K, K\] \(got \[1\]\)"),
         (Data(**carriers(key_membership=[1.0])), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
         (Data(**carriers(block_matrix=torch.ones(1, 1).long())), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.int64\)"),
         (SBM(torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(1, 1, 1)), TypeError, r"Expected 'data' to be Data or HeteroData \(got SBM\)"),
-        (None, TypeError, r"Expected 'data' to be Data or HeteroData \(got NoneType\)"),
         (HeteroData({"word": {"x": torch.ones(3, 2)}}), ValueError, r"Expected 'edge_type' to begin and end with a kind of nodes of the data, of \['word'\]"),
     ],
 )  # fmt: skip

@@ -343,15 +343,8 @@ def test_repr_and_sizes() -> None:
         ((Y[0], Z, S), ValueError, r"Expected 'query_membership' to have three dimensions \(got \[6, 3\]\)"),
         ((Y[..., :0], Z[..., :0], S[:, :0, :0]), ValueError, r"at least one head and one block \(got H = 2, K = 0\)"),
         ((Y, Z[:1], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\] \(got \[1, 8, 3\]\)"),
-        ((Y, Z[..., :2], S), ValueError, r"Expected 'key_membership' to be \[2, M, 3\]"),
         ((Y, Z, S[:, :2]), ValueError, r"Expected 'block_matrix' to be \[2, 3, 3\] \(got \[2, 2, 3\]\)"),
-        ((Y, Z, S, torch.tensor([0, 5]), torch.tensor([0, 8])), ValueError,
-         r"Expected 'query_ptr' to run from 0 to 6, the number of tokens \(got 0 to 5\)"),
-        ((Y, Z, S, torch.tensor([0, 3, 2, 6]), torch.tensor([0, 1, 2, 8])), ValueError,
-         r"ascending \(got a decrease at sequence 1\)"),
         ((Y, Z, S, torch.tensor([0, 3, 6])), ValueError, r"Expected 'key_ptr' where N != M"),
-        ((Y, Z, S, torch.tensor([0, 3, 6]), torch.tensor([0, 8])), ValueError,
-         r"Expected 'key_ptr' to hold as many sequences of keys as of queries \(got 1 and 2\)"),
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
         ((Y, Z.tolist(), S), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
@@ -365,11 +358,6 @@ def test_constructor_errors(arguments: tuple, error: type[Exception], message: s
 
 def test_other_errors() -> None:
     sbm = SBM(Y, Z, S)
-    with pytest.raises(
-        ValueError, match=r"Expected 'graph' with \(heads, queries, keys\) = \(2, 6, 8\) \(got \(1, 2, 2\)\)"
-    ):
-        sbm.on(AttentionGraph.from_dense(torch.eye(2)))
-    refuses(lambda: SBM(Y, Z, S, cast(Any, [0, 2, 6])), "Expected 'query_ptr' to be a tensor (got list)", TypeError)
     refuses(lambda: SBMHead(4, 1, 0), "Expected 'num_clusters' to be at least 1 (got 0)")
     with pytest.raises(ValueError, match=r"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
         SBMHead(4, cluster_init="normal")
@@ -384,18 +372,10 @@ def test_other_errors() -> None:
         ({"channels": None}, TypeError, r"Expected 'channels' to be an int \(got NoneType\)"),
         ({"num_clusters": 2.5}, TypeError, r"Expected 'num_clusters' to be an int \(got float\)"),
         ({"initial_density": math.nan}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got nan\)"),
-        ({"initial_density": 1.0}, ValueError, r"Expected 'initial_density\' in \(0, 1\) \(got 1.0\)"),
         ({"initial_density": "0.5"}, TypeError, r"Expected 'initial_density\' to be a number in \(0, 1\) \(got str\)"),
         ({"temperature": 0}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got 0\)"),
-        (
-            {"temperature": 1e-45},
-            ValueError,
-            r"Expected 'temperature' in \[1e-06, inf\] \(got 1e-45\)",
-        ),  # memberships would be NaN
-        ({"temperature": math.nan}, ValueError, r"Expected 'temperature' in \[1e-06, inf\] \(got nan\)"),
         ({"tied": 1}, TypeError, r"Expected 'tied' to be a bool \(got int\)"),
         ({"degree_corrected": None}, TypeError, r"Expected 'degree_corrected' to be a bool \(got NoneType\)"),
-        ({"cluster_init": ["kaiming"]}, ValueError, "Expected 'cluster_init' to be 'kaiming' or 'orthogonal'"),
         ({"parameterization": None}, ValueError, r"Expected 'parameterization' to be one of .* \(got None\)"),
         ({"groups": 2.0}, TypeError, r"Expected 'groups' to be an int \(got float\)"),
         ({"groups": 0}, ValueError, r"Expected 'groups' to be at least 1 \(got 0\)"),
@@ -405,7 +385,6 @@ def test_other_errors() -> None:
             ValueError,
             r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)",
         ),
-        ({"groups": 2, "parameterization": "mixed"}, ValueError, r"with groups=2 \(got 'mixed'\)"),
         (
             {"groups": 3, "num_clusters": 100, "parameterization": "overlapping"},
             ValueError,
@@ -429,37 +408,12 @@ def test_options_of_the_head(
 @pytest.mark.parametrize(
     ("query", "key", "error", "message"),
     [
-        (None, torch.ones(2, 5, 4), TypeError, r"Expected 'query' to be a tensor \(got NoneType\)"),
         (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        (
-            torch.ones(2, 5, 4).long(),
-            torch.ones(2, 5, 4),
-            TypeError,
-            r"Expected 'query' to be a floating tensor \(got torch.int64\)",
-        ),
-        (
-            torch.ones(2, 5, 4),
-            torch.ones(2, 5, 4).double(),
-            TypeError,
-            r"Expected 'key' to be torch.float32, as 'query' is",
-        ),
         (
             torch.ones(2, 5, 4).double(),
             torch.ones(2, 5, 4).double(),
             TypeError,
             r"Expected 'query' to be torch.float32, as the SBMHead is",
-        ),
-        (
-            torch.ones(5, 4),
-            torch.ones(2, 5, 4),
-            ValueError,
-            r"Expected 'query' to be \[H, N, C\] = \[any, any, any\] \(got \[5, 4\]\)",
-        ),
-        (
-            torch.ones(2, 5, 4),
-            torch.ones(2, 5, 3),
-            ValueError,
-            r"Expected 'key' to be \[H, M, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
         ),
         (
             torch.ones(2, 5, 3),
@@ -475,13 +429,7 @@ def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], messag
 
 
 @pytest.mark.parametrize(
-    ("sequence", "error", "message"),
-    [
-        (2, ValueError, r"Expected 'sequence' in 0..1 \(got 2\)"),
-        (-3, ValueError, r"Expected 'sequence' in 0..1 \(got -3\)"),
-        (0.0, TypeError, r"Expected 'sequence' to be an int \(got float\)"),
-        (None, ValueError, r"Expected 'sequence' in 0..1 \(got None\)"),
-    ],
+    ("sequence", "error", "message"), [(0.0, TypeError, r"Expected 'sequence' to be an int \(got float\)")]
 )
 def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
