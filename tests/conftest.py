@@ -61,18 +61,10 @@ def tests_a_program(path: Path) -> bool:
 PROGRAMS = [
     f"test_{name}.py"
     for name in (
-        "arena",
-        "dcmm_program",
-        "fit",
-        "glue",
-        "graphs_program",
-        "pictures",
-        "recall",
-        "recipes",
-        "runs",
+        "arena", "dcmm_program", "glue", "graphs_program", "long_documents", "pictures", "recall", "recipes", "runs",
         "sparsefinder_program",
     )
-]
+]  # fmt: skip
 SAMPLES = Path(os.environ.get("SBM_PYG_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 

@@ -123,21 +123,15 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
     "layer",
     {name: {"estimator": name} for name in estimators.ESTIMATORS}
     | {
-        "fastrg": {"method": "fastrg"},
-        "budget": {"budget": 5.0},
-        "exploration": {"exploration": 0.01},
-        "window": {"window": 2},
-        "no probes": {"probes": 0},
-        "dropout": {"dropout": 0.3},
-        "mean of heads": {"concat": False},
-        "entmax": {"normalizer": "entmax15"},
-        "sparsemax": {"normalizer": "sparsemax"},
-        "mixed": {"parameterization": "mixed"},
-        "assortative": {"parameterization": "assortative"},
-        "degrees": {"degree_corrected": True},
+        "fastrg": {"method": "fastrg"}, "budget": {"budget": 5.0}, "exploration": {"exploration": 0.01},
+        "window": {"window": 2}, "no probes": {"probes": 0}, "dropout": {"dropout": 0.3},
+        "mean of heads": {"concat": False}, "entmax": {"normalizer": "entmax15"},
+        "sparsemax": {"normalizer": "sparsemax"}, "mixed": {"sbm_options": {"parameterization": "mixed"}},
+        "assortative": {"sbm_options": {"parameterization": "assortative"}},
+        "degrees": {"sbm_options": {"degree_corrected": True}},
         "score bias": {"score_bias": lambda query, key, graph: -graph.col.float() / 40},
     },
-)
+)  # fmt: skip
 def layer(device: Device, variant: dict[str, Any]) -> Any:
     conv = on(device, lambda: make_attention("sbm", 16, 8, 2, num_clusters=4, **variant))
     x = normal(device, 40, 16).requires_grad_()
@@ -190,12 +184,9 @@ def layer_between_two_sets(device: Device) -> Any:
     conv = on(device, lambda: SBMAttentionConv((12, 16), 8, heads=2, num_clusters=4))
     x = normal(device, 30, 12).requires_grad_(), normal(device, 40, 16).requires_grad_()
     out, graph = conv(
-        x,
-        ptr=(KEY_PTR.to(device), PTR.to(device)),
-        seed=3,
-        sequence_ids=torch.tensor([2, 0, 1]).to(device),
+        x, ptr=(KEY_PTR.to(device), PTR.to(device)), seed=3, sequence_ids=torch.tensor([2, 0, 1]).to(device),
         return_graph=True,
-    )
+    )  # fmt: skip
     return with_gradients(out, conv, *x), graph
 
 
@@ -204,10 +195,8 @@ def layer_of_offsets_from_the_cpu(device: Device) -> Any:
     """PyG's batches have theirs there, unless features are on CUDA."""
     conv = on(device, lambda: SBMAttentionConv(16, 8, heads=2, num_clusters=4))
     x, batch, sequence_ids = (
-        normal(device, 40, 16),
-        torch.repeat_interleave(torch.arange(3), PTR.diff()),
-        torch.tensor([2, 0, 1]),
-    )
+        normal(device, 40, 16), torch.repeat_interleave(torch.arange(3), PTR.diff()), torch.tensor([2, 0, 1]),
+    )  # fmt: skip
     return conv(x, ptr=PTR, seed=3, sequence_ids=sequence_ids), conv(x, batch=batch, seed=3, return_graph=True)
 
 
@@ -259,13 +248,9 @@ def baseline(device: Device, variant: str) -> Any:
     from examples.lra.baselines import BASELINES
 
     sizes = {
-        "linformer_rank": 12,
-        "hash_rounds": 2,
-        "hash_chunk": 16,
-        "random_features": 32,
-        "landmarks": 16,
+        "linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16,
         "value_kernel": 7,
-    }
+    }  # fmt: skip
     settings: Any = SimpleNamespace(max_length=40, attention_dropout=0.0, **sizes)
     layer = on(device, lambda: BASELINES[variant](settings, 16, 8, 2))
     x = normal(device, 40, 16).requires_grad_()

@@ -304,11 +304,9 @@ method("AttentionGraph.find", 6, Draw.graph, some_edges)
 method("AttentionGraph.contains", 6, Draw.graph, some_pairs)
 method("AttentionGraph.to_edge_index", 6, Draw.graph, lambda d, g: {"head": d.maybe(d.randrange(g.heads))})
 method(
-    "AttentionGraph.to_sparse_tensor",
-    3,
-    Draw.graph,
+    "AttentionGraph.to_sparse_tensor", 3, Draw.graph,
     lambda d, g: a_head(d, g) | {"value": d.maybe(d.real(g.num_edges))},
-)
+)  # fmt: skip
 method(
     "AttentionGraph.to_networkx", 8, Draw.graph,
     lambda d, g: a_sequence(d, g) | {"head": d.choice(("all", d.randrange(g.heads))), "bipartite": d.maybe(True)}, free=("bipartite",),
@@ -349,21 +347,16 @@ method("SBM.on", 6, Draw.sbm, over_tokens)
 method("SBM.gate", 3, Draw.sbm, over_tokens)
 method("SBM.edge_prob_dense", 6, Draw.sbm, a_sequence)
 method(
-    "SBM.limit",
-    6,
-    Draw.sbm,
-    lambda d, s: {"budget": d.uniform(0.1, 5)},
+    "SBM.limit", 6, Draw.sbm, lambda d, s: {"budget": d.uniform(0.1, 5)},
     check=lambda result, budget: at_most(result, float(budget)),
-)
+)  # fmt: skip
 
 
 def sample_options(d: Draw) -> dict[str, Any]:
     sbm = d.sbm()
     options: dict[str, Any] = {
-        "sbm": sbm,
-        "method": d.choice(("bernoulli", "fastrg")),
-        "exploration": d.choice((0.0, 0.1)),
-    }
+        "sbm": sbm, "method": d.choice(("bernoulli", "fastrg")), "exploration": d.choice((0.0, 0.1)),
+    }  # fmt: skip
     options |= {"budget": d.maybe(1.5), "clamp": d.random() < 0.5, "seed": d.getrandbits(60), "generator": None}
     return options | {"sequence_ids": d.maybe(d.whole(9, sbm.num_sequences))}
 

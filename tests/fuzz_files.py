@@ -297,40 +297,23 @@ def read_heterophilous(folder: Path) -> Any:
 
 
 READERS: Mapping[str, Reader] = {
-    "model": Reader(make_model, read_model),
-    "graph": Reader(make_graphs, read_graphs, foreign=True),
+    "model": Reader(make_model, read_model), "graph": Reader(make_graphs, read_graphs, foreign=True),
     "curves": Reader(write_curves, lambda folder: plots.plot_training_density(folder / "train.csv")),
-    "rows": Reader(make_rows, read_rows),
-    "run": Reader(make_run, read_run, guarded=True),
-    "text": Reader(make_text, read_text),
-    "glue": Reader(make_glue, read_glue),
-    "reviews": Reader(make_reviews, read_reviews),
-    "listops": Reader(make_trees, read_rows_of("listops")),
-    "retrieval": Reader(make_table, read_rows_of("retrieval")),
-    "image": Reader(make_images, read_images),
+    "rows": Reader(make_rows, read_rows), "run": Reader(make_run, read_run, guarded=True),
+    "text": Reader(make_text, read_text), "glue": Reader(make_glue, read_glue),
+    "reviews": Reader(make_reviews, read_reviews), "listops": Reader(make_trees, read_rows_of("listops")),
+    "retrieval": Reader(make_table, read_rows_of("retrieval")), "image": Reader(make_images, read_images),
     "pathfinder": Reader(make_pathfinder, read_rows_of("pathfinder")),
     "prepared": Reader(make_prepared, read_prepared, guarded=True, under="prepared"),
-    "pictures": Reader(make_pictures, read_pictures),
-    "weights": Reader(make_weights, read_weights),
+    "pictures": Reader(make_pictures, read_pictures), "weights": Reader(make_weights, read_weights),
     "graphs": Reader(make_heterophilous, read_heterophilous),
-}
+}  # fmt: skip
 
 # ------------------------------------------------------------------ damage
 
 NUMBERS = (
-    b"0",
-    b"-1",
-    b"1e999",
-    b"nan",
-    b"99999999999999999999",
-    b"2147483648",
-    b"0.5",
-    b"",
-    b"true",
-    b"[]",
-    b"\xff",
-    b"'",
-)
+    b"0", b"-1", b"1e999", b"nan", b"99999999999999999999", b"2147483648", b"0.5", b"", b"true", b"[]", b"\xff", b"'",
+)  # fmt: skip
 
 
 def _cut(content: bytes, draw: random.Random) -> tuple[int, int]:
@@ -394,16 +377,11 @@ def _lines(content: bytes, draw: random.Random) -> bytes:
 
 
 DAMAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _bits,
-    _bytes,
-    _number,
-    _moved,
-    _lines,
-    lambda content, draw: content[: draw.randrange(len(content) + 1)],
+    _bits, _bytes, _number, _moved, _lines, lambda content, draw: content[: draw.randrange(len(content) + 1)],
     lambda content, draw: content + draw.choice((content, b"\0" * 64, draw.randbytes(32))),
     lambda content, draw: content[: (cut := _cut(content, draw))[0]] + content[cut[1] :],
     lambda content, draw: content[: (cut := _cut(content, draw))[1]] + content[cut[0] :],
-)
+)  # fmt: skip
 
 
 def damage(folder: Path, draw: random.Random) -> str:
@@ -473,12 +451,8 @@ def judge(number: int, seed: int, samples: Samples, target: Path, names: Sequenc
     reader = READERS[name]
     samples.copy(name, target)
     found: Found = {
-        "number": number,
-        "reader": name,
-        "damage": damage(target / reader.under, draw),
-        "verdict": "",
-        "message": "",
-    }
+        "number": number, "reader": name, "damage": damage(target / reader.under, draw), "verdict": "", "message": "",
+    }  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     try:
@@ -519,12 +493,9 @@ def run(numbers: Sequence[int], seed: int, names: Sequence[str], until: float = 
             if isinstance(verdict, int):
                 kind, words = "hang" if verdict in fuzz_children.LATE else "crash", f"exit status {verdict}"
                 verdict = {
-                    "number": number,
-                    "reader": names[number % len(names)],
-                    "damage": "",
-                    "verdict": kind,
+                    "number": number, "reader": names[number % len(names)], "damage": "", "verdict": kind,
                     "message": words,
-                }
+                }  # fmt: skip
             yield verdict
             if time.monotonic() > until:
                 break

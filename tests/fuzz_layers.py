@@ -98,10 +98,8 @@ def _conv_forward(d: Draw) -> Case:
     arguments: dict[str, Any] = {"x": (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x}
     arguments |= d.choice(({"ptr": pointer(lengths), "batch": None}, {"ptr": None, "batch": batch_of(lengths)}))
     arguments |= {
-        "edge_index": edge_index,
-        "edge_attr": edge_attr,
-        "edge_head": g.edge_head if how == "typed" else None,
-    }
+        "edge_index": edge_index, "edge_attr": edge_attr, "edge_head": g.edge_head if how == "typed" else None,
+    }  # fmt: skip
     arguments |= {"sequence_ids": d.maybe(d.whole(9, len(lengths))) if edge_index is None else None}
     arguments |= {"seed": d.getrandbits(60), "return_graph": True}
 
@@ -200,12 +198,8 @@ def _pair_forward(d: Draw) -> Case:
     sides = [d.lengths(1) for _ in range(2)]
     words, offsets = (d.whole(9, sum(sides[0])), d.whole(9, sum(sides[1]))), (pointer(sides[0]), pointer(sides[1]))
     arguments: dict[str, Any] = {
-        "tokens": words,
-        "ptr": offsets,
-        "batch": None,
-        "positions": None,
-        "return_trace": True,
-    }
+        "tokens": words, "ptr": offsets, "batch": None, "positions": None, "return_trace": True,
+    }  # fmt: skip
     arguments |= {"seed": d.getrandbits(60), "sequence_ids": d.maybe(d.whole(9, 1))}
     return Case(PairClassifier(encoder(d), 3), arguments, check_trace, free=("return_trace",))
 

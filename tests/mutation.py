@@ -212,11 +212,8 @@ def judged(row: Row, mutated: str, tests: Sequence[str], seconds: dict[str, floa
     code, failed, _ = run(tests, limit, file=row["file"], source=mutated)
     by = failed[0] if failed else "import" if code else ""
     end = {
-        "tests": len(tests),
-        "seconds": time.monotonic() - start,
-        "verdict": "killed" if by else "survived",
-        "by": by,
-    }
+        "tests": len(tests), "seconds": time.monotonic() - start, "verdict": "killed" if by else "survived", "by": by,
+    }  # fmt: skip
     return row | end
 
 

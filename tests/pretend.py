@@ -49,10 +49,8 @@ class Remote(Tensor):
     @staticmethod
     def __new__(cls, here: Tensor) -> Remote:
         layout: dict[str, Any] = {
-            "strides": here.stride(),
-            "storage_offset": here.storage_offset(),
-            "dtype": here.dtype,
-        }
+            "strides": here.stride(), "storage_offset": here.storage_offset(), "dtype": here.dtype,
+        }  # fmt: skip
         out = torch.Tensor._make_wrapper_subclass(cls, here.size(), device=DEVICE, **layout)
         out.here = here
         return out

@@ -118,15 +118,9 @@ class LargestStorage(TorchDispatchMode):
 
 
 def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: AttentionGraph,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    gate_form: str,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, graph: AttentionGraph, gate: Tensor | None, bias: Tensor | None,
+    scale: float, gate_form: str,
+) -> Tensor:  # fmt: skip
     """Masked dense softmax attention, in plain differentiable torch; written apart from the library's reference."""
     heads, queries = query.shape[:2]
     keys = key.size(1)

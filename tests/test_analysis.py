@@ -569,19 +569,13 @@ def test_report_gives_evidence_for_each_condition() -> None:
     assert report.missing_self_loops == ((), (), ())
     assert report.hamiltonian_path is not None
     assert (report.hamiltonian_status, report.s, report.strongly_connected, report.unreached) == (
-        "FOUND",
-        5,
-        True,
-        None,
-    )
+        "FOUND", 5, True, None,
+    )  # fmt: skip
     page = str(report)
     for words in (
-        "3 patterns over 64 tokens: HOLDS",
-        "1. every token attends to itself                            yes",
-        "FOUND",
-        "after s = 5 steps",
-        "union strongly connected                                 yes",
-    ):
+        "3 patterns over 64 tokens: HOLDS", "1. every token attends to itself                            yes", "FOUND",
+        "after s = 5 steps", "union strongly connected                                 yes",
+    ):  # fmt: skip
         assert words in page
 
     arcs = torch.eye(6, dtype=torch.bool)
@@ -700,35 +694,20 @@ def test_lemma1_errors() -> None:
         ({"n": 2.5}, TypeError, "Expected 'n' to be an int (got float)."),
         ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got 1,099,511,627,776 tokens"),
         ({"n": 2**70}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
-        (
-            {"n": 10**6, "probabilities": [0.9]},
-            ValueError,
-            "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges",
-        ),
+        ({"n": 10**6, "probabilities": [0.9]}, ValueError,
+         "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges"),
         ({"samples": 0}, ValueError, "Expected 'samples' to be at least 1 (got 0)."),
-        (
-            {"samples": 2**31},
-            ValueError,
-            "Expected 'samples' to be at most 745,526 for 12 probabilities of graphs of 64 tokens (got 2147483648: more",
-        ),
-        (
-            {"n": 3000, "samples": 10**5},
-            ValueError,
-            "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens",
-        ),
-        (
-            {"probabilities": []},
-            ValueError,
-            "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out",
-        ),
-        (
-            {"probabilities": ["x"]},
-            ValueError,
-            "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x']).",
-        ),
+        ({"samples": 2**31}, ValueError,
+         "Expected 'samples' to be at most 745,526 for 12 probabilities of graphs of 64 tokens (got 2147483648: more"),
+        ({"n": 3000, "samples": 10**5}, ValueError,
+         "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens"),
+        ({"probabilities": []}, ValueError,
+         "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out"),
+        ({"probabilities": ["x"]}, ValueError,
+         "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x'])."),
         ({"time_limit": math.nan}, ValueError, "Expected 'time_limit' to be a positive number of seconds (got nan)."),
         ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
-    ):
+    ):  # fmt: skip
         refuses(partial(lemma1, **arguments), message, error)
     for law in (log10_cycles, path_probability):
         refuses(partial(law, 0, 0.5), "Expected 'n' to be at least 1 (got 0)")
@@ -809,25 +788,21 @@ def test_statistics_equal_those_of_networkx(name: str) -> None:
 
 
 NARROW = {
-    "window": (patterns.window(1500, 8), True),
-    "causal window": (patterns.window(1500, 8, is_causal=True), True),
-    "path": (patterns.window(1500, 1), True),
-    "shuffled grid, long": (lattice(6, 250), True),
+    "window": (patterns.window(1500, 8), True), "causal window": (patterns.window(1500, 8, is_causal=True), True),
+    "path": (patterns.window(1500, 1), True), "shuffled grid, long": (lattice(6, 250), True),
     "random": (random_graph(1, 1500, 1500, 0.01, 1), False),
     "window with few far edges": (patterns.window(1500, 4) | random_graph(1, 1500, 1500, 0.001, 2), False),
     "random, with a long tail": (
         AttentionGraph.from_edge_index(
             torch.cat(
-                [
-                    random_graph(1, 1000, 1000, 0.01, 3).edge_index,
-                    torch.stack([torch.arange(999, 1199), torch.arange(1000, 1200)]),
-                ],
+                [random_graph(1, 1000, 1000, 0.01, 3).edge_index,
+                 torch.stack([torch.arange(999, 1199), torch.arange(1000, 1200)])],
                 1,
             )
         ),
         False,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NARROW)

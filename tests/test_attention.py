@@ -378,25 +378,16 @@ def test_calls_as_other_libraries_have_them_are_told_the_way() -> None:
 
 @pytest.mark.parametrize(
     ("build", "name"),
-    [
-        (lambda n: AttentionConv(n, 4), "in_channels"),
-        (lambda n: AttentionConv((4, n), 4), "in_channels"),
-        (lambda n: AttentionConv(4, n), "out_channels"),
-        (lambda n: AttentionConv(4, 4, n), "heads"),
-        (lambda n: AttentionConv(4, 4, edge_dim=n), "edge_dim"),
-        (lambda n: SBMAttentionConv(4, 4, num_clusters=n), "num_clusters"),
-        (lambda n: SBMMultiheadAttention(n, 2), "embed_dim"),
-        (lambda n: SBMMultiheadAttention(4, 2, vdim=n), "vdim"),
-        (lambda n: FullAttention(4, 4, n), "heads"),
-        (lambda n: SBMHead(n), "channels"),
-        (lambda n: SBMHead(4, n), "heads"),
-        (lambda n: BlockPool(n), "channels"),
-        (lambda n: indexer.Indexer(n), "channels"),
-        (lambda n: indexer.Indexer(4, index_heads=n), "index_heads"),
-        (lambda n: indexer.KeyScorer(4, hidden=n), "hidden"),
-        (lambda n: Projection(4, n), "heads"),
-    ],
-)
+    [(lambda n: AttentionConv(n, 4), "in_channels"), (lambda n: AttentionConv((4, n), 4), "in_channels"),
+     (lambda n: AttentionConv(4, n), "out_channels"), (lambda n: AttentionConv(4, 4, n), "heads"),
+     (lambda n: AttentionConv(4, 4, edge_dim=n), "edge_dim"),
+     (lambda n: SBMAttentionConv(4, 4, num_clusters=n), "num_clusters"),
+     (lambda n: SBMMultiheadAttention(n, 2), "embed_dim"), (lambda n: SBMMultiheadAttention(4, 2, vdim=n), "vdim"),
+     (lambda n: FullAttention(4, 4, n), "heads"), (lambda n: SBMHead(n), "channels"),
+     (lambda n: SBMHead(4, n), "heads"), (lambda n: BlockPool(n), "channels"),
+     (lambda n: indexer.Indexer(n), "channels"), (lambda n: indexer.Indexer(4, index_heads=n), "index_heads"),
+     (lambda n: indexer.KeyScorer(4, hidden=n), "hidden"), (lambda n: Projection(4, n), "heads")],
+)  # fmt: skip
 def test_sizes_above_memory_are_named(build: Callable[[int], object], name: str) -> None:
     refuses(lambda: build(10**12), f"Expected '{name}' to ask for no more than memory holds")
 
@@ -446,17 +437,15 @@ def test_what_nan_in_a_token_that_no_edge_touches_reaches(fuse: bool) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"method": "exact"}, r"Expected 'method' to be one of"),
-        ({"normalizer": "max"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax', 'entmax'\]"),
-        ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
-        ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
-        ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
-        ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
-        ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
-        ({"node_dim": -1}, r"Expected 'node_dim' to be 0 \(got -1\)"),
-    ],
-)
+    [({"method": "exact"}, r"Expected 'method' to be one of"),
+     ({"normalizer": "max"}, r"Expected 'normalizer' to be one of \['softmax', 'entmax15', 'sparsemax', 'entmax'\]"),
+     ({"exploration": -0.1}, r"Expected 'exploration' in \[0, 1\] \(got -0.1\)"),
+     ({"budget": -1.0}, r"Expected 'budget' in \(0, inf\] \(got -1.0\)"),
+     ({"aggr": "mean"}, r"Expected 'aggr' to be 'add' \(got 'mean'\)"),
+     ({"flow": "target_to_source"}, r"Expected 'flow' to be 'source_to_target' \(got 'target_to_source'\)"),
+     ({"decomposed_layers": 2}, r"Expected 'decomposed_layers' to be 1 \(got 2\)"),
+     ({"node_dim": -1}, r"Expected 'node_dim' to be 0 \(got -1\)")],
+)  # fmt: skip
 def test_option_errors(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layer(**options)
@@ -464,13 +453,10 @@ def test_option_errors(options: dict, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("source", "usual"),
-    [
-        (lambda: SBMSource(SBMHead(8, 2, 4)), "Local"),
-        (lambda: SBMSource(SBMHead(8, 2, 4), method="fastrg"), "Mask"),
-        (lambda: IndexerSource(Indexer(8, 2), select="bernoulli", target_density=0.5), "Local"),
-        (lambda: IndexerSource(Indexer(8, 2), target_density=0.5, select="top_k"), "Imitate"),
-    ],
-)
+    [(lambda: SBMSource(SBMHead(8, 2, 4)), "Local"), (lambda: SBMSource(SBMHead(8, 2, 4), method="fastrg"), "Mask"),
+     (lambda: IndexerSource(Indexer(8, 2), select="bernoulli", target_density=0.5), "Local"),
+     (lambda: IndexerSource(Indexer(8, 2), target_density=0.5, select="top_k"), "Imitate")],
+)  # fmt: skip
 def test_the_estimator_is_derived_for_the_law_of_the_source(source: Callable[[], GraphSource], usual: str) -> None:
     """Edges of another law would train in silence on a gradient that is not theirs."""
     conv = AttentionConv(16, 8, 2, source=source())
@@ -534,25 +520,19 @@ def test_call_errors() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            {"in_channels": 0},
-            "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)",
-        ),
+        ({"in_channels": 0},
+         "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
         ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
-        (
-            {"score_bias": torch.zeros(3)},
-            "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)",
-        ),
-        (
-            {"score_bias": ALiBi(1), "heads": 2},
-            "Expected 'score_bias' of 2 heads, as the layer has (got ALiBi(heads=1))",
-        ),
+        ({"score_bias": torch.zeros(3)},
+         "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)"),
+        ({"score_bias": ALiBi(1), "heads": 2},
+         "Expected 'score_bias' of 2 heads, as the layer has (got ALiBi(heads=1))"),
         ({"concat": "mean"}, "Expected 'concat' to be a bool (got str)"),
         ({"bias": 0}, "Expected 'bias' to be a bool (got int)"),
     ],
-)
+)  # fmt: skip
 def test_option_types(option: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         SBMAttentionConv(**({"in_channels": 16, "out_channels": 8} | option))

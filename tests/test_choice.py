@@ -263,51 +263,30 @@ def test_forced_edges_of_one_head_serve_all() -> None:
 def test_errors() -> None:
     x, graph = draw(1, 9, 6, dtype=torch.float32), patterns.full(9)
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            lambda: AttentionConv(6, 4, source=cast(Any, graph)),
-            TypeError,
-            r"Expected 'source' to be a GraphSource \(got Att",
-        ),
-        (
-            lambda: AttentionConv(6, 4)(x),
-            ValueError,
-            r"Expected 'edge_index' \(got None, and the layer has no source: ",
-        ),
+        (lambda: AttentionConv(6, 4, source=cast(Any, graph)), TypeError,
+         r"Expected 'source' to be a GraphSource \(got Att"),
+        (lambda: AttentionConv(6, 4)(x), ValueError,
+         r"Expected 'edge_index' \(got None, and the layer has no source: "),
         (lambda: AttentionConv(6, 4, source=Doubtful(graph))(x), TypeError, "Expected 'source' to return a Choice"),
         (lambda: AttentionConv(6, 4, 3, Doubtful(Choice(graph.expand(2))))(x), ValueError, "have 1 or 3 heads"),
         (lambda: AttentionConv(6, 4, estimator="loud"), ValueError, "Expected 'estimator' to be one of"),
-        (
-            lambda: AttentionConv(6, 4, estimator=cast(Any, 3)),
-            TypeError,
-            "Expected 'estimator' to be an Estimator or a name",
-        ),
-        (
-            lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)),
-            TypeError,
-            r"Expected 'is_causal' to be a bool \(got int\)",
-        ),
+        (lambda: AttentionConv(6, 4, estimator=cast(Any, 3)), TypeError,
+         "Expected 'estimator' to be an Estimator or a name"),
+        (lambda: AttentionConv(6, 4, is_causal=cast(Any, 1)), TypeError,
+         r"Expected 'is_causal' to be a bool \(got int\)"),
         (lambda: AttentionConv(6, 4, causal=True), TypeError, r"AttentionConv got unknown arguments \['causal'\]"),
         (lambda: Choice(cast(Any, x)), TypeError, r"Expected 'graph' to be an AttentionGraph \(got Tensor\)"),
-        (
-            lambda: Choice(graph, cast(Any, x)),
-            TypeError,
-            r"Expected 'probability' to be an EdgeProbability \(got Tensor\)",
-        ),
+        (lambda: Choice(graph, cast(Any, x)), TypeError,
+         r"Expected 'probability' to be an EdgeProbability \(got Tensor\)"),
         (lambda: Choice(graph, forced=torch.ones(3) > 0), ValueError, r"Expected 'forced' to be \[E\] = \[81\]"),
         (lambda: Choice(graph, exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
-        (
-            lambda: patterns.PatternSource(patterns.window, reach=2),
-            TypeError,
-            r"Expected options of 'rule' .*\['reach'\]",
-        ),
-        (
-            lambda: patterns.PatternSource(patterns.window),
-            TypeError,
-            r"Expected 'size' among the options of 'rule' \(got \[\]\)\. Give `size=\.\.\.`",
-        ),
+        (lambda: patterns.PatternSource(patterns.window, reach=2), TypeError,
+         r"Expected options of 'rule' .*\['reach'\]"),
+        (lambda: patterns.PatternSource(patterns.window), TypeError,
+         r"Expected 'size' among the options of 'rule' \(got \[\]\)\. Give `size=\.\.\.`"),
         (lambda: SBMSource(cast(Any, 3)), TypeError, r"Expected 'head' to be a module such as SBMHead \(got int\)"),
         (lambda: cast(Any, GraphSource)(), TypeError, "abstract"),
-    ]
+    ]  # fmt: skip
     for action, error, message in cases:
         with pytest.raises(error, match=message):
             action()
@@ -414,11 +393,8 @@ def test_tokens_are_checked_when_they_are_made() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"query_ptr": torch.tensor([0, 2**31, 9])}, ValueError, r"'query_ptr' .* ascending \(got a decrease"),
         ({"query_ptr": torch.tensor([0, -(2**31), 9])}, ValueError, r"'query_ptr' .* ascending \(got a decrease"),
-        (
-            {"key_ptr": torch.tensor([0, 4, 2**31])},
-            ValueError,
-            r"'key_ptr' to run from 0 to 9, .* \(got 0 to 2147483648",
-        ),
+        ({"key_ptr": torch.tensor([0, 4, 2**31])}, ValueError,
+         r"'key_ptr' to run from 0 to 9, .* \(got 0 to 2147483648"),
         ({"query_ptr": torch.tensor([0, 4, 20])}, ValueError, r"'query_ptr' to run from 0 to 9, .* \(got 0 to 20\)"),
         ({"key_ptr": torch.tensor([0, 9])}, ValueError, r"'key_ptr' to hold as many sequences .* \(got 1 and 2\)"),
         ({"key": x[:, :5], "key_ptr": None}, ValueError, r"'key_ptr' to run from 0 to 5, .* \(got 0 to 9\)"),
@@ -435,14 +411,11 @@ def test_tokens_are_checked_when_they_are_made() -> None:
         ({"seed": "one"}, TypeError, r"Expected 'seed' to be an integer \(got 'one'\)"),
         ({"is_causal": 1}, TypeError, r"Expected 'is_causal' to be a bool \(got int\)"),
         ({"bipartite": 1}, TypeError, r"Expected 'bipartite' to be a bool \(got int\)"),
-        (
-            {"bipartite": False, "key": x[:, :5], "key_ptr": torch.tensor([0, 2, 5])},
-            ValueError,
-            r"'bipartite' to be True if sequences .* \(got False, N = 9, M = 5\). Pass bipartite=True",
-        ),
+        ({"bipartite": False, "key": x[:, :5], "key_ptr": torch.tensor([0, 2, 5])}, ValueError,
+         r"'bipartite' to be True if sequences .* \(got False, N = 9, M = 5\). Pass bipartite=True"),
         ({"bipartite": False, "key_ptr": torch.tensor([0, 3, 9])}, ValueError, r"\(got False, N = 9, M = 9\)"),
         ({"sequence_ids": torch.arange(3)}, ValueError, r"Expected 'sequence_ids' to be \[2\] int64"),
-    ]
+    ]  # fmt: skip
     for changed, error, message in cases:
         with pytest.raises(error, match=message):
             Tokens(**given | changed)
@@ -608,17 +581,13 @@ def test_nan_shows_as_in_dense_attention(name: str, is_causal: bool, wrong: str)
 
 
 TOO_LARGE: dict[str, Callable[[int], Any]] = {
-    "block model": SBMHead,
-    "communities": lambda size: SBMHead(8, 1, size),
+    "block model": SBMHead, "communities": lambda size: SBMHead(8, 1, size),
     "free entries": lambda size: SBMHead(8, 1, size // 10**5, parameterization="mixed"),
-    "heads": lambda size: SBMHead(8, size),
-    "indexer": indexer.Indexer,
-    "small heads": lambda size: indexer.Indexer(8, 1, size),
-    "scores of keys": indexer.KeyScorer,
-    "hidden": lambda size: indexer.KeyScorer(8, 1, size),
-    "projection": sparsefinder.Projection,
+    "heads": lambda size: SBMHead(8, size), "indexer": indexer.Indexer,
+    "small heads": lambda size: indexer.Indexer(8, 1, size), "scores of keys": indexer.KeyScorer,
+    "hidden": lambda size: indexer.KeyScorer(8, 1, size), "projection": sparsefinder.Projection,
     "dimensions": lambda size: sparsefinder.Projection(8, 1, size),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)

@@ -200,12 +200,9 @@ def test_seed_everything_fixes_everything() -> None:
         model = SequenceEncoder(15, 16, attention_options={"num_clusters": 4, "dropout": 0.1})
         sbm = cast(Any, conv.source).head(Tokens(torch.randn(2, 30, 8), torch.randn(2, 30, 8)))
         return [
-            out,
-            graph.col,
-            model(torch.randint(15, (30,)), PTR),
-            sample_edges(sbm, clamp=True).col,
+            out, graph.col, model(torch.randint(15, (30,)), PTR), sample_edges(sbm, clamp=True).col,
             patterns.random(30, 3).col,
-        ]
+        ]  # fmt: skip
 
     state = torch.get_rng_state()
     first, second = everything(), everything()
@@ -297,7 +294,9 @@ def test_summary() -> None:
     pytest.importorskip("tabulate", reason="torch_geometric.nn.summary needs tabulate")
     conv = layer()
     table = summary(conv, tokens(), edges(), leaf_module=None)
-    for line in ("AttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}"):
+    for line in (
+        "SBMAttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}",
+    ):  # fmt: skip
         assert line in table
 
 
@@ -366,11 +365,8 @@ def test_a_mask_of_an_explainer_is_over_the_edges_that_were_given() -> None:
     mask = torch.ones(100, dtype=torch.float64)
     mask[17] = 0
     conv.explain, conv._edge_mask, conv._loop_mask, conv._apply_sigmoid = (
-        True,
-        mask,
-        edge_index[0] != edge_index[1],
-        False,
-    )
+        True, mask, edge_index[0] != edge_index[1], False,
+    )  # fmt: skip
     message = mask[:, None, None] * alpha[..., None] * value[edge_index[0]]
     expected = torch.zeros(30, 2, 8, dtype=torch.float64).index_add(0, edge_index[1], message)
     torch.testing.assert_close(conv(x, edge_index), expected.flatten(1))

@@ -199,12 +199,10 @@ def test_half_precision_is_close(dtype: torch.dtype) -> None:
 
 def test_errors_name_the_argument() -> None:
     for options, words in (
-        ({"degree": "tanh"}, "Expected 'degree' to be one of"),
-        ({"squash": 1}, "Expected 'squash'"),
-        ({"scale": math.nan}, "Expected 'scale'"),
-        ({"entropy_weight": -1.0}, "Expected 'entropy_weight'"),
+        ({"degree": "tanh"}, "Expected 'degree' to be one of"), ({"squash": 1}, "Expected 'squash'"),
+        ({"scale": math.nan}, "Expected 'scale'"), ({"entropy_weight": -1.0}, "Expected 'entropy_weight'"),
         ({"num_clusters": 0}, "Expected 'num_clusters'"),
-    ):
+    ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=words):
             DCMMBias(4, **options)
     bias = DCMMBias(CHANNELS, HEADS, BLOCKS)

@@ -62,8 +62,7 @@ def conv(source: Any, **options: Any) -> AttentionConv:
 
 
 LAYERS: dict[str, Callable[[], AttentionConv]] = {
-    "block model": sbm,
-    "block model, causal": partial(sbm, target_density=0.4, window=1, is_causal=True),
+    "block model": sbm, "block model, causal": partial(sbm, target_density=0.4, window=1, is_causal=True),
     "block model, rotary and linear bias": lambda: sbm(score_bias=ALiBi(HEADS), rotary=Rotary(), concat=False),
     "degrees and mixed memberships": partial(sbm, parameterization="mixed", degree_corrected=True, budget=4.0),
     "candidates": partial(sbm, target_density=0.2, candidates=3, is_causal=True),
@@ -71,8 +70,7 @@ LAYERS: dict[str, Callable[[], AttentionConv]] = {
     "blocks of tokens, causal": partial(sbm, target_density=0.4, block_size=2, is_causal=True),
     "dense, distilled": partial(sbm, target_density=1.0, estimator="distill"),
     "sparse, distilled": partial(sbm, target_density=0.4, estimator="distill"),
-    "imitation": partial(sbm, estimator=Imitate(over="all")),
-    "relaxed": partial(sbm, estimator="relaxed"),
+    "imitation": partial(sbm, estimator=Imitate(over="all")), "relaxed": partial(sbm, estimator="relaxed"),
     "entmax, and a block model as bias": lambda: sbm(
         normalizer="entmax", score_bias=DCMMBias(CHANNELS, HEADS, 3, entropy_weight=0.3)
     ),
@@ -94,7 +92,7 @@ LAYERS: dict[str, Callable[[], AttentionConv]] = {
     "projections": lambda: conv(
         SparsefinderSource(Projection(CHANNELS, HEADS), predictors.bucketing, num_buckets=4, window=1)
     ),
-}
+}  # fmt: skip
 
 
 OF_FOUR = ["block model, causal", "blocks of tokens", "indexer", "random keys of each head", "random keys of all heads"]
@@ -320,15 +318,13 @@ def pairs(select: str = "bernoulli", **options: Any) -> IndexerSource:
 AMONG = patterns.window(20, 4)
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "block model": sbm,
-    "mixed memberships with degrees": partial(sbm, parameterization="mixed", degree_corrected=True),
-    "candidates": partial(sbm, candidates=3, window=1),
-    "blocks of tokens": partial(sbm, block_size=3, pool="learned"),
+    "mixed memberships with degrees": partial(sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}),
+    "candidates": partial(sbm, candidates=3, window=1), "blocks of tokens": partial(sbm, block_size=3, pool="learned"),
     "entmax": partial(sbm, normalizer="entmax"),
     **{
         f"estimator {name}": partial(sbm, estimator=name) for name in ("distill", "imitate", "mask", "paper", "relaxed")
     },
-    "concrete": partial(sbm, estimator="concrete"),
-    "fastrg": partial(sbm, method="fastrg"),
+    "concrete": partial(sbm, estimator="concrete"), "fastrg": partial(sbm, method="fastrg"),
     "indexer, drawn": lambda: conv(scored("bernoulli")),
     "indexer, drawn, distilled": lambda: conv(scored("bernoulli", detach=True), estimator="distill"),
     "indexer by rank": lambda: conv(scored("top_k", k=2)),
@@ -340,7 +336,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "learned graph among candidates": lambda: Graphs(SBMSource(SBMHead(8, num_clusters=3), candidates=2), AMONG),
     "learned graph of an indexer": lambda: Graphs(pairs()),
     "learned graph of an indexer among candidates": lambda: Graphs(pairs(), AMONG),
-}
+}  # fmt: skip
 
 
 def check_phases(rank: int, world: int, name: str) -> None:

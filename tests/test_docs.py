@@ -91,11 +91,9 @@ def test_the_runner_notices_what_is_wrong(
     page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n")
     assert run_page(page, capsys, monkeypatch) == 1
     for wrong in (
-        "```python\nprint(2)\n```\n\n```text\n1\n```\n",
-        "```python\n1 / 0\n```\n",
-        "```bash\npython examples/none.py\n```\n",
-        "```bash\nrm x\n```\n",
-    ):
+        "```python\nprint(2)\n```\n\n```text\n1\n```\n", "```python\n1 / 0\n```\n",
+        "```bash\npython examples/none.py\n```\n", "```bash\nrm x\n```\n",
+    ):  # fmt: skip
         page.write_text(wrong)
         with pytest.raises((AssertionError, ZeroDivisionError)):
             run_page(page, capsys, monkeypatch)
@@ -169,12 +167,10 @@ TOO_WIDE = "<p style='width: 3000px'>a wide box</p>"
 
 @pytest.mark.parametrize(
     ("article", "faults"),
-    [
-        (TOO_WIDE, ["pixels too wide", "past the edge: P a wide box"]),
-        ("<p style='white-space: nowrap'>" + "word " * 500, ["pixels too wide"]),
-        (f"<div style='overflow-x: auto'>{TOO_WIDE}</div>", []),
-    ],
-)
+    [(TOO_WIDE, ["pixels too wide", "past the edge: P a wide box"]),
+     ("<p style='white-space: nowrap'>" + "word " * 500, ["pixels too wide"]),
+     (f"<div style='overflow-x: auto'>{TOO_WIDE}</div>", [])],
+)  # fmt: skip
 def test_pages_past_the_edge_are_found_where_the_theme_hides_it(
     article: str, faults: list[str], tmp_path: Path
 ) -> None:

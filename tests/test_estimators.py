@@ -126,18 +126,8 @@ def test_effect_knows_infinite_scores_and_ignores_tokens_that_nothing_touches() 
     bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
     probe_bias = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64)
     arguments = (
-        draw(4, 1, 2, 4),
-        query,
-        key,
-        value,
-        graph.rowptr,
-        graph.col,
-        bias,
-        probes.rowptr,
-        probes.col,
-        probe_bias,
-        1.0,
-    )
+        draw(4, 1, 2, 4), query, key, value, graph.rowptr, graph.col, bias, probes.rowptr, probes.col, probe_bias, 1.0,
+    )  # fmt: skip
     for got, want in zip(effect(schemas, *arguments), effect(reference_effects, *arguments), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
@@ -236,11 +226,8 @@ class OneQuery:
 
     def __init__(self) -> None:
         self.query, self.key, self.value, self.weight = (
-            draw(1, 1, 1, 3),
-            draw(2, 1, 4, 3),
-            draw(3, 1, 4, 3),
-            draw(4, 1, 1, 3),
-        )
+            draw(1, 1, 1, 3), draw(2, 1, 4, 3), draw(3, 1, 4, 3), draw(4, 1, 1, 3),
+        )  # fmt: skip
         self.p = torch.tensor([[0.1, 0.3, 0.6, 0.9]], dtype=torch.float64)
         self.graphs = [AttentionGraph.from_dense(torch.tensor([bits])) for bits in product([0.0, 1.0], repeat=4)]
 
@@ -435,20 +422,18 @@ def test_refused_probes() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"out": torch.ones(2, 5, 3)}, r"Expected 'out' to be \[H, N, C'\] = \[2, 5, 4\]"),
-        ({"out": None}, "Expected 'out' to be a tensor"),
-        ({"query": torch.ones(1, 5, 4)}, r"Expected 'key' to be \[H, M, C\] = \[1, any, 4\]"),
-        ({"value": torch.ones(2, 5, 4).long()}, "Expected 'value' to be a floating tensor"),
-        ({"value": torch.ones(2, 5, 4).double()}, "to be of one dtype"),
-        ({"probe_bias": torch.ones(7)}, r"Expected 'probe_bias' to be \[E'\] = \[10\]"),
-        ({"forced": torch.ones(50)}, "Expected 'forced' to be bool"),
-        ({"prob": torch.ones(7)}, r"Expected 'prob' to be \[E\] = \[50\]"),
-        ({"chance": torch.ones(4)}, r"Expected 'chance' to be \[N\] = \[5\]"),
-        ({"chance": torch.ones(5).long()}, "Expected 'chance' to be a floating tensor"),
-        ({"weight": math.inf}, r"Expected 'weight' in \(-inf, inf\)"),
-    ],
-)
+    [({"out": torch.ones(2, 5, 3)}, r"Expected 'out' to be \[H, N, C'\] = \[2, 5, 4\]"),
+     ({"out": None}, "Expected 'out' to be a tensor"),
+     ({"query": torch.ones(1, 5, 4)}, r"Expected 'key' to be \[H, M, C\] = \[1, any, 4\]"),
+     ({"value": torch.ones(2, 5, 4).long()}, "Expected 'value' to be a floating tensor"),
+     ({"value": torch.ones(2, 5, 4).double()}, "to be of one dtype"),
+     ({"probe_bias": torch.ones(7)}, r"Expected 'probe_bias' to be \[E'\] = \[10\]"),
+     ({"forced": torch.ones(50)}, "Expected 'forced' to be bool"),
+     ({"prob": torch.ones(7)}, r"Expected 'prob' to be \[E\] = \[50\]"),
+     ({"chance": torch.ones(4)}, r"Expected 'chance' to be \[N\] = \[5\]"),
+     ({"chance": torch.ones(5).long()}, "Expected 'chance' to be a floating tensor"),
+     ({"weight": math.inf}, r"Expected 'weight' in \(-inf, inf\)")],
+)  # fmt: skip
 def test_the_local_expectation_refuses_what_its_kernels_would_misread(change: dict[str, Any], message: str) -> None:
     x, graph, probes = torch.ones(2, 5, 4), patterns.full(5, heads=2), patterns.window(5, 0, heads=2)  # 50 and 10 edges
     sbm = SBM(torch.full((2, 5, 1), 0.1), torch.ones(2, 5, 1))
@@ -478,14 +463,12 @@ class Wrong(EdgeProbability):
 
 @pytest.mark.parametrize(
     ("estimator", "by_factors", "message"),
-    [
-        ("mask", False, r"Expected 'gate' to be \[E\] = \[50\] \(got \[51\]\)"),
-        ("relaxed", False, r"Expected 'bias' to be \[E\] = \[50\] \(got \[51\]\)"),
-        ("imitate", False, r"Expected 'log_p' to be \[E\] = \[50\] \(got \[51\]\)"),
-        ("local", False, r"Expected 'prob' to be \[E\] = \[10\] \(got \[11\]\)"),
-        ("local", True, r"Expected 'factors' of Wrong to be \[H, N, K\] and \[H, M, K\] .* \(got \[2, 6, 3\]"),
-    ],
-)
+    [("mask", False, r"Expected 'gate' to be \[E\] = \[50\] \(got \[51\]\)"),
+     ("relaxed", False, r"Expected 'bias' to be \[E\] = \[50\] \(got \[51\]\)"),
+     ("imitate", False, r"Expected 'log_p' to be \[E\] = \[50\] \(got \[51\]\)"),
+     ("local", False, r"Expected 'prob' to be \[E\] = \[10\] \(got \[11\]\)"),
+     ("local", True, r"Expected 'factors' of Wrong to be \[H, N, K\] and \[H, M, K\] .* \(got \[2, 6, 3\]")],
+)  # fmt: skip
 def test_numbers_of_a_source_of_ones_own_are_checked_before_kernels(
     estimator: str, by_factors: bool, message: str
 ) -> None:
@@ -518,11 +501,8 @@ def test_refused_arguments_of_estimators() -> None:
     )  # fmt: skip
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: expect(model=None), TypeError, r"Expected 'probability' to be an EdgeProbability \(got NoneType\)"),
-        (
-            lambda: expect(edges=longer),
-            ValueError,
-            r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)",
-        ),
+        (lambda: expect(edges=longer), ValueError,
+         r"Expected 'graph' with \(heads, queries, keys\) = \(1, 5, 5\) \(got \(1, 9, 9\)\)"),
         (lambda: expect(edges=foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: expect(tried=foreign), ValueError, "Expected 'probes' over the sequences of this SBM"),
         (lambda: expect(edges=None), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
@@ -532,61 +512,31 @@ def test_refused_arguments_of_estimators() -> None:
         (lambda: expect(exploration=2), ValueError, r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
         (lambda: expect(scale=math.nan), ValueError, r"Expected 'scale' in \(-inf, inf\) \(got nan\)"),
         (lambda: expect(forced=chance), ValueError, r"Expected 'forced' to be \[E\]"),
-        (
-            lambda: straight_through(sbm, graph, graph.col),
-            TypeError,
-            r"Expected 'forced' to be bool \(got torch.int32\)",
-        ),
+        (lambda: straight_through(sbm, graph, graph.col), TypeError,
+         r"Expected 'forced' to be bool \(got torch.int32\)"),
         (lambda: straight_through(sbm, foreign), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: score_function(sbm, graph, loss.to("meta")), ValueError, "Expected 'loss' on cpu, as 'graph' is"),
         (lambda: relaxed_bias(sbm, graph, math.nan), ValueError, r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
-        (
-            lambda: relaxed_bias(cast(Any, graph), graph),
-            TypeError,
-            r"Expected 'probability' to be an EdgeProbability \(got AttentionGraph\)",
-        ),
-        (
-            lambda: concrete_bias(sbm, graph, 0.0, seed=0),
-            ValueError,
-            r"Expected 'temperature' in \(0, inf\) \(got 0.0\)",
-        ),
-        (
-            lambda: concrete_bias(sbm, graph, math.nan, seed=0),
-            ValueError,
-            r"Expected 'temperature' in \(0, inf\) \(got nan\)",
-        ),
-        (
-            lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)),
-            TypeError,
-            r"Expected 'seed' to be an integer \(got 1.5\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss.mean()),
-            ValueError,
-            r"Expected 'loss' to be \[B\] = \[2\] \(got \[\]\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss[:1]),
-            ValueError,
-            r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)",
-        ),
-        (
-            lambda: score_function(sbm, graph, loss.long()),
-            TypeError,
-            r"Expected 'loss' to be a floating tensor \(got torch.int64\)",
-        ),
+        (lambda: relaxed_bias(cast(Any, graph), graph), TypeError,
+         r"Expected 'probability' to be an EdgeProbability \(got AttentionGraph\)"),
+        (lambda: concrete_bias(sbm, graph, 0.0, seed=0), ValueError,
+         r"Expected 'temperature' in \(0, inf\) \(got 0.0\)"),
+        (lambda: concrete_bias(sbm, graph, math.nan, seed=0), ValueError,
+         r"Expected 'temperature' in \(0, inf\) \(got nan\)"),
+        (lambda: concrete_bias(sbm, graph, 1.0, seed=cast(Any, 1.5)), TypeError,
+         r"Expected 'seed' to be an integer \(got 1.5\)"),
+        (lambda: score_function(sbm, graph, loss.mean()), ValueError,
+         r"Expected 'loss' to be \[B\] = \[2\] \(got \[\]\)"),
+        (lambda: score_function(sbm, graph, loss[:1]), ValueError,
+         r"Expected 'loss' to be \[B\] = \[2\] \(got \[1\]\)"),
+        (lambda: score_function(sbm, graph, loss.long()), TypeError,
+         r"Expected 'loss' to be a floating tensor \(got torch.int64\)"),
         (lambda: score_function(sbm, foreign, loss), ValueError, "Expected 'graph' over the sequences of this SBM"),
-        (
-            lambda: draw_probes(sample_edges(sbm, seed=0), cast(Any, "2"), seed=0),
-            TypeError,
-            r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)",
-        ),
-        (
-            lambda: draw_probes(cast(Any, None), 2.0, seed=0),
-            TypeError,
-            r"Expected 'graph' to be an AttentionGraph \(got NoneType\)",
-        ),
-    ]
+        (lambda: draw_probes(sample_edges(sbm, seed=0), cast(Any, "2"), seed=0), TypeError,
+         r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
+        (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError,
+         r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
+    ]  # fmt: skip
     for action, error, message in cases:
         with pytest.raises(error, match=message):
             action()
@@ -617,12 +567,9 @@ def test_more_pairs_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_infinitely_many_probes_are_all_pairs() -> None:
     sbm = SBM(
-        torch.full((2, 3, 1), 0.1),
-        torch.ones(2, 5, 1),
-        torch.ones(2, 1, 1),
-        torch.tensor([0, 1, 3]),
+        torch.full((2, 3, 1), 0.1), torch.ones(2, 5, 1), torch.ones(2, 1, 1), torch.tensor([0, 1, 3]),
         torch.tensor([0, 3, 5]),
-    )
+    )  # fmt: skip
     probes, chance = draw_probes(sample_edges(sbm, seed=0), math.inf, seed=0)
     assert probes.num_edges == 2 * (1 * 3 + 2 * 2)
     assert torch.equal(chance, torch.ones(3))
@@ -672,19 +619,9 @@ def test_the_layer_looks_at_all_pairs_with_enough_probes() -> None:
     )
     everything = AttentionGraph.from_dense(torch.ones(2, 7, 7))
     effects = effect(
-        reference_effects,
-        weight.view(7, 2, 4).transpose(0, 1),
-        query,
-        key,
-        value,
-        graph.rowptr,
-        graph.col,
-        None,
-        everything.rowptr,
-        everything.col,
-        None,
-        0.5,
-    )
+        reference_effects, weight.view(7, 2, 4).transpose(0, 1), query, key, value, graph.rowptr, graph.col, None,
+        everything.rowptr, everything.col, None, 0.5,
+    )  # fmt: skip
     g = torch.zeros(14, 7, dtype=torch.float64)
     g[everything.edge_row, everything.col.long()] = effects[1]
     g[graph.edge_row, graph.col.long()] += effects[0]

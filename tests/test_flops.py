@@ -130,11 +130,9 @@ def test_effects_of_edges_and_probes() -> None:
 def test_sampling_by_coins_looks_at_all_pairs(method: str, device: str) -> None:
     """Where a quarter of the pairs are edges, coins are cheapest."""
     sbm = SBM(
-        torch.full((HEADS, N, K), 0.5),
-        torch.full((HEADS, N, K), 0.5),
-        torch.eye(K).expand(HEADS, K, K) * 0.2,
+        torch.full((HEADS, N, K), 0.5), torch.full((HEADS, N, K), 0.5), torch.eye(K).expand(HEADS, K, K) * 0.2,
         query_ptr=PTR,
-    )
+    )  # fmt: skip
     sequence_ids = torch.arange(2)
     found: list[Any] = []
     if device == "real":

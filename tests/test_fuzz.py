@@ -25,17 +25,9 @@ def fuzz(calls: int, folder: Path, seed: int = 0) -> tuple[list[dict[str, Any]],
     """Verdicts of that many calls, in a process of their own, and what it says about them."""
     verdicts = folder / "verdicts.json"
     command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(DRIVER),
-        "--calls",
-        str(calls),
-        "--seed",
-        str(seed),
-        "--json",
+        sys.executable, "-W", "ignore", str(DRIVER), "--calls", str(calls), "--seed", str(seed), "--json",
         str(verdicts),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert verdicts.is_file(), done.stderr
     return json.loads(verdicts.read_text()), done.stdout
@@ -181,17 +173,9 @@ def greedy(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("read", "verdict"),
-    [
-        (lambda folder: crash(), "crash"),
-        (lambda folder: spin(), "hang"),
-        (error, "error"),
-        (unclear, "unclear"),
-        (careless, "changed"),
-        (invalid, "wrong"),
-        (greedy, "memory"),
-        (lambda folder: None, "read"),
-    ],
-)
+    [(lambda folder: crash(), "crash"), (lambda folder: spin(), "hang"), (error, "error"), (unclear, "unclear"),
+     (careless, "changed"), (invalid, "wrong"), (greedy, "memory"), (lambda folder: None, "read")],
+)  # fmt: skip
 def test_the_driver_of_files_sees_each_fault(read: Any, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_files, "LIMIT", 0.5)
     monkeypatch.setattr(fuzz_files, "MEMORY", 100)

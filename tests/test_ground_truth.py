@@ -149,23 +149,15 @@ def test_layers_are_as_they_were_after_an_error() -> None:
     [
         (3, None, TypeError, r"Expected 'model' to be a module \(got int\)"),
         (nn.Linear(2, 2), None, ValueError, "Expected 'model' to have AttentionConv layers"),
-        (
-            AttentionConv(4, 2).eval(),
-            None,
-            ValueError,
-            "Expected 'model' with sparse normalizers .got softmax in layer ''",
-        ),
+        (AttentionConv(4, 2).eval(), None, ValueError,
+         "Expected 'model' with sparse normalizers .got softmax in layer ''"),
         (make_layer(4, 2, 1), None, ValueError, "Expected 'model' to be in evaluation"),
-        (
-            make_layer(4, 2, 1, edge_dim=3).eval(),
-            None,
-            ValueError,
-            r"Expected 'model' without edge features \(got an 'edge_dim' in layer ''\)",
-        ),
+        (make_layer(4, 2, 1, edge_dim=3).eval(), None, ValueError,
+         r"Expected 'model' without edge features \(got an 'edge_dim' in layer ''\)"),
         (make_model(), ["x"], ValueError, r"Expected 'layers' among \['encoder.layers.0"),
         (make_model(), "x", TypeError, "Expected 'layers' to be a collection of names"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_record(model: Any, layers: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message), record(model, layers):
         pass
@@ -214,13 +206,11 @@ def test_entropy_tells_balance_and_concentration() -> None:
 
 @pytest.mark.parametrize(
     ("group", "count", "graph", "message"),
-    [
-        (torch.zeros(2, 4), 2, None, r"Expected 'group' to be \[H, M\] or \[H, M, m\] int64"),
-        (torch.full((2, 4), 2), 2, None, r"Expected 'group' in 0..1 \(got 2 to 2\)"),
-        (torch.zeros(2, 4, dtype=torch.int64), 0, None, "Expected 'num_groups' to be at least 1"),
-        (torch.zeros(2, 4, dtype=torch.int64), 2, patterns.full(4), "Expected 'graph' of 2 heads and 4 keys"),
-    ],
-)
+    [(torch.zeros(2, 4), 2, None, r"Expected 'group' to be \[H, M\] or \[H, M, m\] int64"),
+     (torch.full((2, 4), 2), 2, None, r"Expected 'group' in 0..1 \(got 2 to 2\)"),
+     (torch.zeros(2, 4, dtype=torch.int64), 0, None, "Expected 'num_groups' to be at least 1"),
+     (torch.zeros(2, 4, dtype=torch.int64), 2, patterns.full(4), "Expected 'graph' of 2 heads and 4 keys")],
+)  # fmt: skip
 def test_errors_of_entropies(group: Tensor, count: int, graph: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_entropy(group, count, graph)

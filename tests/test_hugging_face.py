@@ -40,11 +40,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT: dict[str, Any] = SIZES | {
-    "vocab_size": 50,
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+    "vocab_size": 50, "max_position_embeddings": 40, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {"num_clusters": 4}
 LENGTH = 12
 REAL = torch.arange(LENGTH) < torch.tensor([[12], [7], [5], [1]])
@@ -60,13 +57,8 @@ def roberta() -> Any:
 
 def distilbert() -> Any:
     sizes: Any = {
-        "vocab_size": 50,
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "hidden_dim": 48,
-        "max_position_embeddings": 40,
-    }
+        "vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40,
+    }  # fmt: skip
     config = transformers.DistilBertConfig(**sizes, initializer_range=0.2)
     return transformers.DistilBertForSequenceClassification(config)
 
@@ -88,13 +80,8 @@ def llama() -> Any:
 
 def gpt2(**options: Any) -> Any:
     sizes: Any = {
-        "vocab_size": 50,
-        "n_positions": 40,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "initializer_range": 0.2,
-    }
+        "vocab_size": 50, "n_positions": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2,
+    }  # fmt: skip
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options))
 
 
@@ -118,12 +105,8 @@ def deepseek() -> Any:
     """Multi-head latent attention, whose values have another width than its queries."""
     widths = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16, "q_lora_rank": 16}
     experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 8,
-    }
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8,
+    }  # fmt: skip
     return causal_model("deepseek_v3", **widths, **experts, num_key_value_heads=4, head_dim=4)
 
 
@@ -239,12 +222,8 @@ def test_causal_attention_with_padding_on_either_side(left: bool) -> None:
 
 def test_an_encoder_and_a_decoder_keep_dense_cross_attention() -> None:
     sizes: Any = {
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "vocab_size": 50,
-        "max_position_embeddings": 40,
-    }
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 50, "max_position_embeddings": 40,
+    }  # fmt: skip
     heads: Any = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
     config = transformers.BartConfig(**sizes, **heads, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.2)
     model = transformers.BartForConditionalGeneration(config)
@@ -780,18 +759,14 @@ def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"source": "indexer", "index_heads": 2, "target_density": 0.3},
-        {"source": "indexer", "select": "top_k", "k": 3, "estimator": "imitate"},
-        {"source": "routing", "num_clusters": 3, "window": 1},
-        {"source": "top_k", "k": 3},
-        {"source": "top_k", "target_density": 0.3},
-        {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
-        {"num_clusters": 4, "target_density": None, "parameterization": "mixed"},
-        {"num_clusters": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0},
-    ],
+    [{"source": "indexer", "index_heads": 2, "target_density": 0.3},
+     {"source": "indexer", "select": "top_k", "k": 3, "estimator": "imitate"},
+     {"source": "routing", "num_clusters": 3, "window": 1}, {"source": "top_k", "k": 3},
+     {"source": "top_k", "target_density": 0.3}, {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
+     {"num_clusters": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
+     {"num_clusters": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0}],
     ids=lambda options: f"{options.get('source', 'sbm')}-{len(options)}",
-)
+)  # fmt: skip
 def test_every_kind_of_source_is_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
     model = bert()
     replace_attention(model, **options)
@@ -929,13 +904,10 @@ def sparse_minimax() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [
-        (sparse_minimax, "block_indices"),
-        (lambda: causal_model("gemma2"), "softcap"),
-        (lambda: causal_model("gpt_oss", num_local_experts=4, num_experts_per_tok=2), "s_aux"),
-    ],
+    [(sparse_minimax, "block_indices"), (lambda: causal_model("gemma2"), "softcap"),
+     (lambda: causal_model("gpt_oss", num_local_experts=4, num_experts_per_tok=2), "s_aux")],
     ids=["sparse attention of its own", "capped scores", "sinks"],
-)
+)  # fmt: skip
 def test_models_whose_attention_is_another_function_are_refused_as_they_are(make: Any, name: str) -> None:
     model = make()
     given = inputs(model)

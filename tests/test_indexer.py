@@ -196,14 +196,10 @@ def test_a_row_depends_on_no_other_sequence(scorer: str, select: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "estimator", "full"),
-    [
-        ({}, "local", 0),
-        ({"target_density": 0.25}, "local", 0),
-        ({"target_density": 0.25}, "distill", 0),
-        ({"select": "top_k", "target_density": 0.25}, Imitate(over="all"), 200),
-        ({"select": "top_k", "target_density": 0.25}, "imitate", 30),
-    ],
-)
+    [({}, "local", 0), ({"target_density": 0.25}, "local", 0), ({"target_density": 0.25}, "distill", 0),
+     ({"select": "top_k", "target_density": 0.25}, Imitate(over="all"), 200),
+     ({"select": "top_k", "target_density": 0.25}, "imitate", 30)],
+)  # fmt: skip
 def test_it_finds_the_right_key_of_eight(options: dict[str, Any], estimator: Any, full: int) -> None:
     """The key that holds a query's mark also holds what is asked for; attention itself can see marks.
 
@@ -337,12 +333,10 @@ def test_encoders_take_them_by_name() -> None:
     for name, options in (
         ("indexer", {"index_heads": 2, "target_density": 0.5}),
         ("indexer", {"k": 2, "dropout": 0.1}),
-        (
-            "key_selection",
-            {"hidden": 4, "target_density": 0.3, "window": 1, "select": "bernoulli", "estimator": "distill"},
-        ),
+        ("key_selection",
+         {"hidden": 4, "target_density": 0.3, "window": 1, "select": "bernoulli", "estimator": "distill"}),
         ("key_selection", {"select": "bernoulli"}),
-    ):
+    ):  # fmt: skip
         encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
         out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
         assert trace.choices[0].graph.is_causal
@@ -356,13 +350,9 @@ def test_no_array_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiles.SCORES_PER_TILE, "cpu", 2**16)
     n = 2**11
     layer = AttentionConv(
-        8,
-        8,
-        1,
-        IndexerSource(Indexer(8), select="bernoulli", target_density=2**-8),
-        estimator="distill",
+        8, 8, 1, IndexerSource(Indexer(8), select="bernoulli", target_density=2**-8), estimator="distill",
         is_causal=True,
-    )
+    )  # fmt: skip
     with LargestStorage() as largest:
         (layer(draw(0, n, 8).float(), seed=0).sum() + auxiliary_loss(layer)).backward()
     assert (
@@ -511,10 +501,8 @@ def test_writing_into_the_offsets_of_a_probability_is_refused() -> None:
 
 def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
     scorer, x, bias = (
-        make("indexer"),
-        draw(1, HEADS, 9, CHANNELS),
-        torch.ones(HEADS, dtype=torch.float64).requires_grad_(),
-    )
+        make("indexer"), draw(1, HEADS, 9, CHANNELS), torch.ones(HEADS, dtype=torch.float64).requires_grad_(),
+    )  # fmt: skip
     degree, graph = torch.full((9,), 2.0, dtype=torch.float64), patterns.full(9).expand(HEADS)
     with_bias, without = (
         IndexProbability(Tokens(x), *scorer(x, x), degree=degree, bias=each).on(graph) for each in (bias, None)
@@ -527,9 +515,7 @@ def test_a_bias_beside_degrees_has_no_effect_and_no_gradient() -> None:
 def test_coins_expect_a_key_of_each_query_at_least() -> None:
     """However few keys there are to share out."""
     source, x, ptr = (
-        IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.1),
-        torch.randn(2, 33, 4),
-        pointer([3, 30]),
-    )
+        IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.1), torch.randn(2, 33, 4), pointer([3, 30]),
+    )  # fmt: skip
     degree = cast(Any, source(Tokens(x, query_ptr=ptr))).probability.expected_degree()
     torch.testing.assert_close(degree, torch.tensor([1.0] * 3 + [3.0] * 30).expand(2, -1))

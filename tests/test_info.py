@@ -107,12 +107,9 @@ def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main([]) == 0
     text = capsys.readouterr().out
     for words in (
-        f"sbm_pyg           {sbm_pyg.__version__}",
-        f"torch             {torch.__version__}",
-        "numba",
-        "passed",
+        f"sbm_pyg           {sbm_pyg.__version__}", f"torch             {torch.__version__}", "numba", "AMX", "passed",
         "writable: ",
-    ):
+    ):  # fmt: skip
         assert words in text
     for package in info.OPTIONAL:
         assert package in text
@@ -120,17 +117,9 @@ def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("load", "threads", "policy", "busy"),
-    [
-        (2.0, 2, None, True),
-        (0.6, 2, None, True),
-        (0.4, 2, None, False),
-        (3.0, 1, None, False),
-        (3.0, 2, "PASSIVE", False),
-        (3.0, 2, "active", True),
-        (None, 2, None, False),
-        (None, 3, None, True),
-    ],
-)
+    [(2.0, 2, None, True), (0.6, 2, None, True), (0.4, 2, None, False), (3.0, 1, None, False),
+     (3.0, 2, "PASSIVE", False), (3.0, 2, "active", True), (None, 2, None, False), (None, 3, None, True)],
+)  # fmt: skip
 def test_a_busy_machine_is_told(
     load: float | None, threads: int, policy: str | None, busy: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

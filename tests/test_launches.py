@@ -113,10 +113,8 @@ def test_offsets_are_waited_for_once() -> None:
     """By the first layer of a model."""
     torch.manual_seed(0)
     layers, x, ptr = (
-        [SBMAttentionConv(32, 16, heads=2) for _ in range(2)],
-        torch.randn(96, 32),
-        torch.tensor([0, 40, 96]),
-    )
+        [SBMAttentionConv(32, 16, heads=2) for _ in range(2)], torch.randn(96, 32), torch.tensor([0, 40, 96]),
+    )  # fmt: skip
     counts = []
     with plain_torch() as counted:
         for layer in layers:

@@ -520,15 +520,11 @@ def test_a_target_density_is_one_of_the_candidates(kind: str) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "twice as many drawn": {"target_density": 0.3, "candidates": 2.0},
-    "all drawn": {"target_density": 0.3, "candidates": 4.0},
-    "drawn without a density": {"candidates": 2.0},
-    "budget": {"budget": 5.0},
-    "budget of what is kept": {"budget": 5.0, "candidates": 2.0, "target_density": 0.5},
-    "window": {"target_density": 0.1, "window": 3},
-    "self-loops": {"target_density": 0.1, "window": 0},
-    "no exploration": {"target_density": 0.3, "exploration": 0.0},
-    "detached": {"target_density": 0.3, "detach": True},
-}
+    "all drawn": {"target_density": 0.3, "candidates": 4.0}, "drawn without a density": {"candidates": 2.0},
+    "budget": {"budget": 5.0}, "budget of what is kept": {"budget": 5.0, "candidates": 2.0, "target_density": 0.5},
+    "window": {"target_density": 0.1, "window": 3}, "self-loops": {"target_density": 0.1, "window": 0},
+    "no exploration": {"target_density": 0.3, "exploration": 0.0}, "detached": {"target_density": 0.3, "detach": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -51,12 +51,9 @@ def test_only_density_above_the_floor_costs() -> None:
     """Two heads of constant probabilities, one below the floor and one above it."""
     chance = torch.tensor([0.1, 0.5], requires_grad=True)
     sbm = SBM(
-        chance[:, None, None].expand(2, 6, 1),
-        torch.ones(2, 6, 1),
-        torch.ones(2, 1, 1),
+        chance[:, None, None].expand(2, 6, 1), torch.ones(2, 6, 1), torch.ones(2, 1, 1), torch.tensor([0, 6]),
         torch.tensor([0, 6]),
-        torch.tensor([0, 6]),
-    )
+    )  # fmt: skip
     trace = EncoderTrace((Choice(patterns.full(6, heads=2), sbm),), (1, 2))
     for floor, loss, gradient in [(0.0, 0.3, [0.5, 0.5]), (0.2, 0.15, [0.0, 0.5]), (0.6, 0.0, [0.0, 0.0])]:
         found = trace.density_loss(floor)
@@ -223,16 +220,11 @@ def test_token_classifier_learns_to_copy_a_neighbor() -> None:
     torch.manual_seed(0)
     model = TokenClassifier(
         SequenceEncoder(
-            8,
-            32,
-            num_layers=1,
-            max_length=12,
-            dropout=0.0,
-            attention="sbm",
+            8, 32, num_layers=1, max_length=12, dropout=0.0, attention="sbm",
             attention_options={"num_clusters": 8, "window": 1},
         ),
         2,
-    )
+    )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     ptr = torch.arange(0, 12 * 33, 12)
     generator = torch.Generator().manual_seed(1)
@@ -279,14 +271,10 @@ def test_embeddings_start_at_unit_spread() -> None:
     [
         (torch.tensor([0, 15]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got 0 to 15\)"),
         (torch.tensor([-1, 3]), None, ValueError, r"Expected 'tokens' in 0..14, the vocabulary \(got -1 to 3\)"),
-        (
-            torch.zeros(41, dtype=torch.long),
-            None,
-            ValueError,
-            r"Expected sequences of at most max_length = 40 tokens \(got 41\)",
-        ),
+        (torch.zeros(41, dtype=torch.long), None, ValueError,
+         r"Expected sequences of at most max_length = 40 tokens \(got 41\)"),
     ],
-)
+)  # fmt: skip
 def test_input_errors(tokens: Tensor, ptr: Tensor | None, error: type[Exception], message: str) -> None:
     for model in (encoder(), SequenceClassifier(encoder(), 2), TokenClassifier(encoder(), 2)):
         with pytest.raises(error, match=message):
@@ -317,14 +305,10 @@ def test_pairs_are_pairs(name: str) -> None:
         ([None], (1, 2), TypeError, "Expected 'choices' to be a tuple of Choice or None"),
         ((), (1, 2), ValueError, "Expected 'choices' to hold one Choice or None per layer"),
         ((None,), [1, 2], TypeError, "Expected 'shape' to be the numbers of sequences and heads"),
-        (
-            (None, Choice(patterns.full(6, heads=2))),
-            (1, 3),
-            ValueError,
-            r"Expected 'choices' of 'shape' \(1, 3\) \(got \(1, 2\)\)",
-        ),
+        ((None, Choice(patterns.full(6, heads=2))), (1, 3), ValueError,
+         r"Expected 'choices' of 'shape' \(1, 3\) \(got \(1, 2\)\)"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_trace(choices: Any, shape: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         EncoderTrace(choices, shape)
@@ -378,13 +362,9 @@ def test_options_of_an_encoder(
 
 @pytest.mark.parametrize(
     ("attention", "options"),
-    [
-        ("routing", {"num_clusters": 2, "size": 3, "decay": 0.5, "window": 1}),
-        ("top_k", {"k": 2, "window": 1}),
-        ("block_top_k", {"k": 1, "block_size": 2, "window": 1}),
-        ("lsh", {"num_buckets": 2, "rounds": 1, "window": 1}),
-    ],
-)
+    [("routing", {"num_clusters": 2, "size": 3, "decay": 0.5, "window": 1}), ("top_k", {"k": 2, "window": 1}),
+     ("block_top_k", {"k": 1, "block_size": 2, "window": 1}), ("lsh", {"num_buckets": 2, "rounds": 1, "window": 1})],
+)  # fmt: skip
 def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
     model = SequenceEncoder(15, 16, attention=attention, attention_options={"bias": False, **options})
     source = cast(Any, model.layers[0]).attention.source
@@ -396,12 +376,10 @@ def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
-    [
-        ({"encoder": None}, TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)"),
-        ({"num_classes": None}, TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)"),
-        ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)"),
-    ],
-)
+    [({"encoder": None}, TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)"),
+     ({"num_classes": None}, TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)"),
+     ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)")],
+)  # fmt: skip
 def test_options_of_a_classifier(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,17 +397,11 @@ def test_inputs_of_layers() -> None:
     layers = FullAttention(4, 2, 2), AttentionConv(4, 2, 2, patterns.PatternSource(cast(Any, lambda n, ptr: None)))
     x, ptr = torch.ones(3, 4), torch.tensor([0, 3])
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            lambda: layers[0](x[:, :3], ptr=ptr),
-            ValueError,
-            r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)",
-        ),
+        (lambda: layers[0](x[:, :3], ptr=ptr), ValueError,
+         r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
         (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be floating point \(got torch.int64\)"),
-        (
-            lambda: layers[0](x.bfloat16(), ptr=ptr),
-            TypeError,
-            r"Expected 'x' to be torch.float32, as the layer's parameters are \(got torch.bfloat16\)",
-        ),
+        (lambda: layers[0](x.bfloat16(), ptr=ptr), TypeError,
+         r"Expected 'x' to be torch.float32, as the layer's parameters are \(got torch.bfloat16\)"),
         (lambda: layers[0](None, ptr=ptr), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
         (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
         (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
@@ -437,13 +409,10 @@ def test_inputs_of_layers() -> None:
         (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
         (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
         (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        (
-            lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])),
-            TypeError,
-            r"Expected 'positions' to be a tensor \(got list\)",
-        ),
+        (lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])), TypeError,
+         r"Expected 'positions' to be a tensor \(got list\)"),
         (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
-    ]
+    ]  # fmt: skip
     for action, error, message in cases:
         with pytest.raises(error, match=message):
             action()

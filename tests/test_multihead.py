@@ -98,10 +98,8 @@ def test_cross_attention_equals_torch(batch_first: bool, bias: bool, sizes: dict
     theirs = torch_layer(batch_first=batch_first, bias=bias, **sizes)
     ours = SBMMultiheadAttention.from_torch(theirs, source=None)
     query, key, value = (
-        draw(3, 4, 16),
-        draw(3, 7, sizes.get("kdim", 16), seed=2),
-        draw(3, 7, sizes.get("vdim", 16), seed=3),
-    )
+        draw(3, 4, 16), draw(3, 7, sizes.get("kdim", 16), seed=2), draw(3, 7, sizes.get("vdim", 16), seed=3),
+    )  # fmt: skip
     if not batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     expected, expected_weights = theirs(query, key, value, key_padding_mask=PADDING)
@@ -187,10 +185,8 @@ def test_restored_layers_are_those_of_torch_and_pyg() -> None:
     pair = cast(Any, model["pair"])
     assert pair[0] is pair[1]
     assert (pair[0].dropout, cast(Any, model["gps"]).attn.dropout, cast(Any, model["sizes"]).batch_first) == (
-        0.3,
-        0.1,
-        False,
-    )
+        0.3, 0.1, False,
+    )  # fmt: skip
     state = model.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -704,27 +700,20 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exc
 
 @pytest.mark.parametrize(
     ("options", "error", "name", "got"),
-    [
-        ({"num_heads": 3}, ValueError, "embed_dim", "got 16 and 3"),
-        ({"embed_dim": True}, TypeError, "embed_dim", "got bool"),
-        ({"embed_dim": 0}, ValueError, "embed_dim", "got 0"),
-        ({"num_heads": True}, TypeError, "num_heads", "got bool"),
-        ({"num_heads": 0}, ValueError, "num_heads", "got 0"),
-        ({"kdim": 0}, ValueError, "kdim", "got 0"),
-        ({"kdim": False}, TypeError, "kdim", "got bool"),
-        ({"vdim": 0}, ValueError, "vdim", "got 0"),
-        ({"vdim": 2.5}, TypeError, "vdim", "got float"),
-        ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"),
-        ({"dropout": None}, TypeError, "dropout", "got NoneType"),
-        ({"bias": None}, TypeError, "bias", "got NoneType"),
-        ({"batch_first": "False"}, TypeError, "batch_first", "got str"),
-        ({"add_bias_kv": 0}, TypeError, "add_bias_kv", "got int"),
-        ({"add_zero_attn": None}, TypeError, "add_zero_attn", "got NoneType"),
-        ({"concat": False}, ValueError, "concat", "got False"),
-        ({"device": "nonsense"}, ValueError, "device", "got 'nonsense'"),
-        ({"dtype": torch.int64}, TypeError, "dtype", "got torch.int64"),
-    ],
-)
+    [({"num_heads": 3}, ValueError, "embed_dim", "got 16 and 3"),
+     ({"embed_dim": True}, TypeError, "embed_dim", "got bool"), ({"embed_dim": 0}, ValueError, "embed_dim", "got 0"),
+     ({"num_heads": True}, TypeError, "num_heads", "got bool"), ({"num_heads": 0}, ValueError, "num_heads", "got 0"),
+     ({"kdim": 0}, ValueError, "kdim", "got 0"), ({"kdim": False}, TypeError, "kdim", "got bool"),
+     ({"vdim": 0}, ValueError, "vdim", "got 0"), ({"vdim": 2.5}, TypeError, "vdim", "got float"),
+     ({"dropout": 1.0}, ValueError, "dropout", "got 1.0"), ({"dropout": None}, TypeError, "dropout", "got NoneType"),
+     ({"bias": None}, TypeError, "bias", "got NoneType"),
+     ({"batch_first": "False"}, TypeError, "batch_first", "got str"),
+     ({"add_bias_kv": 0}, TypeError, "add_bias_kv", "got int"),
+     ({"add_zero_attn": None}, TypeError, "add_zero_attn", "got NoneType"),
+     ({"concat": False}, ValueError, "concat", "got False"),
+     ({"device": "nonsense"}, ValueError, "device", "got 'nonsense'"),
+     ({"dtype": torch.int64}, TypeError, "dtype", "got torch.int64")],
+)  # fmt: skip
 def test_option_errors(options: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
     refused(SBMMultiheadAttention, {"embed_dim": 16, "num_heads": 2, **options}, error, name, got)
 
@@ -738,12 +727,9 @@ def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
 @pytest.mark.parametrize("attention", [None, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2)])
 def test_a_layer_to_copy(attention: Any) -> None:
     refused(
-        SBMMultiheadAttention.from_torch,
-        {"attention": attention},
-        TypeError,
-        "attention",
+        SBMMultiheadAttention.from_torch, {"attention": attention}, TypeError, "attention",
         f"got {type(attention).__name__}",
-    )
+    )  # fmt: skip
 
 
 def test_layers_that_cannot_be_copied() -> None:
@@ -805,12 +791,9 @@ def test_call_errors(arguments: dict[str, Any], error: type[Exception], name: st
 def test_streams_of_a_layer_without_blocks() -> None:
     x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, source=None, dtype=torch.float64)
     refused(
-        layer,
-        {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)},
-        ValueError,
-        "sequence_ids",
-        "source=None",
-    )
+        layer, {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)}, ValueError, "sequence_ids",
+        "num_clusters=None",
+    )  # fmt: skip
 
 
 def test_autocast_takes_what_it_converts() -> None:

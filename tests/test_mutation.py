@@ -70,10 +70,8 @@ def test_a_mutant_is_killed_by_a_test_of_its_line(tmp_path: Path, monkeypatch: p
     """A second call tests the mutants that are left; the library stays as it is."""
     library = tmp_path / "library"
     for file, text in (
-        ("sbm_pyg/__init__.py", SOURCE),
-        ("tests/test_tiny.py", TESTS),
-        ("pyproject.toml", "[tool.pytest.ini_options]"),
-    ):
+        ("sbm_pyg/__init__.py", SOURCE), ("tests/test_tiny.py", TESTS), ("pyproject.toml", "[tool.pytest.ini_options]"),
+    ):  # fmt: skip
         (library / file).parent.mkdir(parents=True, exist_ok=True)
         (library / file).write_text(text)
     monkeypatch.setattr(mutation, "ROOT", library)

@@ -45,14 +45,9 @@ OPTIONS = [  # gate_form, gated, biased, dropout; without a gate its form does n
 
 
 def tensors(
-    graph: AttentionGraph,
-    channels: int,
-    values: int,
-    gated: bool,
-    biased: bool,
-    dtype: torch.dtype = torch.float64,
+    graph: AttentionGraph, channels: int, values: int, gated: bool, biased: bool, dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Leaves for attention over a graph: query, key, value, gate, bias."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,12 +61,9 @@ def tensors(
         else None
     )
     return [
-        draw(heads, n, channels),
-        draw(heads, m, channels),
-        draw(heads, m, values),
-        gate,
+        draw(heads, n, channels), draw(heads, m, channels), draw(heads, m, values), gate,
         draw(graph.num_edges) if biased else None,
-    ]
+    ]  # fmt: skip
 
 
 def attend(
@@ -322,11 +314,9 @@ def test_dot_equals_the_reference(name: str, channels: int) -> None:
     gate = schemas.EdgeGate.apply(query, key, graph.rowptr, graph.col)
     assert torch.equal(gate, torch.ones_like(gate))
     torch.testing.assert_close(
-        torch.autograd.grad(gate, [query, key], grad),
-        torch.autograd.grad(dense, [query, key], grad),
-        rtol=1e-12,
+        torch.autograd.grad(gate, [query, key], grad), torch.autograd.grad(dense, [query, key], grad), rtol=1e-12,
         atol=1e-12,
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ entmax
@@ -515,12 +505,10 @@ def test_entmax_takes_floats() -> None:
         ({}, r"Expected one of 'index' and 'ptr' \(got neither\)"),
         ({"index": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}, r"\(got both\)"),
         ({"ptr": torch.tensor([0, 2]), "alpha": torch.tensor(1.0)}, r"Expected 'alpha' in \(1, 4\] \(got 1.0\)"),
-        (
-            {"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)},
-            r"a shape that broadcasts to \[S, ...\] = \[1\] \(got \[3\]\)",
-        ),
+        ({"ptr": torch.tensor([0, 2]), "alpha": torch.ones(3)},
+         r"a shape that broadcasts to \[S, ...\] = \[1\] \(got \[3\]\)"),
     ],
-)
+)  # fmt: skip
 def test_entmax_errors(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.segment_entmax(torch.zeros(2), **arguments)
@@ -665,12 +653,10 @@ def test_rows_run_over_the_edges_that_there_are(op: Callable[[Tensor], Any], nam
     ("op", "sides"),
     [
         (lambda mine, theirs: ops.sample_sbm(X, X, mine, theirs, IDS, 0), ("query_ptr", "key_ptr")),
-        (
-            lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2),
-            (r"ptrs\[0\]", r"ptrs\[1\]"),
-        ),
+        (lambda mine, theirs: ops.block_attention(X, X, X, ops.Rows(BLOCKS, BLOCK), (mine, theirs), 2),
+         (r"ptrs\[0\]", r"ptrs\[1\]")),
     ],
-)
+)  # fmt: skip
 def test_offsets_run_over_the_tokens_that_there_are(op: Callable[..., Any], sides: tuple[str, ...]) -> None:
     op(PTR, PTR)
     for side, name in enumerate(sides):
@@ -691,67 +677,45 @@ def test_sampling_and_entmax_refuse_what_does_not_fit() -> None:
 
     sample(x / 4)
     for action, message in (
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"),
-            r"Expected 'method' to be one of .* \(got 'bernuli'\)",
-        ),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids, 0, "bernuli"),
+         r"Expected 'method' to be one of .* \(got 'bernuli'\)"),
         (lambda: ops.sample_sbm(x, x[..., :2], ptr, ptr, sequence_ids, 0), "Expected 'member' to be "),
-        (
-            lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0),
-            r"Expected 'member' on cpu, as 'rate' is \(got meta\)",
-        ),
+        (lambda: ops.sample_sbm(x, x.to("meta"), ptr, ptr, sequence_ids, 0),
+         r"Expected 'member' on cpu, as 'rate' is \(got meta\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr.to("meta")), r"Expected 'ptr' on cpu, as 'src' is \(got meta\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[None]), r"Expected 'ptr' to be \[S\+1\]"),
-        (
-            lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])),
-            r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)",
-        ),
-        (
-            lambda: ops.segment_entmax(chance, index=col[:3].long()),
-            r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)",
-        ),
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0),
-            r"Expected 'sequence_ids' to be int64 \(got torch.int32\)",
-        ),
-        (
-            lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0),
-            r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)",
-        ),
+        (lambda: ops.segment_entmax(chance, ptr=cast(Any, [0, 5])),
+         r"Expected 'ptr' to be a tensor \[S\+1\] \(got list\)"),
+        (lambda: ops.segment_entmax(chance, index=col[:3].long()),
+         r"Expected 'index' to be \[E\] = \[5\] \(got \[3\]\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, sequence_ids.int(), 0),
+         r"Expected 'sequence_ids' to be int64 \(got torch.int32\)"),
+        (lambda: ops.sample_sbm(x, x, ptr, ptr, torch.arange(2), 0),
+         r"Expected 'sequence_ids' to be \[B\] = \[1\] \(got \[2\]\)"),
         (lambda: sample(x.bool()), r"Expected 'rate' to be a floating tensor \(got torch.bool\)"),
         (lambda: sample(None), r"Expected 'rate' to be a tensor \(got NoneType\)"),
         (lambda: sample(x, "bernoulli", math.nan), r"Expected 'exploration' in \[0, 1\] \(got nan\)"),
         (lambda: sample(x, "bernoulli", 2), r"Expected 'exploration' in \[0, 1\] \(got 2\)"),
         (lambda: sample(seed=2**64), r"Expected 'seed' in -2\*\*63 .. 2\*\*63-1"),
-        (
-            lambda: sample(starts=ptr[:1], sequence_ids=ptr[:0]),
-            r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)",
-        ),
-        (
-            lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]),
-            r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)",
-        ),
+        (lambda: sample(starts=ptr[:1], sequence_ids=ptr[:0]),
+         r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[1\]\)"),
+        (lambda: sample(starts=ptr[:0], sequence_ids=ptr[:0]),
+         r"Expected 'query_ptr' to be \[B\+1\] with B >= 1 \(got \[0\]\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr.float()), r"Expected 'ptr' to be int64 \(got torch.float32\)"),
         (lambda: ops.segment_entmax(chance, ptr=ptr[:0]), r"Expected 'ptr' to be \[S\+1\] \(got \[0\]\)"),
         (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4])), "Expected 'ptr' to rise from 0 to E = 5"),
         (lambda: ops.segment_entmax(chance, ptr=torch.tensor([0, 4, 2, 5])), "Expected 'ptr' to rise from 0 to E = 5"),
         (lambda: ops.segment_entmax(chance, index=chance), r"Expected 'index' to be int64 \(got torch.float32\)"),
         (lambda: ops.segment_entmax(chance, index=torch.arange(5) - 1), r"Expected 'index' to be 0 or more \(got -1\)"),
-        (
-            lambda: ops.segment_entmax(chance, index=torch.arange(5) + 2**60),
-            "Expected 'index' to ask for no more than memory holds",
-        ),
-        (
-            lambda: ops.segment_entmax(chance, index=torch.arange(5), num_nodes=-1),
-            "Expected 'num_nodes' to be at least 0",
-        ),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5) + 2**60),
+         "Expected 'index' to ask for no more than memory holds"),
+        (lambda: ops.segment_entmax(chance, index=torch.arange(5), num_nodes=-1),
+         "Expected 'num_nodes' to be at least 0"),
         (lambda: ops.segment_entmax(chance, ptr=ptr, alpha=math.nan), r"Expected 'alpha' in \(1, 4\] \(got nan\)"),
-        (
-            lambda: ops.segment_entmax(chance, ptr=ptr, alpha=cast(Any, None)),
-            r"Expected 'alpha' to be a number in \(1, 4\] \(got NoneType\)",
-        ),
+        (lambda: ops.segment_entmax(chance, ptr=ptr, alpha=cast(Any, None)),
+         r"Expected 'alpha' to be a number in \(1, 4\] \(got NoneType\)"),
         (lambda: ops.segment_entmax(cast(Any, None), ptr=ptr), r"Expected 'src' to be a tensor \(got NoneType\)"),
-    ):
+    ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             action()
 
@@ -850,12 +814,9 @@ def test_philox_known_answers() -> None:
     cases = [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((ones, ones, ones, ones), ones << 32 | ones, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0x299F31D0 << 32 | 0xA4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ]
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0 << 32 | 0xA4093822,
+         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ]  # fmt: skip
     for counter, key, expected in cases:
         found = random_words.philox(*(torch.tensor(c) for c in counter), key)
         assert tuple(int(word) for word in found) == expected
@@ -883,52 +844,19 @@ def _samples() -> dict[str, tuple]:
     small, weight = torch.randn(2, 3, 2, 3, requires_grad=True), torch.randn(2, 3, 2, requires_grad=True)
     seen, total = blocks_reference.block_attention(*plain[:3], *blocks, *cuts, False, tile, 0.5)
     effects = (
-        torch.ones_like(out),
-        *plain[:3],
-        *rows,
-        plain[4],
-        *rows,
-        plain[4],
-        0.5,
-        *plain[:2],
-        torch.full((3,), 0.5),
-        0.1,
-    )
+        torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5, *plain[:2], torch.full((3,), 0.5), 0.1,
+    )  # fmt: skip
     return {
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
         "block_attention_backward": (
-            torch.ones_like(seen),
-            *plain[:3],
-            *blocks,
-            *cuts[:2],
-            tile,
-            seen,
-            total,
-            2,
-            False,
-            0.5,
-            0.2,
-            3,
-            True,
+            torch.ones_like(seen), *plain[:3], *blocks, *cuts[:2], tile, seen, total, 2, False, 0.5, 0.2, 3, True,
         ),
         "block_effect": (torch.ones_like(seen), *plain[:3], *blocks, tile, *blocks, None, *cuts, False, 0.5),
-        "block_weight": (*plain[:2], *blocks, tile, *cuts, False, 0.5),
-        "edge_dot": (query, key, *rows),
+        "block_weight": (*plain[:2], *blocks, tile, *cuts, False, 0.5), "edge_dot": (query, key, *rows),
         "edge_dot_backward": (plain[3], plain[0], plain[1], *rows, True, True),
         "edge_attention": (query, key, value, *rows, gate, bias, 0.5, "weight", 0.2, 3),
         "edge_attention_backward": (
-            torch.ones_like(out),
-            *plain[:3],
-            *rows,
-            *plain[3:],
-            out,
-            lse,
-            0.5,
-            "score",
-            0.0,
-            0,
-            True,
-            True,
+            torch.ones_like(out), *plain[:3], *rows, *plain[3:], out, lse, 0.5, "score", 0.0, 0, True, True,
         ),
         "edge_effect": effects,
         "weigh_effect": (plain[3], plain[3].abs(), graph.rowptr, torch.full((3,), 0.5), plain[4] > 0, 0.1, False),
@@ -938,17 +866,8 @@ def _samples() -> dict[str, tuple]:
         "reach_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, False, True, True),
         "scale_to_density": (*positive, running, *cuts[:2], 0.5, True, True),
         "scale_to_density_backward": (
-            torch.ones(2, 3, 4),
-            torch.ones(2, 3),
-            *(x.detach() for x in positive),
-            running,
-            *cuts[:2],
-            torch.ones(2, 3),
-            torch.ones(2, 3),
-            False,
-            False,
-            True,
-            True,
+            torch.ones(2, 3, 4), torch.ones(2, 3), *(x.detach() for x in positive), running, *cuts[:2],
+            torch.ones(2, 3), torch.ones(2, 3), False, False, True, True,
         ),
         "effect_gradients": (*effects, plain[4] > 0, 2.0, True, True),
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
@@ -958,15 +877,14 @@ def _samples() -> dict[str, tuple]:
         "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
         "union_rows": (*rows, graph.rowptr, graph.col, graph.num_keys),
         "add_loops": (torch.tensor([0, 1, 2]), torch.tensor([1, 1]), 2),
-        "select_rows": (*rows, torch.tensor([True, False, True])),
-        "index_score": (small, weight, key, *rows),
+        "select_rows": (*rows, torch.tensor([True, False, True])), "index_score": (small, weight, key, *rows),
         "index_score_backward": (plain[3], small.detach(), weight.detach(), plain[1], *rows),
         "edge_cross_entropy": (*plain[:2], plain[3].clone().requires_grad_(), *rows, plain[4], 0.5),
         "edge_cross_entropy_backward": (torch.ones(2, 3), plain[3], graph.rowptr),
         "sample_queries": (ptr, torch.tensor([0]), 3, 0.5, 5),
         "sample_probes": (ptr, ptr, torch.tensor([0]), torch.tensor([True, False, True]), 3, 2, 2.0, 5, True),
         "sample_systematic": (torch.full((3,), 0.4), ptr, torch.tensor([0, 7]), torch.tensor([0]), 2, 5, True),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.14 looks at it
@@ -1093,14 +1011,10 @@ def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: 
 
 
 @given(
-    heads=st.integers(1, 3),
-    queries=st.integers(1, 12),
-    keys=st.integers(1, 40),
-    density=st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]),
-    channels=st.integers(1, 33),
-    options=st.sampled_from(OPTIONS),
+    heads=st.integers(1, 3), queries=st.integers(1, 12), keys=st.integers(1, 40),
+    density=st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]), channels=st.integers(1, 33), options=st.sampled_from(OPTIONS),
     seed=st.integers(0, 2**20),
-)
+)  # fmt: skip
 def test_attention_on_random_cases(
     heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int
 ) -> None:
@@ -1678,13 +1592,9 @@ print("equal")
 def test_kernels_compile_for_a_processor_without_wide_registers() -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GENERIC],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [sys.executable, "-W", "ignore", "-c", GENERIC], capture_output=True, text=True, timeout=300, check=False,
         env=environment,
-    )
+    )  # fmt: skip
     assert done.stdout.strip() == "equal", done.stderr
 
 

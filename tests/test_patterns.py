@@ -117,18 +117,12 @@ def test_each_sequence_gets_its_own_pattern(case: Case, lengths: list[int], head
 
 @pytest.mark.parametrize(
     ("graph", "keys"),
-    [
-        (lambda n: patterns.self_loops(n), 1),
-        (lambda n: patterns.window(n, 3), 7),
-        (lambda n: patterns.window(n, 3, is_causal=True), 4),
-        (lambda n: patterns.global_tokens(n, 2), 4),
-        (lambda n: patterns.random(n, 4, seed=0), 4),
-        (lambda n: patterns.bigbird(n, 2, 2, 2, seed=0), 11),
-        (lambda n: patterns.block_diagonal(n, n // 5), 5),
-        (lambda n: patterns.relay_keys(n, 3), 3),
-        (lambda n: patterns.relay_queries(n, 3), 3),
-    ],
-)
+    [(lambda n: patterns.self_loops(n), 1), (lambda n: patterns.window(n, 3), 7),
+     (lambda n: patterns.window(n, 3, is_causal=True), 4), (lambda n: patterns.global_tokens(n, 2), 4),
+     (lambda n: patterns.random(n, 4, seed=0), 4), (lambda n: patterns.bigbird(n, 2, 2, 2, seed=0), 11),
+     (lambda n: patterns.block_diagonal(n, n // 5), 5), (lambda n: patterns.relay_keys(n, 3), 3),
+     (lambda n: patterns.relay_queries(n, 3), 3)],
+)  # fmt: skip
 def test_cost_is_that_of_the_edges(graph: Callable[[int], AttentionGraph], keys: int) -> None:
     """Anything ``n x n`` would need 10^10 entries here, which no machine of the tests has."""
     n = 100_000
@@ -246,10 +240,8 @@ def test_random_keys_have_words_of_their_own() -> None:
     """The first key of a query is a word of Philox at (0, its place, its stream, its head and, in the top byte, what the word is for: 8)."""
     graph = patterns.random(None, 1, ptr=torch.tensor([0, 50, 100]), heads=2, seed=5)
     place, stream, head = (
-        torch.arange(50).repeat(4),
-        torch.tensor([0, 1]).repeat_interleave(50).repeat(2),
-        torch.arange(200) // 100,
-    )
+        torch.arange(50).repeat(4), torch.tensor([0, 1]).repeat_interleave(50).repeat(2), torch.arange(200) // 100,
+    )  # fmt: skip
     word = philox(torch.zeros(200, dtype=torch.int64), place, stream, head + 0x08000000, 5)[0]
     assert torch.equal(graph.col.long(), 50 * stream + (50 * word >> 32))
 

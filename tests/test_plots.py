@@ -247,11 +247,8 @@ def test_extremes_are_the_sparsest_and_the_densest() -> None:
     assert [len(each) for each in plots.density_extremes(torch.rand(1, 9, 1))] == [3, 3]
     figure = plots.plot_extremes(graphs, count=2)
     assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == [
-        "input 1",
-        "input 3",
-        "input 4",
-        "input 2",
-    ]
+        "input 1", "input 3", "input 4", "input 2",
+    ]  # fmt: skip
     assert "the 2 inputs of lowest and the 2 of highest mean density among 5" in str(figure.get_label())
     assert len(plots.plot_extremes([graphs[0].sequence(0)]).axes) == 2  # one input is drawn once
 

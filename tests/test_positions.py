@@ -366,21 +366,17 @@ def test_wrong_arguments_are_refused() -> None:
         (lambda: Rotary(channels=8)(torch.randn(1, 5, 6), torch.arange(5)), r"Expected heads of at least 8 channels"),
         (lambda: Rotary()(torch.randn(1, 5, 6), torch.arange(4)), r"Expected 'position' of one number per token"),
         (lambda: AttentionConv(6, 4)(x, patterns.full(5), positions=torch.arange(5)), r"Expected no 'positions'"),
-        (
-            lambda: AttentionConv(6, 4, rotary=Rotary())(x, patterns.full(5), positions=cast(Any, (torch.arange(5),))),
-            r"Expected 'positions' to be \[N\], or a pair for keys and queries \(got 1 of them\)",
-        ),
+        (lambda: AttentionConv(6, 4, rotary=Rotary())(x, patterns.full(5), positions=cast(Any, (torch.arange(5),))),
+         r"Expected 'positions' to be \[N\], or a pair for keys and queries \(got 1 of them\)"),
         (lambda: ALiBi(0), r"Expected 'heads'"),
         (lambda: ALiBi(3)(x, x, patterns.full(5).expand(2)), r"Expected 'graph' of 3 heads, over the tokens"),
         (lambda: ALiBi(2)(x[None], x[None, :4], patterns.full(5).expand(2)), r"Expected 'graph' of 2 heads, over"),
         (lambda: FullAttention(6, 4, 2, score_bias=ALiBi(3)), r"Expected 'score_bias' of 2 heads \(got 3\)"),
         (lambda: SequenceEncoder(9, position_encoding="sine"), r"Expected 'position_encoding'"),
         (lambda: SequenceEncoder(9, attention=FullAttention, position_encoding="rotary"), r"with a factory"),
-        (
-            lambda: SequenceEncoder(9, position_encoding="none")(torch.tensor([1, 2]), positions=torch.arange(2)),
-            r"Expected no 'positions' with position_encoding='none'",
-        ),
-    ]:
+        (lambda: SequenceEncoder(9, position_encoding="none")(torch.tensor([1, 2]), positions=torch.arange(2)),
+         r"Expected no 'positions' with position_encoding='none'"),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             build()
     for wrong in (lambda: AttentionConv(6, 4, rotary=True), lambda: FullAttention(6, 4, 2, score_bias=Rotary())):  # type: ignore[arg-type]

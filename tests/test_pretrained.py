@@ -141,44 +141,30 @@ def test_parts_that_are_shared_or_not_saved_come_back(tmp_path: Path) -> None:
 
 def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     attention: dict[str, Any] = {
-        "num_clusters": np.int64(2),
-        "exploration": 0.5,
-        "estimator": "local",
-        "probes": math.inf,
+        "num_clusters": np.int64(2), "exploration": 0.5, "estimator": "local", "probes": math.inf,
         "budget": np.float32(3.5),
-    }
-    attention |= {"window": 1, "parameterization": "assortative"}
+    }  # fmt: skip
+    attention |= {"window": 1, "sbm_options": {"parameterization": "assortative"}}
     sizes = {
-        "channels": 12,
-        "num_layers": 3,
-        "heads": 3,
-        "head_channels": 5,
-        "ffn_channels": 7,
-        "max_length": 11,
+        "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
         "dropout": 0.25,
-    }
+    }  # fmt: skip
     model = SequenceEncoder(9, attention_options=attention, is_causal=True, position_encoding="alibi", **sizes)  # type: ignore[arg-type]
     attention["parameterization"] = "overlapping"  # later changes do not count
     model.save_pretrained(tmp_path)
     plain = attention | {"num_clusters": 2, "budget": 3.5, "parameterization": "assortative"}
     wanted = sizes | {
-        "num_tokens": 9,
-        "attention": "sbm",
-        "attention_options": plain,
-        "is_causal": True,
-        "position_encoding": "alibi",
-        "in_channels": None,
-    }
+        "num_tokens": 9, "attention": "sbm", "attention_options": plain, "is_causal": True,
+        "position_encoding": "alibi", "in_channels": None,
+    }  # fmt: skip
     assert json.loads((tmp_path / "config.json").read_text()) == wanted
     layer: Any = SequenceEncoder.from_pretrained(tmp_path).layers[2].attention
     source = layer.source
     assert (source.exploration, source.budget, source.window) == (0.5, 3.5, 1)
     assert (type(layer.estimator), layer.estimator.probes, type(layer.score_bias)) == (
-        estimators.Local,
-        math.inf,
-        ALiBi,
-    )
-    assert (layer.source.head.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
+        estimators.Local, math.inf, ALiBi,
+    )  # fmt: skip
+    assert (layer.sbm.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
 
 
 def test_a_model_keeps_its_density_and_goes_on_learning(saved: Path) -> None:
@@ -227,14 +213,9 @@ def test_the_card_states_task_and_results(tmp_path: Path) -> None:
     lines = (tmp_path / "README.md").read_text().splitlines()
     use = 'model = SequenceClassifier.from_pretrained("path/of/this/folder")'
     wanted = {
-        "library_name: sbm_pyg",
-        "- sparse-attention",
-        "# SequenceClassifier",
-        "Trained on ListOps.",
-        "* test accuracy: 0.7371",
-        "* density: 0.25",
-        use,
-    }
+        "library_name: sbm_pyg", "- sparse-attention", "# SequenceClassifier", "Trained on ListOps.",
+        "* test accuracy: 0.7371", "* density: 0.25", use,
+    }  # fmt: skip
     assert wanted <= {*lines}
     (tmp_path / "README.md").write_text("mine")
     model.save_pretrained(tmp_path)

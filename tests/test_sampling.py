@@ -133,11 +133,8 @@ def test_products_of_groups_have_the_joint_law(way: str) -> None:
     """A head with groups makes a block model like any other; one of its groups alone has another law."""
     torch.manual_seed(2)
     options: dict[str, Any] = {
-        "parameterization": "overlapping",
-        "initial_density": 0.3,
-        "temperature": 0.3,
-        "groups": 2,
-    }
+        "parameterization": "overlapping", "initial_density": 0.3, "temperature": 0.3, "groups": 2,
+    }  # fmt: skip
     head = SBMHead(4, 1, 4, "orthogonal", **options).requires_grad_(False)
     query, key = torch.randn(2, 1, 3, 4)
     member = [(head.mlp(x) @ head.clusters[0].T / 0.3).view(3, 2, 2) for x in (query[0], key[0])]
@@ -467,16 +464,10 @@ def sizes_sbm(query: float, key: float, dtype: torch.dtype) -> SBM:
 
 @pytest.mark.parametrize(
     ("query", "key", "dtype"),
-    [
-        (1e-45, 1e44, torch.float64),
-        (1e44, 1e-45, torch.float64),
-        (1e39, 1e-40, torch.float64),
-        (1e-150, 3e149, torch.float64),
-        (1e37, 2e-38, torch.float32),
-        (2e-38, 1e37, torch.float32),
-        (1e30, 2e-31, torch.float32),
-    ],
-)
+    [(1e-45, 1e44, torch.float64), (1e44, 1e-45, torch.float64), (1e39, 1e-40, torch.float64),
+     (1e-150, 3e149, torch.float64), (1e37, 2e-38, torch.float32), (2e-38, 1e37, torch.float32),
+     (1e30, 2e-31, torch.float32)],
+)  # fmt: skip
 def test_memberships_of_any_size_have_their_law(query: float, key: float, dtype: torch.dtype, way: str) -> None:
     """Pair frequencies by chi-square against probabilities that float64 gives exactly enough."""
     sbm = sizes_sbm(query, key, dtype)
@@ -569,14 +560,12 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"sbm": None}, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
-        ({"exploration": "1"}, r"Expected 'exploration' to be a number in \[0, 1\] \(got str\)"),
-        ({"budget": "3"}, r"Expected 'budget' to be a number in \(0, inf\] \(got str\)"),
-        ({"clamp": 2.0}, r"Expected 'clamp' to be a bool \(got float\)"),
-        ({"generator": 3}, r"Expected 'generator' to be a torch.Generator \(got int\)"),
-    ],
-)
+    [({"sbm": None}, r"Expected 'sbm' to be an SBM \(got NoneType\)"),
+     ({"exploration": "1"}, r"Expected 'exploration' to be a number in \[0, 1\] \(got str\)"),
+     ({"budget": "3"}, r"Expected 'budget' to be a number in \(0, inf\] \(got str\)"),
+     ({"clamp": 2.0}, r"Expected 'clamp' to be a bool \(got float\)"),
+     ({"generator": 3}, r"Expected 'generator' to be a torch.Generator \(got int\)")],
+)  # fmt: skip
 def test_arguments_of_another_type(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         sample_edges(**{"sbm": larger_sbm(), **arguments})
@@ -741,11 +730,9 @@ def test_transform_errors() -> None:
 
 def carriers(**changes: Any) -> dict[str, Any]:
     return {
-        "query_membership": torch.ones(3, 1),
-        "key_membership": torch.ones(3, 1),
-        "block_matrix": torch.ones(1, 1),
+        "query_membership": torch.ones(3, 1), "key_membership": torch.ones(3, 1), "block_matrix": torch.ones(1, 1),
         **changes,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -780,11 +767,9 @@ def test_hetero_memberships_have_a_row_for_each_node() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"edge_type": "to"}, r"Expected 'edge_type' to be \(source, relation, target\), three names \(got 'to'\)"),
-        ({"edge_type": ("key", "query")}, r"Expected 'edge_type' to be \(source, relation, target\), three names"),
-    ],
-)
+    [({"edge_type": "to"}, r"Expected 'edge_type' to be \(source, relation, target\), three names \(got 'to'\)"),
+     ({"edge_type": ("key", "query")}, r"Expected 'edge_type' to be \(source, relation, target\), three names")],
+)  # fmt: skip
 def test_options_of_the_transform(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         SBMGraph(**options)

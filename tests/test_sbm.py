@@ -58,10 +58,8 @@ def test_blocks_that_link_to_themselves_alone_multiply_nothing() -> None:
     assert torch.equal(plain.block_matrix, by_hand.block_matrix)
     assert plain.rate is y
     for one, other in (
-        (plain, by_hand),
-        (plain.limit(1.5), by_hand.limit(1.5)),
-        (plain.with_density(0.3), by_hand.with_density(0.3)),
-    ):
+        (plain, by_hand), (plain.limit(1.5), by_hand.limit(1.5)), (plain.with_density(0.3), by_hand.with_density(0.3)),
+    ):  # fmt: skip
         assert one.rate is one.query_membership
         assert torch.equal(one.rate, other.rate)
         leaves = (torch.autograd.grad(each.expected_edges().sum(), (y, z), retain_graph=True) for each in (one, other))
@@ -380,23 +378,14 @@ def test_other_errors() -> None:
         ({"groups": 2.0}, TypeError, r"Expected 'groups' to be an int \(got float\)"),
         ({"groups": 0}, ValueError, r"Expected 'groups' to be at least 1 \(got 0\)"),
         ({"groups": 17}, ValueError, r"Expected 'groups' in \[1, 16\] \(got 17\)"),
-        (
-            {"groups": 2},
-            ValueError,
-            r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)",
-        ),
-        (
-            {"groups": 3, "num_clusters": 100, "parameterization": "overlapping"},
-            ValueError,
-            r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3",
-        ),
-        (
-            {"groups": 2, "num_clusters": 48, "parameterization": "assortative"},
-            ValueError,
-            r"Take 36 = 6\*\*2 or 49 = 7\*\*2",
-        ),
+        ({"groups": 2}, ValueError,
+         r"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups=2 \(got 'paper'\)"),
+        ({"groups": 3, "num_clusters": 100, "parameterization": "overlapping"}, ValueError,
+         r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3"),
+        ({"groups": 2, "num_clusters": 48, "parameterization": "assortative"}, ValueError,
+         r"Take 36 = 6\*\*2 or 49 = 7\*\*2"),
     ],
-)
+)  # fmt: skip
 def test_options_of_the_head(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,20 +398,12 @@ def test_options_of_the_head(
     ("query", "key", "error", "message"),
     [
         (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        (
-            torch.ones(2, 5, 4).double(),
-            torch.ones(2, 5, 4).double(),
-            TypeError,
-            r"Expected 'query' to be torch.float32, as the SBMHead is",
-        ),
-        (
-            torch.ones(2, 5, 3),
-            None,
-            ValueError,
-            r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)",
-        ),
+        (torch.ones(2, 5, 4).double(), torch.ones(2, 5, 4).double(), TypeError,
+         r"Expected 'query' to be torch.float32, as the SBMHead is"),
+        (torch.ones(2, 5, 3), None, ValueError,
+         r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
     ],
-)
+)  # fmt: skip
 def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SBMHead(4, 2, 3)(Tokens(query, key))

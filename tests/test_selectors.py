@@ -201,10 +201,8 @@ def test_a_window_stands_beside_a_rule() -> None:
     x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
     near = patterns.window(None, 1, is_causal=True, ptr=ptr)
     chosen: tuple[Any, ...] = (
-        SelectorSource(top_k, k=2, window=1),
-        RoutingSource(4, 2, 3, window=1).eval(),
-        TopKSource(2, window=1),
-    )
+        SelectorSource(top_k, k=2, window=1), RoutingSource(4, 2, 3, window=1).eval(), TopKSource(2, window=1),
+    )  # fmt: skip
     for source in chosen:
         alone = copy.deepcopy(source)
         alone.window = None
@@ -345,11 +343,9 @@ def test_memory_grows_with_the_edges_and_not_with_the_pairs(monkeypatch: pytest.
 
 def test_encoders_and_transforms_take_the_rules() -> None:
     for name, options in (
-        ("top_k", {"k": 3}),
-        ("block_top_k", {"k": 2, "block_size": 4}),
-        ("lsh", {"num_buckets": 4, "chunk_size": 4, "rounds": 2}),
-        ("routing", {"num_clusters": 3}),
-    ):
+        ("top_k", {"k": 3}), ("block_top_k", {"k": 2, "block_size": 4}),
+        ("lsh", {"num_buckets": 4, "chunk_size": 4, "rounds": 2}), ("routing", {"num_clusters": 3}),
+    ):  # fmt: skip
         encoder = SequenceEncoder(9, 8, attention=name, attention_options=options, is_causal=True)
         out, trace = encoder(torch.randint(9, (30,)), torch.tensor([0, 12, 30]), seed=0, return_trace=True)
         assert out.shape == (30, 8)

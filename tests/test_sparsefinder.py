@@ -97,22 +97,19 @@ CASES: dict[str, tuple[Callable[..., AttentionGraph], Callable[..., Tensor], dic
     "clustering, two": (clustering, define_clustering, {"top": 2, "cap": None}, {"centroids": CENTROIDS}),
     **{
         f"blocks, {by}, {k} of {size}, {window}, {wide}": (
-            block_bigbird,
-            define_blocks,
+            block_bigbird, define_blocks,
             {"by": by, "k": k, "block_size": size, "block_window": window, "global_blocks": wide},
             {"centroids": CENTROIDS},
         )
-        for by, k, size, window, wide in (
-            ("nearest", 1, 2, None, 0),
-            ("nearest", 2, 3, 0, 1),
-            ("nearest", 9, 1, None, 0),
-            ("shared", 1, 2, None, 0),
-            ("shared", 2, 1, 1, 1),
-            ("shared", 1, 3, 0, 0),
+        for by,
+        k, size, window,
+        wide in (
+            ("nearest", 1, 2, None, 0), ("nearest", 2, 3, 0, 1), ("nearest", 9, 1, None, 0), ("shared", 1, 2, None, 0),
+            ("shared", 2, 1, 1, 1), ("shared", 1, 3, 0, 0),
         )
     },
     "clustering, capped": (clustering, define_clustering, {"top": 2, "cap": 2}, {"centroids": CENTROIDS}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -463,10 +460,8 @@ def test_samples_of_any_mode_are_fitted_to_and_get_no_gradients() -> None:
     with torch.inference_mode():
         of_inference = linear(x), patterns.window(6, 1)
     for sample, graph in (
-        (linear(x).detach(), patterns.window(6, 1)),
-        (linear(x), patterns.window(6, 1)),
-        of_inference,
-    ):
+        (linear(x).detach(), patterns.window(6, 1)), (linear(x), patterns.window(6, 1)), of_inference,
+    ):  # fmt: skip
         torch.manual_seed(0)
         projection = Projection(5, HEADS, dim=2)
         losses.append(fit_projection(projection, [(sample, sample, graph)], epochs=3, progress=False))

@@ -58,13 +58,9 @@ def densities(sparsifier: Sparsifier, dense: Callable[[int], float], sparse: Cal
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [
-        ({}, "dddddddddt" * 7 + "s" * 30),
-        ({"every": 5, "dense_part": 0.41}, "ddddt" * 8 + "d" + "s" * 59),
-        ({"dense_part": 0.0}, "s" * 100),
-        ({"dense_part": 1.0, "every": 2}, "dt" * 50),
-    ],
-)
+    [({}, "dddddddddt" * 7 + "s" * 30), ({"every": 5, "dense_part": 0.41}, "ddddt" * 8 + "d" + "s" * 59),
+     ({"dense_part": 0.0}, "s" * 100), ({"dense_part": 1.0, "every": 2}, "dt" * 50)],
+)  # fmt: skip
 def test_training_is_dense_with_trial_steps_and_then_sparse(options: dict[str, Any], wanted: str) -> None:
     sparsifier = Sparsifier(layer(), 0.1, total_steps=100, **options)
     assert densities(sparsifier, lambda step: 4.0, lambda step: 1.0, 100) == wanted
@@ -106,19 +102,11 @@ def test_evaluation_has_the_target_density_in_each_phase() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
-    [
-        ("steps", "x", TypeError),
-        ("steps", -1, ValueError),
-        ("is_sparse", 1, TypeError),
-        ("since_trial", 1.5, TypeError),
-        ("dense", "1", TypeError),
-        ("passes", 0.5, ValueError),
-        ("passes", ["x"], TypeError),
-        ("history", "abcd", TypeError),
-        ("history", [1.0], ValueError),
-        ("history", [(1, 2.0, 3.0)], ValueError),
-    ],
-)
+    [("steps", "x", TypeError), ("steps", -1, ValueError), ("is_sparse", 1, TypeError),
+     ("since_trial", 1.5, TypeError), ("dense", "1", TypeError), ("passes", 0.5, ValueError),
+     ("passes", ["x"], TypeError), ("history", "abcd", TypeError), ("history", [1.0], ValueError),
+     ("history", [(1, 2.0, 3.0)], ValueError)],
+)  # fmt: skip
 def test_a_damaged_state_is_refused(name: str, value: Any, error: type[Exception]) -> None:
     sparsifier = Sparsifier(layer(), 0.2, total_steps=10)
     refuses(lambda: sparsifier.load_state_dict(sparsifier.state_dict() | {name: value}), f"Expected '{name}'", error)
@@ -724,14 +712,12 @@ def test_dense_attention_trains_without_a_sparsifier_and_warns() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
-    [
-        ((None, 0.1), TypeError, "Expected 'model' to be a module"),
-        ((layer(), 0.0), ValueError, r"Expected 'density' in \(0, 1\)"),
-        ((layer(), 0.1, {"total_steps": 0}), ValueError, "Expected 'total_steps'"),
-        ((layer(), 0.1, {"total_steps": 1.5}), TypeError, "Expected 'total_steps'"),
-        ((layer(), 0.1, {"scaler": 3}), TypeError, "Expected 'scaler' to be a GradScaler"),
-    ],
-)
+    [((None, 0.1), TypeError, "Expected 'model' to be a module"),
+     ((layer(), 0.0), ValueError, r"Expected 'density' in \(0, 1\)"),
+     ((layer(), 0.1, {"total_steps": 0}), ValueError, "Expected 'total_steps'"),
+     ((layer(), 0.1, {"total_steps": 1.5}), TypeError, "Expected 'total_steps'"),
+     ((layer(), 0.1, {"scaler": 3}), TypeError, "Expected 'scaler' to be a GradScaler")],
+)  # fmt: skip
 def test_arguments(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
     *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(error, match=text):

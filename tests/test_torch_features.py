@@ -125,10 +125,8 @@ def test_one_graph_for_five_numbers_of_edges(kind: str, compile_whole: Callable[
         x, graph = tokens(n).requires_grad_(), patterns.window(n, reach)
         edge_numbers.add(graph.num_edges)
         forms: dict[str, Any] = {
-            "heads share the edges": graph,
-            "edges of each head": graph.expand(2),
-            "edge_index": graph.edge_index,
-        }
+            "heads share the edges": graph, "edges of each head": graph.expand(2), "edge_index": graph.edge_index,
+        }  # fmt: skip
         adjacency = forms[kind]
         equal_with_gradients(compiled(x, adjacency), conv(x, adjacency), [x, conv.lin_key.weight])
     assert len(edge_numbers) == 5
@@ -167,18 +165,11 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
 @pytest.mark.filterwarnings("ignore")  # dynamo's own, of the breaks
 @pytest.mark.parametrize(
     ("attention", "options"),
-    [
-        ("sbm", {"num_clusters": 4, "target_density": 0.3}),
-        ("sbm", {"num_clusters": 4, "target_density": 0.3, "candidates": 2}),
-        ("sbm", {"num_clusters": 4, "block_size": 4}),
-        ("full", {}),
-        ("window", {"size": 3}),
-        ("top_k", {"k": 4}),
-        ("lsh", {}),
-        ("indexer", {"select": "bernoulli"}),
-        ("dcmm", {"num_clusters": 4}),
-    ],
-)
+    [("sbm", {"num_clusters": 4, "target_density": 0.3}),
+     ("sbm", {"num_clusters": 4, "target_density": 0.3, "candidates": 2}),
+     ("sbm", {"num_clusters": 4, "block_size": 4}), ("full", {}), ("window", {"size": 3}), ("top_k", {"k": 4}),
+     ("lsh", {}), ("indexer", {"select": "bernoulli"}), ("dcmm", {"num_clusters": 4})],
+)  # fmt: skip
 def test_sources_that_look_at_values_break_the_graph(attention: str, options: dict[str, Any]) -> None:
     """And are no worse for it; asked for one graph, torch says where it breaks."""
     torch.manual_seed(0)
@@ -380,14 +371,10 @@ STACKS: dict[str, Callable[[], torch.nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "training", "dynamic"),
-    [
-        ("key padding", True, True),
-        ("encoder", True, True),
-        ("key padding", False, None),
-        *(pytest.param(kind, True, True, marks=pytest.mark.long) for kind in [*STACKS][1:-1]),
-        pytest.param("encoder", False, None, marks=pytest.mark.long),
-    ],
-)
+    [("key padding", True, True), ("encoder", True, True), ("key padding", False, None),
+     *(pytest.param(kind, True, True, marks=pytest.mark.long) for kind in [*STACKS][1:-1]),
+     pytest.param("encoder", False, None, marks=pytest.mark.long)],
+)  # fmt: skip
 def test_inductor_of_layers_over_one_mask(kind: str, training: bool, dynamic: bool | None) -> None:
     """Each layer knows the sizes that depend on its values, though torch merges what two of them compute alike."""
     torch._dynamo.reset()
@@ -435,11 +422,9 @@ def test_export_with_dynamic_length() -> None:
         torch.testing.assert_close(one(words(41), seed=5), model(words(41), seed=5))
         with pytest.raises(torch._dynamo.exc.UserError, match=r"batch = Dim\('batch', min=3\)"):
             torch.export.export(
-                model,
-                (words(30), PTR),
-                {"seed": 5},
+                model, (words(30), PTR), {"seed": 5},
                 dynamic_shapes={**shapes, "ptr": {0: torch.export.Dim("batch", min=2)}},
-            )
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -555,11 +540,8 @@ def test_meta_tensors() -> None:
     conv, x, graph = layer().to("meta"), tokens().to("meta"), patterns.window(None, 2, ptr=PTR).to("meta")
     out, (edge_index, alpha) = conv(x, graph, ptr=PTR.to("meta"), return_attention_weights=True)
     assert (out.shape, out.device.type, edge_index.shape, alpha.shape) == (
-        (30, 16),
-        "meta",
-        (2, 2 * graph.num_edges),
-        (2 * graph.num_edges,),
-    )
+        (30, 16), "meta", (2, 2 * graph.num_edges), (2 * graph.num_edges,),
+    )  # fmt: skip
 
 
 def test_fake_tensors() -> None:

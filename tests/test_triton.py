@@ -123,10 +123,8 @@ def test_effects_of_large_blocks_fit_a_multiprocessor(block_size: int) -> None:
     from sbm_pyg.ops.cuda import blocks as cuda_blocks
 
     x, graph, ptr = (
-        torch.zeros(1, block_size, 8),
-        (torch.tensor([0, 1]), torch.tensor([0]), None),
-        torch.tensor([0, block_size]),
-    )
+        torch.zeros(1, block_size, 8), (torch.tensor([0, 1]), torch.tensor([0]), None), torch.tensor([0, block_size]),
+    )  # fmt: skip
     *_, (_, _, options) = started(
         lambda: cuda_blocks.block_effect(x, x, x, x, *graph, *graph, ptr, ptr, block_size, False, 1.0)
     )

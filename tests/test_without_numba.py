@@ -42,15 +42,12 @@ def measure() -> dict[str, Any]:
     ring = patterns.window(40, 1) | patterns.random(40, 2, seed=0)
     path = analysis.hamiltonian_path(ring, seed=0).path
     return {
-        "graph": [graph.rowptr.tolist(), graph.col.tolist()],
-        "out": out.tolist(),
-        "grad": grad.tolist(),
+        "graph": [graph.rowptr.tolist(), graph.col.tolist()], "out": out.tolist(), "grad": grad.tolist(),
         "blocks": blocks(x, ptr=ptr, seed=1).tolist(),
         "path": path is not None and analysis.is_hamiltonian_path(ring, path),
-        "steps": analysis.spread_steps([patterns.window(40, 1)]),
-        "kernels": info.collect(test=False)["kernels"]["cpu"],
+        "steps": analysis.spread_steps([patterns.window(40, 1)]), "kernels": info.collect(test=False)["kernels"]["cpu"],
         "self-test": info.self_test()["cpu"]["passed"],
-    }
+    }  # fmt: skip
 
 
 def differ(mine: Any, theirs: Any) -> float:

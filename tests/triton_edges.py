@@ -119,12 +119,9 @@ def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pyte
     out.sum().backward()
     forward = ["_count_pieces_kernel", "_edge_attention_kernel", "_merge_kernel"]
     assert kernels.started == [
-        *forward,
-        "_edge_attention_backward_kernel",
-        "_merge_kernel",
-        "_count_pieces_kernel",
+        *forward, "_edge_attention_backward_kernel", "_merge_kernel", "_count_pieces_kernel",
         *["_gather_kernel", "_merge_kernel"] * 2,
-    ]
+    ]  # fmt: skip
     assert kernels.waits == waits
 
 

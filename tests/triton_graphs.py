@@ -33,11 +33,9 @@ ALPHAS = 1.05, 1.3, 1.5, 2.0, 3.0, 4.0
 FLOATS = torch.float32, torch.float64
 
 test_entmax = contract(
-    test_ops.test_entmax_equals_the_dense_one_row_by_row,
-    *zip(ALPHAS, [0.1, 30.0] * 3, strict=True),
-    (1.5, 0.0),
+    test_ops.test_entmax_equals_the_dense_one_row_by_row, *zip(ALPHAS, [0.1, 30.0] * 3, strict=True), (1.5, 0.0),
     (1.5, 1.0),
-)
+)  # fmt: skip
 test_gradients_of_entmax = contract(
     test_ops.test_entmax_and_its_gradient_are_those_of_the_dense_one,
     *product(ALPHAS[:4], [(0, 1, 2, 15, 16, 17, 0, 300, 4)]),
@@ -277,10 +275,8 @@ def test_rows_of_many_panels_and_many_proposals(is_causal: bool, monkeypatch: py
 def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
     random = torch.Generator().manual_seed(9)
     y, z, ptr = (
-        torch.rand(1, 9, 3, generator=random) / 4,
-        torch.rand(1, 9, 3, generator=random),
-        torch.tensor([0, 4, 9]),
-    )
+        torch.rand(1, 9, 3, generator=random) / 4, torch.rand(1, 9, 3, generator=random), torch.tensor([0, 4, 9]),
+    )  # fmt: skip
     law = (11, "bernoulli", 0.0, False, True)
     rowptr, col = ops.sample_sbm(y, z, ptr, ptr, torch.tensor([5, 2]), *law)
     mine, keys = ops.sample_sbm(y[:, 4:], z[:, 4:], torch.tensor([0, 5]), torch.tensor([0, 5]), torch.tensor([2]), *law)
@@ -291,10 +287,8 @@ def test_a_sequence_has_its_graph_in_any_batch(way: str) -> None:
 def test_some_heads_alone_draw_the_edges_of_these_heads(way: str) -> None:
     random = torch.Generator().manual_seed(9)
     y, z, ptr = (
-        torch.rand(3, 5, 3, generator=random) / 4,
-        torch.rand(3, 9, 3, generator=random),
-        torch.tensor([0, 4, 9]),
-    )
+        torch.rand(3, 5, 3, generator=random) / 4, torch.rand(3, 9, 3, generator=random), torch.tensor([0, 4, 9]),
+    )  # fmt: skip
     given, ids = (torch.tensor([0, 2, 5]), ptr), torch.tensor([5, 2])
     rowptr, col = ops.sample_sbm(y, z, *given, ids, 11, "bernoulli")
     mine, keys = ops.sample_sbm(y[1:], z[1:], *given, ids + (1 << 32), 11, "bernoulli")
@@ -504,14 +498,9 @@ def test_a_training_step_over_blocks_takes_few_launches(
 @QUIET
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"is_causal": True, "window": 2},
-        {"block_size": 4},
-        {"normalizer": "entmax15"},
-        {"normalizer": "entmax", "target_density": 0.2},
-    ],
-)
+    [{}, {"is_causal": True, "window": 2}, {"block_size": 4}, {"normalizer": "entmax15"},
+     {"normalizer": "entmax", "target_density": 0.2}],
+)  # fmt: skip
 def test_layers_in_inference_mode(options: dict[str, Any], kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows that several programs share, of which something is kept, and tensors that do not tell their version."""
     monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", 4)
