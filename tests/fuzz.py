@@ -101,27 +101,14 @@ def mutations(value: Any, trusted: bool, draw: Draw) -> list[Hostile]:
         result = JUNK + [(name, "number" if type(x) is kind else "value", always(x)) for name, x in NUMBERS.items()]
         changed = {"value + 1": value + 1, "value - 1": value - 1, "-value": -value}
         result += [(name, "number", always(x)) for name, x in changed.items()]
-        same: list[Any] = (
-            [np.int64(value), np.int32(value)]
-            if kind is int and abs(value) < 2**31
-            else [np.float64(value)]
-            if kind is float
-            else []
-        )
+        same: list[Any] = [np.float64(value)] if kind is float else []
+        same += [np.int64(value), np.int32(value)] if kind is int and abs(value) < 2**31 else []
         result += [(f"numpy {type(x).__name__}", "view", always(x)) for x in same]
         other: dict[str, Any] = {
-            "text": str(value),
-            "[]": [],
-            "list": [value],
-            "float16": np.float16(0.5),
-            "bytes": b"1",
-        }
+            "text": str(value), "[]": [], "list": [value], "float16": np.float16(0.5), "bytes": b"1",
+        }  # fmt: skip
         result += [(name, "value", always(x)) for name, x in other.items()]
-        return [
-            *result,
-            ("tensor", "value", lambda: torch.tensor(value)),
-            ("two-element tensor", "value", lambda: torch.tensor([1, 2])),
-        ]
+        return result + of_kind("value", tensor=lambda: torch.tensor(value), tensor_of_two=lambda: torch.tensor([1, 2]))
     if isinstance(value, str):
         plain: list[Any] = [3, "", [], b"bytes", True, math.nan, "\0"]
         others = {repr(x): x for x in plain}
@@ -164,16 +151,14 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
     result += [("strided view", "view", lambda: torch.stack([x, x], -1)[..., 0])]
     result += [("transposed view", "view", lambda: x.mT.contiguous().mT)] if dim > 1 else []
     if floating:
-        result += [
-            ("requires grad", "view", lambda: x.clone().requires_grad_()),
-            ("negative view", "view", lambda: torch._neg_view(-x)),
-        ]
+        result += of_kind(
+            "view", requires_grad=lambda: x.clone().requires_grad_(), negative_view=lambda: torch._neg_view(-x)
+        )
     if trusted:
         return result
     for axis in range(dim):
-        result.append(
-            (f"axis {axis} + 1", "size", partial(torch.cat, [x, x.narrow(axis, 0, min(1, x.size(axis)))], axis))
-        )
+        more = [x, x.narrow(axis, 0, min(1, x.size(axis)))]
+        result.append((f"axis {axis} + 1", "size", partial(torch.cat, more, axis)))
         if x.size(axis):
             result.append((f"axis {axis} - 1", "size", partial(x.narrow, axis, 0, x.size(axis) - 1)))
             result.append((f"axis {axis} empty", "size", partial(x.narrow, axis, 0, 0)))
@@ -183,125 +168,79 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
     if floating:
         for value in (float("nan"), float("inf"), -float("inf"), 1e-45, 1e39, -1.0, 1.5):
             result += [(f"one is {value}", "value", partial(swap, x, place, value))]
-        result += [
-            ("all NaN", "value", lambda: x * float("nan")),
-            ("all 1e-45", "value", lambda: torch.full_like(x, 1e-45)),
-        ]
-        result += [
-            ("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape)),
-            ("all 0", "value", lambda: x * 0),
-        ]
+        result += of_kind("value", all_NaN=lambda: x * torch.nan, all_tiny=lambda: torch.full_like(x, 1e-45))
+        result += of_kind("value", expanded=lambda: x.reshape(-1)[place].expand(x.shape), all_0=lambda: x * 0)
     elif x.dtype == torch.bool:
         result += [("all False", "value", lambda: x & False), ("all True", "value", lambda: x | True)]
     else:
-        for value in (
-            -1,
-            2**31 - 1,
-            -(2**31),
-            *((2**31, 2**62, 2**63 - 1, -(2**63)) if x.dtype == torch.int64 else ()),
-        ):
+        large = (2**31, 2**62, 2**63 - 1, -(2**63)) if x.dtype == torch.int64 else ()
+        for value in (-1, 2**31 - 1, -(2**31), *large):
             result += [(f"one is {value}", "value", partial(swap, x, place, value))]
         result += [("one larger", "value", lambda: swap(x, place, int(x.max()) + 1)), ("all 0", "value", lambda: x * 0)]
-        result += (
-            [
-                ("reversed", "value", lambda: x.flip(0)),
-                ("repeated", "value", lambda: swap(x, place, int(x.view(-1)[place - 1]))),
-            ]
-            if dim
-            else []
-        )
-        result += [("expanded", "value", lambda: x.reshape(-1)[place].expand(x.shape))]
+        before = int(x.view(-1)[place - 1])
+        result += of_kind("value", reversed=lambda: x.flip(0), repeated=lambda: swap(x, place, before)) if dim else []
+        result += of_kind("value", expanded=lambda: x.reshape(-1)[place].expand(x.shape))
     return result
+
+
+def of_kind(kind: str, **makers: Callable[[], Any]) -> list[Hostile]:
+    """Hostile values of one kind by label, in which an underscore is a space."""
+    return [(label.replace("_", " ").strip(), kind, make) for label, make in makers.items()]
 
 
 def graphs(graph: AttentionGraph, draw: Draw) -> list[Hostile]:
     """What is no graph, graphs over other tokens, and what no graph may be: built by hand, which may refuse it already."""
-    n, m, heads = graph.num_queries, graph.num_keys, graph.heads
+    n, m, heads, rowptr, col = graph.num_queries, graph.num_keys, graph.heads, graph.rowptr, graph.col
 
     def build(**changes: Any) -> AttentionGraph:
         fields = ("rowptr", "col", "num_queries", "num_keys", "heads", "query_ptr", "key_ptr")
         return AttentionGraph(**({name: getattr(graph, name) for name in fields} | changes))
 
     result = [
-        *list(JUNK),
-        ("3", "value", lambda: 3),
-        ("tensor", "value", lambda: graph.col),
-        ("networkx", "value", nx.DiGraph),
-    ]
-    result += [
-        ("tuple of tensors", "value", lambda: (graph.rowptr, graph.col)),
-        ("on meta", "device", lambda: graph.to("meta")),
-    ]
-    result += [
-        ("over other tokens", "other", lambda: draw.graph(heads)),
-        ("of other heads", "other", lambda: draw.graph(heads + 1)),
-    ]
-    result += [("of other heads over the same tokens", "other", lambda: draw.graph(heads + 1, [n], [m]))]
-    result += [("without edges", "other", lambda: build(rowptr=graph.rowptr * 0, col=graph.col[:0]))]
-    result += [("rowptr from 1", "value", lambda: build(rowptr=graph.rowptr.clamp(min=1)))]
-    result += [("rowptr to E + 1", "value", lambda: build(rowptr=swap(graph.rowptr, -1, graph.num_edges + 1)))]
-    result += [("rowptr decreasing", "value", lambda: build(rowptr=swap(graph.rowptr, -2, graph.num_edges + 2**31)))]
-    result += [("rowptr negative", "value", lambda: build(rowptr=swap(graph.rowptr, -2, -5)))]
+        *JUNK, *of_kind("device", on_meta=lambda: graph.to("meta")),
+        *of_kind("value", _3=lambda: 3, tensor=lambda: col, networkx=nx.DiGraph, tuple_of_tensors=lambda: (rowptr, col)),
+        *of_kind(
+            "other", over_other_tokens=lambda: draw.graph(heads), of_other_heads=lambda: draw.graph(heads + 1),
+            of_other_heads_over_the_same_tokens=lambda: draw.graph(heads + 1, [n], [m]),
+            without_edges=lambda: build(rowptr=rowptr * 0, col=col[:0])),
+        *of_kind(
+            "value", rowptr_from_1=lambda: build(rowptr=rowptr.clamp(min=1)),
+            rowptr_past_E=lambda: build(rowptr=swap(rowptr, -1, graph.num_edges + 1)),
+            rowptr_decreasing=lambda: build(rowptr=swap(rowptr, -2, graph.num_edges + 2**31)),
+            rowptr_negative=lambda: build(rowptr=swap(rowptr, -2, -5))),
+    ]  # fmt: skip
     if graph.num_edges:
         place = draw.randrange(graph.num_edges)
-        for value in (-1, m, 2**31 - 1):
-            result += [
-                (f"col has {value if value != m else 'M'}", "value", partial(build, col=swap(graph.col, place, value)))
-            ]
+        for value, label in ((-1, "-1"), (m, "M"), (2**31 - 1, "2**31 - 1")):
+            result += [(f"col has {label}", "value", partial(build, col=swap(col, place, value)))]
         if graph.num_sequences > 1:
-            result += [("edges leave their sequence", "value", lambda: build(col=torch.full_like(graph.col, m - 1)))]
-        if int(graph.rowptr.diff().max()) > 1:
-            row = int(graph.rowptr.diff().argmax())
-            first, end = graph.rowptr[row : row + 2].tolist()
-            flipped = torch.cat([graph.col[:first], graph.col[first:end].flip(0), graph.col[end:]])
-            result += [("a row unsorted", "value", lambda: build(col=flipped))]
-            result += [
-                ("a key repeated", "value", lambda: build(col=swap(graph.col, first + 1, int(graph.col[first]))))
-            ]
+            result += of_kind("value", edges_leave_their_sequence=lambda: build(col=torch.full_like(col, m - 1)))
+        if int(rowptr.diff().max()) > 1:
+            row = int(rowptr.diff().argmax())
+            first, end = rowptr[row : row + 2].tolist()
+            flipped = torch.cat([col[:first], col[first:end].flip(0), col[end:]])
+            repeated = swap(col, first + 1, int(col[first]))
+            result += of_kind("value", unsorted=lambda: build(col=flipped), repeated=lambda: build(col=repeated))
     return result
 
 
 def models(sbm: SBM, draw: Draw) -> list[Hostile]:
     """What is no model, models over other tokens, and models of values out of range."""
+    parts = {name: getattr(sbm, name) for name in ("query_membership", "key_membership", "block_matrix")}
 
     def build(**changes: Any) -> SBM:
-        return SBM(
-            **(
-                {
-                    name: getattr(sbm, name)
-                    for name in ("query_membership", "key_membership", "block_matrix", "query_ptr", "key_ptr")
-                }
-                | changes
-            )
-        )
+        return SBM(**(parts | {"query_ptr": sbm.query_ptr, "key_ptr": sbm.key_ptr} | changes))
 
     result = [
-        *list(JUNK), ("3", "value", lambda: 3), ("tensor", "value", lambda: sbm.query_membership),
-        ("tuple", "value", lambda: (sbm.query_membership, sbm.key_membership)),
+        *JUNK, *of_kind("value", _3=lambda: 3, tensor=lambda: sbm.query_membership, tuple=lambda: (*parts.values(),)),
+        *of_kind("other", over_other_tokens=lambda: draw.sbm(sbm.heads), of_other_heads=lambda: draw.sbm(sbm.heads + 1)),
     ]  # fmt: skip
-    result += [
-        ("over other tokens", "other", lambda: draw.sbm(sbm.heads)),
-        ("of other heads", "other", lambda: draw.sbm(sbm.heads + 1)),
-    ]
-    for name in ("query_membership", "key_membership", "block_matrix"):
-        x = getattr(sbm, name)
+    for name, x in parts.items():
         for value in (float("nan"), float("inf"), -0.5, 1e39, 1e-45, 50.0):
             result += [(f"{name} has {value}", "value", partial(build, **{name: swap(x, 0, value)}))]
         result += [(f"all of {name} 1e-45", "value", partial(build, **{name: torch.full_like(x, 1e-45)}))]
     for dtype in (torch.float16, torch.bfloat16):
-        result += [
-            (
-                str(dtype),
-                "dtype",
-                partial(
-                    build,
-                    **{
-                        name: getattr(sbm, name).to(dtype)
-                        for name in ("query_membership", "key_membership", "block_matrix")
-                    },
-                ),
-            )
-        ]
+        result += [(str(dtype), "dtype", partial(build, **{name: x.to(dtype) for name, x in parts.items()}))]
     return result
 
 
