@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -299,65 +300,79 @@ def test_pairs_are_pairs(name: str) -> None:
         PairClassifier(encoder(), 2)(**given | {name: TOKENS})
 
 
-@pytest.mark.parametrize(
-    ("choices", "shape", "error", "message"),
-    [
-        ([None], (1, 2), TypeError, "Expected 'choices' to be a tuple of Choice or None"),
-        ((), (1, 2), ValueError, "Expected 'choices' to hold one Choice or None per layer"),
-        ((None,), [1, 2], TypeError, "Expected 'shape' to be the numbers of sequences and heads"),
-        ((None, Choice(patterns.full(6, heads=2))), (1, 3), ValueError,
-         r"Expected 'choices' of 'shape' \(1, 3\) \(got \(1, 2\)\)"),
-    ],
-)  # fmt: skip
-def test_errors_of_a_trace(choices: Any, shape: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        EncoderTrace(choices, shape)
+X, PTR3, FULL = torch.ones(3, 4), torch.tensor([0, 3]), FullAttention(4, 2, 2)
+ENCODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_tokens": None}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got neither\)"),
+    ({"num_tokens": None, "in_channels": 0}, ValueError, r"Expected 'in_channels' to be at least 1 \(got 0\)"),
+    ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
+    ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
+    ({"heads": 0}, ValueError, r"Expected 'heads' to be at least 1 \(got 0\)"),
+    ({"heads": 128}, ValueError, r"Expected 'heads' to divide 'channels' \(got 128 and 64\)"),
+    ({"heads": "2"}, TypeError, r"Expected 'heads' to be an int \(got str\)"),
+    ({"num_layers": 2.0}, TypeError, r"Expected 'num_layers' to be an int \(got float\)"),
+    ({"ffn_channels": -1}, ValueError, r"Expected 'ffn_channels' to be at least 1 \(got -1\)"),
+    ({"max_length": 0}, ValueError, r"Expected 'max_length' to be at least 1 \(got 0\)"),
+    ({"dropout": math.nan}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+    ({"dropout": None}, TypeError, r"Expected 'dropout' to be a number in \[0, 1\) \(got NoneType\)"),
+    ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
+    ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
+    ({"attention_options": {"density": 0.1}}, ValueError, r"got \['density'\]\)\. Give the density to a Sparsifier\."),
+    ({"attention": "full", "attention_options": {"num_clusters": 3}}, ValueError,
+     r"Expected 'attention_options' of 'full' to be known \(got \['num_clusters'\]\)"),
+    ({"attention": "bigbird", "attention_options": {"num_random": 1.5}}, TypeError,
+     r"Expected 'num_random' to be an int \(got float\)"),
+    ({"num_layers": 10**9}, ValueError,
+     r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
+    ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 layers"),
+    ({"num_layers": 0}, ValueError, r"Expected 'num_layers' to be at least 1 \(got 0\)"),
+    ({"attention": "window", "attention_options": {"blocks": 3}}, ValueError,
+     r"Expected 'attention_options' of 'window' to be known \(got \['blocks'\]\)"),
+    ({"attention": "linear"}, ValueError,
+     r"Expected 'attention' to be one of \['sbm', 'routing', 'indexer', .*'full', .*'window', .*'dcmm'\] or a factory \(got 'linear'\)"),
+]  # fmt: skip
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *((lambda options=options: SequenceEncoder(**{"num_tokens": 15} | options), error, message)
+      for options, error, message in ENCODERS),
+    *((lambda kind=kind: kind(None, 2), TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)")
+      for kind in (SequenceClassifier, PairClassifier, TokenClassifier)),
+    *((lambda kind=kind: kind(encoder(), None), TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)")
+      for kind in (SequenceClassifier, PairClassifier, TokenClassifier)),
+    *((lambda kind=kind: kind(encoder(), 2, pool_length=1.5), TypeError,
+       r"Expected 'pool_length' to be an int \(got float\)")
+      for kind in (SequenceClassifier, PairClassifier)),
+    (lambda: SequenceClassifier(encoder(), 0), ValueError, r"Expected 'num_classes' to be at least 1 \(got 0\)"),
+    (lambda: EncoderTrace(cast(Any, [None]), (1, 2)), TypeError, "Expected 'choices' to be a tuple of Choice or None"),
+    (lambda: EncoderTrace((), (1, 2)), ValueError, "Expected 'choices' to hold one Choice or None per layer"),
+    (lambda: EncoderTrace((None,), cast(Any, [1, 2])), TypeError,
+     "Expected 'shape' to be the numbers of sequences and heads"),
+    (lambda: EncoderTrace((None, Choice(patterns.full(6, heads=2))), (1, 3)), ValueError,
+     r"Expected 'choices' of 'shape' \(1, 3\) \(got \(1, 2\)\)"),
+    (lambda: FULL(X[:, :3], ptr=PTR3), ValueError,
+     r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
+    (lambda: FULL(X.long(), ptr=PTR3), TypeError, r"Expected 'x' to be floating point \(got torch.int64\)"),
+    (lambda: FULL(X.bfloat16(), ptr=PTR3), TypeError,
+     r"Expected 'x' to be torch.float32, as the layer's parameters are \(got torch.bfloat16\)"),
+    (lambda: FULL(None, ptr=PTR3), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
+    (lambda: FULL(X, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
+    (lambda: AttentionConv(4, 2, 2, patterns.PatternSource(cast(Any, lambda n, ptr: None)))(X, ptr=PTR3), TypeError,
+     r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
+    (lambda: patterns.PatternSource(cast(Any, 3)), TypeError, r"Expected 'rule' to be callable \(got int\)"),
+    (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
+    (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
+    (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
+    (lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])), TypeError,
+     r"Expected 'positions' to be a tensor \(got list\)"),
+    (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
+]  # fmt: skip
 
 
-def test_constructor_errors() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Expected 'attention' to be one of \['sbm', 'routing', 'indexer', .*'full', .*'window', .*'dcmm'\] or a factory \(got 'linear'\)",
-    ):
-        SequenceEncoder(15, attention="linear")
-    refuses(lambda: SequenceEncoder(15, num_layers=0), "Expected 'num_layers' to be at least 1 (got 0)")
-    with pytest.raises(ValueError, match=r"Expected 'attention_options' of 'window' to be known \(got \['blocks'\]\)"):
-        SequenceEncoder(15, attention="window", attention_options={"blocks": 3})
-    refuses(lambda: SequenceClassifier(encoder(), 0), "Expected 'num_classes' to be at least 1 (got 0)")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_tokens": None}, ValueError, r"Expected one of 'num_tokens' and 'in_channels' \(got neither\)"),
-        ({"num_tokens": None, "in_channels": 0}, ValueError, r"Expected 'in_channels' to be at least 1 \(got 0\)"),
-        ({"channels": True}, TypeError, r"Expected 'channels' to be an int \(got bool\)"),
-        ({"channels": -2}, ValueError, r"Expected 'channels' to be at least 1 \(got -2\)"),
-        ({"heads": 0}, ValueError, r"Expected 'heads' to be at least 1 \(got 0\)"),
-        ({"heads": 128}, ValueError, r"Expected 'heads' to divide 'channels' \(got 128 and 64\)"),
-        ({"heads": "2"}, TypeError, r"Expected 'heads' to be an int \(got str\)"),
-        ({"num_layers": 2.0}, TypeError, r"Expected 'num_layers' to be an int \(got float\)"),
-        ({"ffn_channels": -1}, ValueError, r"Expected 'ffn_channels' to be at least 1 \(got -1\)"),
-        ({"max_length": 0}, ValueError, r"Expected 'max_length' to be at least 1 \(got 0\)"),
-        ({"dropout": math.nan}, ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        ({"dropout": None}, TypeError, r"Expected 'dropout' to be a number in \[0, 1\) \(got NoneType\)"),
-        ({"attention": None}, TypeError, r"Expected 'attention' to be a name or a factory \(got NoneType\)"),
-        ({"attention_options": [1]}, TypeError, r"Expected 'attention_options' to be a dict \(got list\)"),
-        ({"attention_options": {"density": 0.1}}, ValueError, r"got \['density'\]\)\. Give the density to a Sparsifier\."),
-        ({"attention": "full", "attention_options": {"num_clusters": 3}}, ValueError,
-         r"Expected 'attention_options' of 'full' to be known \(got \['num_clusters'\]\)"),
-        ({"attention": "bigbird", "attention_options": {"num_random": 1.5}}, TypeError,
-         r"Expected 'num_random' to be an int \(got float\)"),
-        ({"num_layers": 10**9}, ValueError, r"Expected 'num_layers' to ask for no more than memory holds \(got [\d,]+ parameters"),
-        ({"num_layers": 10**7, "channels": 1, "heads": 1}, ValueError, r"Expected 'num_layers' .* \(got 10,000,000 layers"),
-    ],
-)  # fmt: skip
-def test_options_of_an_encoder(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_refusals(
+    call: Callable[[], Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
     with pytest.raises(error, match=message):
-        SequenceEncoder(**{"num_tokens": 15, **options})
+        call()
 
 
 @pytest.mark.parametrize(
@@ -372,50 +387,6 @@ def test_options_of_a_source(attention: str, options: dict[str, Any]) -> None:
     assert {name: getattr(source, name) for name in held} == {name: options[name] for name in held}
     _, trace = model(TOKENS, PTR, seed=0, return_trace=True)
     assert int(trace.graphs[0].degree.min()) >= 2  # the window is there
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [({"encoder": None}, TypeError, r"Expected 'encoder' to be a SequenceEncoder \(got NoneType\)"),
-     ({"num_classes": None}, TypeError, r"Expected 'num_classes' to be an int \(got NoneType\)"),
-     ({"pool_length": 1.5}, TypeError, r"Expected 'pool_length' to be an int \(got float\)")],
-)  # fmt: skip
-def test_options_of_a_classifier(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops.checks, "available", lambda device: 2**34)
-    for kind in (
-        (SequenceClassifier, PairClassifier)
-        if "pool_length" in options
-        else (SequenceClassifier, PairClassifier, TokenClassifier)
-    ):
-        with pytest.raises(error, match=message):
-            kind(**{"encoder": encoder(), "num_classes": 2, **options})
-
-
-def test_inputs_of_layers() -> None:
-    layers = FullAttention(4, 2, 2), AttentionConv(4, 2, 2, patterns.PatternSource(cast(Any, lambda n, ptr: None)))
-    x, ptr = torch.ones(3, 4), torch.tensor([0, 3])
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: layers[0](x[:, :3], ptr=ptr), ValueError,
-         r"Expected 'x' to be \[N, channels\] = \[any, 4\] \(got \[3, 3\]\)"),
-        (lambda: layers[0](x.long(), ptr=ptr), TypeError, r"Expected 'x' to be floating point \(got torch.int64\)"),
-        (lambda: layers[0](x.bfloat16(), ptr=ptr), TypeError,
-         r"Expected 'x' to be torch.float32, as the layer's parameters are \(got torch.bfloat16\)"),
-        (lambda: layers[0](None, ptr=ptr), TypeError, r"Expected 'x' to be a tensor \(got NoneType\)"),
-        (lambda: layers[0](x, ptr=None), TypeError, r"Expected 'ptr' to be a tensor \(got NoneType\)"),
-        (lambda: layers[1](x, ptr=ptr), TypeError, r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
-        (lambda: patterns.PatternSource(cast(Any, 3)), TypeError, r"Expected 'rule' to be callable \(got int\)"),
-        (lambda: FullAttention(4, 0, 2), ValueError, r"Expected 'head_channels' to be at least 1 \(got 0\)"),
-        (lambda: FullAttention(4, 2, cast(Any, None)), TypeError, r"Expected 'heads' to be an int \(got NoneType\)"),
-        (lambda: FullAttention(4, 2, 2, math.nan), ValueError, r"Expected 'dropout' in \[0, 1\) \(got nan\)"),
-        (lambda: encoder()(TOKENS, PTR, positions=cast(Any, [0])), TypeError,
-         r"Expected 'positions' to be a tensor \(got list\)"),
-        (lambda: encoder()(TOKENS > 3), TypeError, r"Expected 'tokens' to be \[N\] int64 \(got \[30\] torch.bool\)"),
-    ]  # fmt: skip
-    for action, error, message in cases:
-        with pytest.raises(error, match=message):
-            action()
 
 
 def test_places_and_pool_length_are_those_of_zeroed_padding() -> None:
