@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -332,9 +333,13 @@ def test_repr_and_sizes() -> None:
     assert "groups=2" in repr(SBMHead(4, 2, 9, parameterization="assortative", groups=2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def made(make: Callable[..., Any], *rows: tuple[Any, type[Exception], str]) -> list[tuple[Callable[[], Any], Any, str]]:
+    """Refusals of calls with these arguments."""
+    return [(partial(make, arguments), error, message) for arguments, error, message in rows]
+
+
+REFUSED = [
+    *made(lambda arguments: SBM(*arguments),
         ((Y.int(), Z, S), TypeError, r"Expected 'query_membership' to be a floating tensor \(got torch.int32\)"),
         ((Y, Z.double(), S), TypeError, r"Expected 'key_membership' to be torch.float32, as 'query_membership' is \(got torch.float64\)"),
         ((Y, Z, S.to("meta")), ValueError, r"Expected 'block_matrix' on cpu, as 'query_membership' is \(got meta\)"),
@@ -346,25 +351,8 @@ def test_repr_and_sizes() -> None:
         ((Y, Z, S, torch.tensor([0.0, 6.0])), TypeError, r"Expected 'query_ptr' to be int64 \(got torch.float32\)"),
         ((None, Z, S), TypeError, r"Expected 'query_membership' to be a tensor \(got NoneType\)"),
         ((Y, Z.tolist(), S), TypeError, r"Expected 'key_membership' to be a tensor \(got list\)"),
-        ((Y, Z, S > 0), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.bool\)"),
-    ],
-)  # fmt: skip
-def test_constructor_errors(arguments: tuple, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        SBM(*arguments)
-
-
-def test_other_errors() -> None:
-    sbm = SBM(Y, Z, S)
-    refuses(lambda: SBMHead(4, 1, 0), "Expected 'num_clusters' to be at least 1 (got 0)")
-    with pytest.raises(ValueError, match=r"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' \(got 'normal'\)"):
-        SBMHead(4, cluster_init="normal")
-    refuses(lambda: sbm.limit(-1), "Expected 'budget' in (0, inf] (got -1)")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+        ((Y, Z, S > 0), TypeError, r"Expected 'block_matrix' to be a floating tensor \(got torch.bool\)")),
+    *made(lambda options: SBMHead(**{"channels": 4} | options),
         ({"heads": True}, TypeError, r"Expected 'heads' to be an int \(got bool\)"),
         ({"heads": -1}, ValueError, r"Expected 'heads' to be at least 1 \(got -1\)"),
         ({"channels": None}, TypeError, r"Expected 'channels' to be an int \(got NoneType\)"),
@@ -384,37 +372,26 @@ def test_other_errors() -> None:
          r"power of groups=3 \(got 100\). Take 64 = 4\*\*3 or 125 = 5\*\*3"),
         ({"groups": 2, "num_clusters": 48, "parameterization": "assortative"}, ValueError,
          r"Take 36 = 6\*\*2 or 49 = 7\*\*2"),
-    ],
-)  # fmt: skip
-def test_options_of_the_head(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops.checks, "available", lambda device: 2**30)
-    with pytest.raises(error, match=message):
-        SBMHead(**{"channels": 4, **options})
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "error", "message"),
-    [
-        (torch.ones(2, 5, 4), [1.0], TypeError, r"Expected 'key' to be a tensor \(got list\)"),
-        (torch.ones(2, 5, 4).double(), torch.ones(2, 5, 4).double(), TypeError,
+        ({"num_clusters": 0}, ValueError, r"Expected 'num_clusters' to be at least 1 \(got 0\)"),
+        ({"cluster_init": "normal"}, ValueError, r"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' \(got 'normal'\)")),
+    *made(lambda vectors: SBMHead(4, 2, 3)(Tokens(*vectors)),
+        ((torch.ones(2, 5, 4), [1.0]), TypeError, r"Expected 'key' to be a tensor \(got list\)"),
+        ((torch.ones(2, 5, 4).double(), torch.ones(2, 5, 4).double()), TypeError,
          r"Expected 'query' to be torch.float32, as the SBMHead is"),
-        (torch.ones(2, 5, 3), None, ValueError,
-         r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)"),
-    ],
-)  # fmt: skip
-def test_inputs_of_the_head(query: Any, key: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        SBMHead(4, 2, 3)(Tokens(query, key))
+        ((torch.ones(2, 5, 3), None), ValueError,
+         r"Expected 'query' to be \[H, N, C\] = \[2, any, 4\] \(got \[2, 5, 3\]\)")),
+    (lambda: SBM(Y, Z, S).limit(-1), ValueError, r"Expected 'budget' in \(0, inf\] \(got -1\)"),
+    (lambda: ragged().edge_prob_dense(cast(Any, 0.0)), TypeError, r"Expected 'sequence' to be an int \(got float\)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("sequence", "error", "message"), [(0.0, TypeError, r"Expected 'sequence' to be an int \(got float\)")]
-)
-def test_a_sequence_that_is_not_there(sequence: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_refusals(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        ragged().edge_prob_dense(sequence)
+        call()
+
+
+def test_sequences_count_from_the_end_too() -> None:
     assert torch.equal(ragged().edge_prob_dense(-1), ragged().edge_prob_dense(1))
 
 
