@@ -414,12 +414,6 @@ def test_systematic_samples_of_some_heads_are_those_of_all() -> None:
         assert same(found, (rows - rows[0], col[rows[0] :]))
 
 
-def test_refused_probes() -> None:
-    sbm = SBM(torch.full((1, 3, 1), 0.1), torch.ones(1, 3, 1), torch.ones(1, 1, 1))
-    with pytest.raises(ValueError, match=r"Expected 'per_query' in \[0, inf\] \(got nan\)"):
-        draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"out": torch.ones(2, 5, 3)}, r"Expected 'out' to be \[H, N, C'\] = \[2, 5, 4\]"),
@@ -534,6 +528,9 @@ def test_refused_arguments_of_estimators() -> None:
         (lambda: score_function(sbm, foreign, loss), ValueError, "Expected 'graph' over the sequences of this SBM"),
         (lambda: draw_probes(sample_edges(sbm, seed=0), cast(Any, "2"), seed=0), TypeError,
          r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
+        (lambda: draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0), ValueError,
+         r"Expected 'per_query' in \[0, inf\] \(got nan\)"),
+        (lambda: SBMAttentionConv(6, 4, 2, 3, probes=-1), ValueError, "Expected 'probes' in "),
         (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError,
          r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
     ]  # fmt: skip
@@ -665,12 +662,6 @@ def test_local_expectation_runs_under_a_score_bias() -> None:
     conv = SBMAttentionConv(6, 4, 2, 3, score_bias=far)
     conv(draw(1, 9, 6, dtype=torch.float32), seed=1).square().sum().backward()
     assert float(gradient(conv).abs().max()) > 0
-
-
-@pytest.mark.parametrize(("options", "message"), [({"probes": -1}, "Expected 'probes' in ")])
-def test_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_attention("sbm", 6, 4, 2, num_clusters=3, **options)
 
 
 def test_the_number_of_probes_may_change_between_steps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -326,42 +327,33 @@ def test_a_file_that_is_not_of_the_trainer_is_refused(content: bytes, tmp_path: 
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected 'density' to be \[L, B, H\] \(got \[2, 3\]\). `EncoderTrace.density` is."
-    ):
-        plots.plot_density(torch.rand(2, 3))
-    refuses(
-        lambda: plots.plot_extremes([None, None]),
-        "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw.",
-    )
-    with pytest.raises(
-        ValueError, match=r"Expected 'images' to be \[4, height, width\], one for each sequence \(got \[3, 4, 4\]\)."
-    ):
-        plots.plot_pixel_attention(trace, torch.rand(3, 4, 4))
-    refuses(
-        lambda: plots.plot_pixel_attention(trace, torch.rand(4, 5, 5)),
-        "Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 (got [16, 16, 16, 16]).",
-    )
-    with pytest.raises(
-        ValueError, match=r"Expected 'log' with columns 'step' and 'density_layer0_head0', ... \(got no rows\)."
-    ):
-        plots.plot_training_density([])
-    for row in ({"step": 0.0, "density_layer0_head0": "x"}, {"step": 1.0}):
-        with pytest.raises(ValueError, match="Expected 'log' to have a number in each cell"):
-            plots.plot_training_density([{"step": 0.0, "density_layer0_head0": 1.0}, row])  # type: ignore[list-item]
-    for draw in (plots.plot_mask, plots.plot_communities):
-        with pytest.raises(ValueError, match=r"Expected 'head' in 0..1 \(got 5\). Count from 0."):
-            draw(patterns.full(24, heads=2), model(), head=5)
-        with pytest.raises(ValueError, match=r"Expected 'sequence' in 0..0 \(got 1\). Count from 0."):
-            draw(patterns.full(24, heads=2), model(), sequence=1)
-    with pytest.raises(
-        ValueError, match=r"Expected 'count' to be at least 1 \(got 0\). It is the number of inputs at each end."
-    ):
-        plots.density_extremes(torch.rand(1, 4, 1), 0)
-    removed = Figure().subplots()
+    removed, graph = Figure().subplots(), patterns.full(24, heads=2)
     removed.remove()
-    with pytest.raises(ValueError, match=r"Expected 'ax' to belong to a figure \(got one that was removed\)."):
-        plots.plot_density(torch.rand(1, 1, 1), ax=removed)
+    first, cell = {"step": 0.0, "density_layer0_head0": 1.0}, "Expected 'log' to have a number in each cell"
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: plots.plot_density(torch.rand(2, 3)),
+         "Expected 'density' to be [L, B, H] (got [2, 3]). `EncoderTrace.density` is."),
+        (lambda: plots.plot_extremes([None, None]),
+         "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."),
+        (lambda: plots.plot_pixel_attention(trace, torch.rand(3, 4, 4)),
+         "Expected 'images' to be [4, height, width], one for each sequence (got [3, 4, 4])."),
+        (lambda: plots.plot_pixel_attention(trace, torch.rand(4, 5, 5)),
+         "Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 (got [16, 16, 16, 16])."),
+        (lambda: plots.plot_training_density([]),
+         "Expected 'log' with columns 'step' and 'density_layer0_head0', ... (got no rows)."),
+        (lambda: plots.plot_training_density([first, cast(Any, first | {"density_layer0_head0": "x"})]), cell),
+        (lambda: plots.plot_training_density([first, {"step": 1.0}]), cell),
+        (lambda: plots.plot_mask(graph, model(), head=5), "Expected 'head' in 0..1 (got 5). Count from 0."),
+        (lambda: plots.plot_communities(graph, model(), head=5), "Expected 'head' in 0..1 (got 5). Count from 0."),
+        (lambda: plots.plot_mask(graph, model(), sequence=1), "Expected 'sequence' in 0..0 (got 1). Count from 0."),
+        (lambda: plots.plot_communities(graph, model(), sequence=1), "Expected 'sequence' in 0..0 (got 1)."),
+        (lambda: plots.density_extremes(torch.rand(1, 4, 1), 0),
+         "Expected 'count' to be at least 1 (got 0). It is the number of inputs at each end."),
+        (lambda: plots.plot_density(torch.rand(1, 1, 1), ax=removed),
+         "Expected 'ax' to belong to a figure (got one that was removed)."),
+    ]  # fmt: skip
+    for call, message in cases:
+        refuses(call, message)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         ImportError,
