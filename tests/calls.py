@@ -22,7 +22,7 @@ from torch import Tensor
 import sbm_pyg
 from sbm_pyg import analysis, estimators, gradients, info, models, ragged, sparsefinder
 from sbm_pyg.analysis import plots
-from sbm_pyg.rows import CompressedRows
+from sbm_pyg.graphs.rows import CompressedRows
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 

@@ -33,6 +33,7 @@ from sbm_pyg import (
     Tokens,
     auxiliary_loss,
     estimators,
+    make_attention,
     ops,
     sparsefinder,
 )
@@ -126,9 +127,9 @@ def with_gradients(out: Tensor, module: nn.Module, *inputs: Tensor) -> list[Tens
         "fastrg": {"method": "fastrg"}, "budget": {"budget": 5.0}, "exploration": {"exploration": 0.01},
         "window": {"window": 2}, "no probes": {"probes": 0}, "dropout": {"dropout": 0.3},
         "mean of heads": {"concat": False}, "entmax": {"normalizer": "entmax15"},
-        "sparsemax": {"normalizer": "sparsemax"}, "mixed": {"sbm_options": {"parameterization": "mixed"}},
-        "assortative": {"sbm_options": {"parameterization": "assortative"}},
-        "degrees": {"sbm_options": {"degree_corrected": True}},
+        "sparsemax": {"normalizer": "sparsemax"}, "mixed": {"parameterization": "mixed"},
+        "assortative": {"parameterization": "assortative"},
+        "degrees": {"degree_corrected": True},
         "score bias": {"score_bias": lambda query, key, graph: -graph.col.float() / 40},
     },
 )  # fmt: skip

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from sbm_pyg import (
     SBM,
+    AttentionConv,
     PairClassifier,
     SBMAttentionConv,
+    SBMHead,
     SBMMultiheadAttention,
+    SBMSource,
     SequenceClassifier,
     SequenceEncoder,
     TokenClassifier,
@@ -32,6 +35,7 @@ from sbm_pyg import (
     auxiliary_loss,
     estimators,
     gradients,
+    make_attention,
 )
 from sbm_pyg.layers.attention import Returns
 from sbm_pyg.sources import indexer
@@ -93,7 +97,10 @@ def _conv_forward(d: Draw) -> Case:
     x, how = float_tokens(d, sum(lengths), 4), d.choice(("graph", "edges", "typed", "sample", "pair"))
     edge_attr = d.maybe(float_tokens(d, g.num_edges, 2)) if how in ("graph", "typed") else None
     edge_dim = None if edge_attr is None else 2
-    conv = SBMAttentionConv(4, d.randint(1, 3), g.heads, 3, probes=2.0, edge_dim=edge_dim).train(d.random() < 0.5)
+    channels = d.randint(1, 3)
+    source = SBMSource(SBMHead(channels, g.heads, 3))
+    conv = AttentionConv(4, channels, g.heads, source, estimator=estimators.Local(2.0), edge_dim=edge_dim)
+    conv.train(d.random() < 0.5)
     edge_index = {"graph": g, "edges": g.edge_index, "typed": g.edge_index, "sample": None, "pair": None}[how]
     arguments: dict[str, Any] = {"x": (x, float_tokens(d, sum(lengths), 4)) if how == "pair" else x}
     arguments |= d.choice(({"ptr": pointer(lengths), "batch": None}, {"ptr": None, "batch": batch_of(lengths)}))

@@ -657,9 +657,7 @@ def test_a_pool_is_the_mean_of_the_tokens_that_may_be_seen() -> None:
 
 
 def test_what_blocks_cannot_do_is_refused() -> None:
-    refuses(lambda: SBMAttentionConv(6, 4, block_size=0), "'block_size' to be at least 1")
-    with pytest.raises(ValueError, match="a head that is not tied"):
-        SBMAttentionConv(6, 4, block_size=4, is_causal=True, sbm_options={"tied": True})
+    refuses(lambda: make_attention("sbm", 6, 4, block_size=0), "'block_size' to be at least 1")
     source = SBMSource(SBMHead(4, num_clusters=3, tied=True), block_size=4)
     refuses(lambda: source(Tokens(torch.randn(1, 8, 4), is_causal=True)), "a head that is not tied")
     with pytest.raises(ValueError, match="'pool' to be 'mean', 'learned' or a module"):

@@ -318,7 +318,7 @@ def pairs(select: str = "bernoulli", **options: Any) -> IndexerSource:
 AMONG = patterns.window(20, 4)
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "block model": sbm,
-    "mixed memberships with degrees": partial(sbm, sbm_options={"parameterization": "mixed", "degree_corrected": True}),
+    "mixed memberships with degrees": partial(sbm, parameterization="mixed", degree_corrected=True),
     "candidates": partial(sbm, candidates=3, window=1), "blocks of tokens": partial(sbm, block_size=3, pool="learned"),
     "entmax": partial(sbm, normalizer="entmax"),
     **{

@@ -530,7 +530,7 @@ def test_refused_arguments_of_estimators() -> None:
          r"Expected 'per_query' to be a number in \[0, inf\] \(got str\)"),
         (lambda: draw_probes(sample_edges(sbm, seed=0), math.nan, seed=0), ValueError,
          r"Expected 'per_query' in \[0, inf\] \(got nan\)"),
-        (lambda: SBMAttentionConv(6, 4, 2, 3, probes=-1), ValueError, "Expected 'probes' in "),
+        (lambda: make_attention("sbm", 6, 4, 2, num_clusters=3, probes=-1), ValueError, "Expected 'probes' in "),
         (lambda: draw_probes(cast(Any, None), 2.0, seed=0), TypeError,
          r"Expected 'graph' to be an AttentionGraph \(got NoneType\)"),
     ]  # fmt: skip
@@ -722,7 +722,7 @@ def test_tied_memberships_are_those_of_the_queries() -> None:
     assert torch.equal(sbm.query_membership, sbm.key_membership)
     for keys in (5, 6):  # other tokens, even if they are as many
         refuses(partial(head, Tokens(query, draw(2, 1, keys, 8, dtype=torch.float32))), "with tied memberships")
-    conv, x = SBMAttentionConv(8, 4, heads=2, num_clusters=3, sbm_options={"tied": True}), torch.randn(6, 8)
+    conv, x = make_attention("sbm", 8, 4, 2, num_clusters=3, tied=True), torch.randn(6, 8)
     assert conv(x).shape == (6, 8)
     refuses(lambda: conv((x, x.clone())), "Use tied=False")
 

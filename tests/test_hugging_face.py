@@ -763,7 +763,7 @@ def test_a_sparse_folder_is_dense_on_request_and_loads_into_other_heads(tmp_path
      {"source": "indexer", "select": "top_k", "k": 3, "estimator": "imitate"},
      {"source": "routing", "num_clusters": 3, "window": 1}, {"source": "top_k", "k": 3},
      {"source": "top_k", "target_density": 0.3}, {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 1},
-     {"num_clusters": 4, "target_density": None, "sbm_options": {"parameterization": "mixed"}},
+     {"num_clusters": 4, "target_density": None, "parameterization": "mixed"},
      {"num_clusters": 4, "target_density": 0.4, "block_size": 2, "pool": "learned", "budget": 4, "probes": 8.0}],
     ids=lambda options: f"{options.get('source', 'sbm')}-{len(options)}",
 )  # fmt: skip
@@ -861,7 +861,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(TypeError, match=r"Expected 'options' to be what a config can save .*function"):
         replace_attention(model, score_bias=lambda *_: 0)
     refuses(lambda: replace_attention(model, dropout=0.1), "Expected 'options' without ['dropout']", TypeError)
-    refuses(lambda: replace_attention(model, num_clusters=None), "Expected 'num_clusters' to be a number (got None)")
+    refuses(lambda: replace_attention(model, source=None), "Expected 'num_clusters' to be a number (got None)")
     assert model.config.sbm is None
     assert not sources(model)
     replace_attention(model, num_clusters=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))

@@ -792,7 +792,7 @@ def test_streams_of_a_layer_without_blocks() -> None:
     x, layer = draw(3, 7, 16), SBMMultiheadAttention(16, 2, batch_first=True, source=None, dtype=torch.float64)
     refused(
         layer, {"query": x, "key": x, "value": x, "sequence_ids": torch.arange(3)}, ValueError, "sequence_ids",
-        "num_clusters=None",
+        "source=None",
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
         "num_clusters": np.int64(2), "exploration": 0.5, "estimator": "local", "probes": math.inf,
         "budget": np.float32(3.5),
     }  # fmt: skip
-    attention |= {"window": 1, "sbm_options": {"parameterization": "assortative"}}
+    attention |= {"window": 1, "parameterization": "assortative"}
     sizes = {
         "channels": 12, "num_layers": 3, "heads": 3, "head_channels": 5, "ffn_channels": 7, "max_length": 11,
         "dropout": 0.25,
