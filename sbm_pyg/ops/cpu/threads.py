@@ -87,9 +87,10 @@ def numba_kernel(function: Callable, reorder: bool = False) -> Callable:
 
 @cache
 def _sources() -> str:
-    """Hash of all files of this folder, and of the reference, which has constants that kernels share."""
+    """Hash of all files of this folder, and of those that have constants of kernels."""
     digest, shelf = hashlib.sha256(), Path(__file__).parent
-    for path in (*sorted(shelf.glob("*.py")), *sorted((shelf.parent / "reference").glob("*.py"))):
+    shared = (*(shelf.parent / "reference").glob("*.py"), shelf.parent / "random_words.py")
+    for path in (*sorted(shelf.glob("*.py")), *sorted(shared)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
