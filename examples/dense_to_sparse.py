@@ -21,11 +21,21 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.common.command import Command, fields_of, program
+from examples.common.command import Command, fields_of, option, program
 from examples.common.corpus import Texts, encode, read_files, stdlib_files
+from examples.common.fit import file_name, fit, make_optimizer, train_missing
+from examples.common.runs import checksums, read_state, settings_of, write_text
+from examples.common.tables import Row, deviation, finished, groups, markdown
+from examples.common.tasks import TASKS
+from sbm_pyg import Sparsifier, replace_attention
+from sbm_pyg.analysis import HeadTable, compare_heads
 
 ARMS = ("trained", "dense", "at-once", "top-k", "sparse", "candidates", "indexer", "random", "window")
 
@@ -36,34 +46,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("arms", [*ARMS[1:]], choices=ARMS[1:])
     command.option("density", 0.1, "part of the pairs, beyond self-loops", above=0, below=1)
     command.option("seeds", [0], least=0)
-    usual = {
-        "steps": 2000, "length": 256, "batch-size": 16, "channels": 128, "layers": 4, "heads": 4, "num-clusters": 64,
-    }  # fmt: skip
-    for name, value in {**usual, "vocabulary": 1024, "threads": 1}.items():
-        words = "of the dense model; the others have a fifth" if name == "steps" else ""
-        command.option(name, value, words, above=0)
-    command.option("learning-rate", 1e-3, above=0)
+    command.option("vocabulary", 1024, above=0)
+    command.fields(Run)
+    command.option("threads", 1, above=0)
     command.option("output", Path("runs/dense_to_sparse"))
     given = command.read(arguments)
     words = "'length' of at least 32 for recall, eight pairs and places of eight questions"
     command.require(given.model != "recall" or given.length >= 32, words, given.length)
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     return given
 
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
-
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-
-from examples.common.fit import file_name, fit, make_optimizer, train_missing
-from examples.common.runs import checksums, read_state, settings_of, write_text
-from examples.common.tables import Row, deviation, finished, groups, markdown
-from examples.common.tasks import TASKS
-from sbm_pyg import Sparsifier, replace_attention
-from sbm_pyg.analysis import HeadTable, compare_heads
 
 MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
 PART = 5  # steps of the dense model for each step of the others
@@ -78,14 +69,14 @@ class Run:
     method: str
     density: float
     seed: int
-    steps: int
-    length: int
-    batch_size: int
-    channels: int
-    layers: int
-    heads: int
-    num_clusters: int
-    learning_rate: float
+    steps: int = option(2000, "of the dense model; the others have a fifth", above=0)
+    length: int = option(256, above=0)
+    batch_size: int = option(16, above=0)
+    channels: int = option(128, above=0)
+    layers: int = option(4, above=0)
+    heads: int = option(4, above=0)
+    num_clusters: int = option(64, above=0)
+    learning_rate: float = option(1e-3, above=0)
     weight_decay: float = 0.1
     evaluations: int = 1
 

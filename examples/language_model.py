@@ -22,57 +22,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from examples.common.command import Command, fields_of, program, require
-from examples.common.corpus import Texts, encode, read_files, stdlib_files
-from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
-
-CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
-"""Usual values for source code: a size at which tokens of long ago help."""
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    command = Command(None, __doc__)
-    command.add_argument("--corpus", choices=["stdlib"], help="take source code of Python for both texts")
-    command.add_argument("--train", type=Path, nargs="+", metavar="FILE", help="texts to learn from")
-    command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help="texts to be tested on")
-    command.option("methods", ["full", "sbm:estimator=local"])
-    command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops", above=0, below=1)
-    command.option("seeds", [0], least=0)
-    words = "tokens of a byte-pair encoding that is learned from the training texts; 256: bytes"
-    command.option("vocabulary", 1024, words, least=256)
-    command.option("length", 256, "tokens of a sequence", above=0)
-    for name, usual in {"steps": 1000, "batch-size": 8, "channels": 64, "layers": 2, "heads": 2, "threads": 1}.items():
-        command.option(name, usual, above=0)
-    command.option("window", 0, "tokens before it that sbm and random always attend to", least=0)
-    command.option("learning-rate", 2e-3, above=0)
-    command.option("output", Path("runs/language"))
-    command.add_argument(
-        "--save", type=Path, metavar="DIR", help="save the model of the first run, with its tokenizer and a card"
-    )
-    if any(word.startswith("--corpus") for word in (sys.argv[1:] if arguments is None else arguments)):
-        command.set_defaults(**CODE)
-    given = command.read(arguments)
-    if given.corpus:
-        command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
-        given.train, given.test = stdlib_files()
-    command.require_files(train=given.train or [], test=given.test or [])
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
-    if given.save:
-        command.attempt(check_model_folder, "save", given.save)
-    given.usual = {name: command.get_default(name) for name in vars(given)}
-    return given
-
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from examples.common.command import Command, fields_of, option, program, require
+from examples.common.corpus import Texts, encode, read_files, stdlib_files
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import (
     DENSE,
@@ -86,9 +44,40 @@ from examples.common.hybrid import (
     paired,
     run_name,
 )
+from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from examples.common.tasks import recalled
 from sbm_pyg import Pretrained, Sparsifier
+
+CODE = {"length": 512, "steps": 1500, "channels": 128, "learning_rate": 6e-3, "densities": [0.075], "window": 6}
+"""Usual values for source code: a size at which tokens of long ago help."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    command = Command(None, __doc__)
+    command.add_argument("--corpus", choices=["stdlib"], help="take source code of Python for both texts")
+    command.add_argument("--train", type=Path, nargs="+", metavar="FILE", help="texts to learn from")
+    command.add_argument("--test", type=Path, nargs="+", metavar="FILE", help="texts to be tested on")
+    command.option("methods", ["full", "sbm:estimator=local"])
+    command.option("densities", [0.1], "shares of the allowed pairs beyond self-loops", above=0, below=1)
+    command.option("seeds", [0], least=0)
+    command.fields(Run)
+    command.option("threads", 1, above=0)
+    command.option("output", Path("runs/language"))
+    command.add_argument(
+        "--save", type=Path, metavar="DIR", help="save the model of the first run, with its tokenizer and a card"
+    )
+    if any(word.startswith("--corpus") for word in (sys.argv[1:] if arguments is None else arguments)):
+        command.set_defaults(**CODE)
+    given = command.read(arguments)
+    if given.corpus:
+        command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
+        given.train, given.test = stdlib_files()
+    command.require_files(train=given.train or [], test=given.test or [])
+    if given.save:
+        command.attempt(check_model_folder, "save", given.save)
+    given.usual = {name: command.get_default(name) for name in vars(given)}
+    return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +87,17 @@ class Run:
     method: str
     density: float
     seed: int
-    vocabulary: int
-    length: int
-    steps: int
-    batch_size: int
-    channels: int
-    layers: int
-    heads: int
-    window: int
-    learning_rate: float
+    vocabulary: int = option(
+        1024, "tokens of a byte-pair encoding that is learned from the training texts; 256: bytes", least=256
+    )
+    length: int = option(256, "tokens of a sequence", above=0)
+    steps: int = option(1000, above=0)
+    batch_size: int = option(8, above=0)
+    channels: int = option(64, above=0)
+    layers: int = option(2, above=0)
+    heads: int = option(2, above=0)
+    window: int = option(0, "tokens before it that sbm and random always attend to", least=0)
+    learning_rate: float = option(2e-3, above=0)
     weight_decay: float = 0.1
     evaluations: int = 4
 

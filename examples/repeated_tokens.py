@@ -17,10 +17,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from examples.common.attention import layer_options
 from examples.common.command import Command, program
+from examples.common.pictures import save_figure
+from examples.common.runs import claim, random_word, read_state, settings_of, write_checkpoint, write_text
+from sbm_pyg import AttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
+from sbm_pyg.training.estimators import Concrete
+from sbm_pyg.training.gradients import score_function
 
 
 @dataclass(frozen=True)
@@ -59,19 +69,6 @@ command.option("models", ["full", "sbm"], choices=("full", "sbm"))
 command.option("steps", Settings.steps, "optimizer steps", above=0)
 command.option("seed", 0, "of everything random", least=0)
 command.option("output", Path("runs/repeated-tokens"))
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    command.read(None)
-
-import torch
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
-
-from examples.common.attention import layer_options
-from examples.common.pictures import save_figure
-from examples.common.runs import claim, random_word, read_state, settings_of, write_checkpoint, write_text
-from sbm_pyg import SBMAttentionConv, SequenceEncoder, TokenClassifier, auxiliary_loss
-from sbm_pyg.training.estimators import Concrete
-from sbm_pyg.training.gradients import score_function
 
 
 def make_batch(sequences: int, tokens: int, word: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +126,7 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
     """What is minimized, and the task's loss in it."""
     numbers, labels, ptr = make_batch(settings.batch_size, settings.tokens, random_word(settings.seed, 0, step))
     layer = model.encoder.get_submodule("layers.0.attention")
-    if isinstance(layer, SBMAttentionConv) and isinstance(layer.estimator, Concrete):
+    if isinstance(layer, AttentionConv) and isinstance(layer.estimator, Concrete):
         layer.estimator.temperature = max(0.1, 1 - step / settings.steps)
     logits, trace = model(numbers.flatten(), ptr, seed=random_word(settings.seed, 3, step), return_trace=True)
     losses = binary_cross_entropy_with_logits(logits.view(labels.shape), labels, reduction="none").mean(1)  # [B]

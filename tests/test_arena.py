@@ -200,7 +200,6 @@ def test_served_recall_has_as_many_answers_as_it_says(serving: int) -> None:
 def test_a_task_is_a_function_of_its_seed(name: str) -> None:
     """The same seed gives the same batch; training batches differ among steps and seeds, and hold no example of the test."""
     task = tasks.TASKS[name]
-    assert (*tasks.TASKS,) == program.TASKS
     tests = dataclasses.replace(task, test=dict.fromkeys([*task.test][:1], 20)).examples("test")
     batches = [train.batch_of(task, seed, step, 20).tokens for seed, step in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert torch.equal(*batches[:2])
@@ -426,7 +425,7 @@ def test_the_arena_runs_resumes_and_reports(few: None, tmp_path: Path, capsys: p
     program.main(words)
     assert (tmp_path / "rows.csv").read_text().startswith(first)
     found = {row["method"] for row in tables.read(tmp_path / "rows.csv")}
-    assert found == {*program.ALL, *filter(None, map(methods.twin_of, program.ALL))}
+    assert found == {*methods.METHODS, *filter(None, map(methods.twin_of, methods.METHODS))}
     table = capsys.readouterr().out
     assert all(f"| {name} | " in table for name in found)
     assert "(one seed)" in table

@@ -96,10 +96,6 @@ def test_joint_recall() -> None:
     assert len({tuple(row) for row in (examples.places - half - examples.sources).tolist()}) == 200
 
 
-def test_the_command_line_knows_all_tasks() -> None:
-    assert (*tasks.TASKS,) == program.TASKS
-
-
 @pytest.mark.parametrize("method", [name for name in hybrid.METHODS if name != "full"])
 def test_methods_of_one_seed_begin_with_the_same_weights(method: str) -> None:
     def begin(method: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -23,8 +23,7 @@ def make_texts(path: Path) -> Path:
     return path / "text"
 
 
-def test_the_command_line_has_all_sources() -> None:
-    assert (*sources.GRIDS,) == program.SOURCES
+def test_kinds_of_sources_are_of_the_table() -> None:
     assert {*sources.LEARNED, *sources.ORACLES, *sources.ALONE} <= {*sources.GRIDS}
 
 

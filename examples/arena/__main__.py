@@ -25,13 +25,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from examples.arena import methods, report, tasks, train
 from examples.common.command import Command, fields_of, program
+from examples.common.tables import finished
 
-SERVED = ("served-1", "served-2", "served-4", "served-8", "served-16")
-# as tasks.py, which brings torch
-TASKS = ("recall", "joint", "two-hop", "copying", "compression", "noisy", "fuzzy", "known", "length", "code", *SERVED)
-ALL = ("full", "window", "random", "random-fixed", "bigbird", "top-k", "blocks", "lsh", "routing", "indexer", "dsa", "gates",
-       "concrete", "sbm", "dash", "hsa", "nsa")  # fmt: skip
+SERVED = tuple(name for name in tasks.TASKS if name.startswith("served-"))
+TASKS = (*tasks.TASKS, "code")
 
 CELLS = {"task": "tasks", "method": "methods", "start": "starts", "density": "densities", "seed": "seeds"}
 """Cells of rows, and the options that choose them."""
@@ -45,30 +44,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = "methods, or FILE.py:CLASS (default: all; of an own source, also full and random)"
     command.add_argument("--choosers", "--chooser", nargs="+", metavar="C", dest="methods", help=words)
     command.option("densities", [0.05], "shares of the pairs beyond self-loops")
-    command.option("seeds", [0], least=0)
     command.option("starts", ["dense"], "of training", choices=["dense", "sparse"])
-    for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
-        command.option(name, kind, "(default: that of the task)", above=0)
-    for name, usual in (("channels", 64), ("layers", 2), ("heads", 1)):
-        command.option(name, usual, above=0)
-    command.option("threads", 1, "of the CPU", above=0)
-    command.option("output", Path("runs/arena"), "of rows.csv, checkpoints and pictures")
+    command.fields(train.Run)
     command.add_argument("--no-twins", action="store_true", help="leave frozen twins out")
-    words = "train nothing; with --tasks, --choosers, --densities, --seeds or --starts, report these alone"
-    command.add_argument("--report", action="store_true", help=words)
+    command.folder(
+        "runs/arena", "of rows.csv, checkpoints and pictures; --report takes --tasks, --choosers, --starts ..."
+    )
     given = command.read(arguments)
     right = 0 < min(given.densities) <= max(given.densities) < 1
     command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
     other = [task for task in given.tasks or () if not (task in TASKS or Path(task).is_file())]
     words = f"'tasks' among {', '.join(TASKS)}, or files of text"
     command.require(not other, words, ", ".join(other), "See --help.")
-    divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
-    command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     served = given.experiment == "served"
     given.asked = {cell for cell, name in CELLS.items() if getattr(given, name) is not command.get_default(name)}
     given.asked |= {"task", "method"} if served else set()
     given.tasks = given.tasks or (list(SERVED) if served else ["recall"])
-    given.methods = given.methods or (["full", "random", "sbm"] if served else list(ALL))
+    given.methods = given.methods or (["full", "random", "sbm"] if served else list(methods.METHODS))
     if all(method.partition(":")[0].endswith(".py") for method in given.methods):
         given.methods = ["full", "random", *given.methods]
     return given
@@ -76,9 +68,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    from examples.arena import methods, report, tasks, train
-    from examples.common.tables import finished
-
     names: list[str] = []
     for method in given.methods:
         methods.check(method)  # mistakes before the first run

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.arena import methods, tasks
+from examples.common.command import option
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.hybrid import Recaller, evaluate, paired
 from examples.common.runs import checksums, settings_of_all
@@ -36,12 +37,12 @@ class Run:
     start: str  # "dense" or "sparse"
     density: float
     seed: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-    channels: int = 64
-    layers: int = 2
-    heads: int = 1
+    steps: int = option(int, "(default: that of the task)", above=0)
+    batch_size: int = option(int, "(default: that of the task)", above=0)
+    learning_rate: float = option(float, "(default: that of the task)", above=0)
+    channels: int = option(64, above=0)
+    layers: int = option(2, above=0)
+    heads: int = option(1, above=0)
     weight_decay: float = 0.1
     evaluations: int = 4
 

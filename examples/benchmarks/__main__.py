@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.measure import SUITES, measure_all
 from examples.benchmarks.report import TITLES, TRAINED, as_markdown
 from examples.common.command import Command
 from examples.common.runs import check_folder, resumable
@@ -64,8 +65,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.attempt(check_folder, "output", given.output)
     known: Sequence[str] = ()
     if given.suite in TITLES:
-        from examples.benchmarks.measure import SUITES  # brings torch with it
-
         known = [*SUITES[given.suite]]
     usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(given.suite, {})
     for name, value in (usual | {"peers": [name for name in known if name not in EXTRA]}).items():
@@ -87,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not rows:
             options.fail(f"Expected 'output' to hold results (got none in {options.output}). Measure a suite first.")
     else:
-        from examples.benchmarks.measure import measure_all
-
         names = ("channels", "seconds", "output")
         shared = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
         page = [parse([suite, *words, *shared]) for suite, words in PAGE.items()]

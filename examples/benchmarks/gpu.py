@@ -31,9 +31,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
+
+from examples.benchmarks.kernels import Propagate
+from examples.benchmarks.operations import count_step
 from examples.benchmarks.report import TRAINED
+from examples.benchmarks.samplers import dense_twin
+from examples.benchmarks.trained import take
 from examples.common.command import Command
 from examples.common.runs import check_folder, read_record, resumable
+from examples.common.tables import Row, Rows, by
+from examples.common.tables import markdown as table
+from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, ops, patterns
+from sbm_pyg.info import tqdm
 
 KINDS = ("contract", "operations", "layers", "attention", "tests", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")
@@ -88,25 +102,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not given.markdown:
         command.attempt(check_folder, "output", given.output)
     return given
-
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
-
-import torch
-from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.benchmark import Timer
-
-from examples.benchmarks.kernels import Propagate
-from examples.benchmarks.operations import count_step
-from examples.benchmarks.samplers import dense_twin
-from examples.benchmarks.trained import take
-from examples.common.tables import Row, Rows, by
-from examples.common.tables import markdown as table
-from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, make_attention, ops, patterns
-from sbm_pyg.info import tqdm
 
 
 def items(given: argparse.Namespace) -> Iterator[Item]:

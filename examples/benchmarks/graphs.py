@@ -9,9 +9,20 @@ unless OMP_NUM_THREADS says otherwise; it is warmed up on small graphs. Memory i
 """
 
 import argparse
+import math
+import time
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GPSConv
+from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
+
+from examples.benchmarks.turns import measure_turns, medians, memory
 from examples.common.command import Command
+from examples.common.tables import by, markdown
+from sbm_pyg import AttentionConv, SparseGPSConv, patterns
 
 ARMS = {
     "one": ("learned, 16 edges", "random, 16 edges", "Performer", "SGFormer"),
@@ -31,22 +42,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.option("csv", Path("graphs.csv"), "where to write")
     return command.read(arguments)
 
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
-
-import math
-import time
-from functools import partial
-
-import torch
-from torch import Tensor, nn
-from torch_geometric.nn import GPSConv
-from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
-
-from examples.benchmarks.turns import measure_turns, medians, memory
-from examples.common.tables import by, markdown
-from sbm_pyg import AttentionConv, SparseGPSConv, make_attention, patterns
 
 CHANNELS, HEADS, EDGES = 64, 4, 16
 SHAPE = (CHANNELS, CHANNELS // HEADS, HEADS)

@@ -8,10 +8,24 @@ Memory is the peak of the process beyond what it held before (Linux alone). Expe
 score all pairs; no source makes an array of N x N.
 """
 
+import ctypes
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
+
+from examples.benchmarks.turns import memory
 from examples.common.command import Command
+from examples.common.tables import markdown, write_csv
+from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
+from sbm_pyg.info import tqdm
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
+from sbm_pyg.sparsefinder import predictors
 
 LAWS = {  # exponent of N in the time of each, with the options below
     "sbm": 1, "lsh": 1, "bucketing": 1, "routing": 1.5, "clustering": 1.5, "block_top_k": 2, "distance": 2, "top_k": 2,
@@ -23,25 +37,6 @@ command.option("sources", [*LAWS], f"of {', '.join(LAWS)} (default: all)", choic
 command.option("tokens", [2**n for n in range(10, 17)], "lengths", metavar="N", least=64)
 command.option("seconds", 60.0, "no longer sequence after one that took so long", above=0)
 command.option("csv", Path("sources.csv"), "where to write")
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    command.read(None)
-
-import ctypes
-import math
-import os
-import sys
-import time
-from collections.abc import Callable
-
-import torch
-
-from examples.benchmarks.turns import memory
-from examples.common.tables import markdown, write_csv
-from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
-from sbm_pyg.info import tqdm
-from sbm_pyg.ops import tiles
-from sbm_pyg.sources.indexer import Indexer, IndexerSource
-from sbm_pyg.sparsefinder import predictors
 
 Graph = Callable[[Tokens], AttentionGraph]
 EDGES, CHANNELS, DIM = 32, 64, 4

@@ -9,9 +9,21 @@ each model must have the loss of full attention at a target density of 1.
 """
 
 import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from examples.common.command import Command
+import torch
+from torch.nn.functional import cross_entropy
+
+from examples.common import hybrid
+from examples.common.command import Command, program
+from examples.common.tables import Row, by, markdown, write_csv
+from sbm_pyg import DensitySource, auxiliary_loss
+from sbm_pyg.info import tqdm
+from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
 METHODS = ["sbm", "indexer:select=top_k,index_heads=2,index_channels=8", "top-k:control=sparsifier"]
 
@@ -32,24 +44,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     return given
 
-
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports below
-    parse(None)
-
-import statistics
-import time
-from collections.abc import Iterator
-from functools import partial
-
-import torch
-from torch.nn.functional import cross_entropy
-
-from examples.common import hybrid
-from examples.common.command import program
-from examples.common.tables import Row, by, markdown, write_csv
-from sbm_pyg import DensitySource, auxiliary_loss
-from sbm_pyg.info import tqdm
-from sbm_pyg.ops.cpu.threads import flushed_subnormals
 
 WARM_UP = 3  # steps of each before time counts
 

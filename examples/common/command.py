@@ -1,4 +1,4 @@
-"""The command line of a program, which is read before torch is imported: options, their checks, and how a program ends."""
+"""The command line of a program: options, their checks, and how a program ends."""
 
 import argparse
 import dataclasses
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from examples.common.runs import check_file, check_folder
 
@@ -42,6 +44,19 @@ class Command(argparse.ArgumentParser):
         words = words if shown is None or "(default" in words else f"{words} (default: {shown})".strip()
         self.add_argument(f"--{name}", default=usual, help=words, **more)
 
+    def fields(self, kind: type) -> None:
+        """Adds an option for each field of a dataclass that :func:`option` made."""
+        for field in dataclasses.fields(kind):
+            if "usual" in field.metadata:
+                self.option(field.name.replace("_", "-"), **field.metadata)
+
+    def folder(self, output: str, words: str = "of rows.csv and checkpoints") -> None:
+        """Adds the options of a program that makes many runs, and reports what is in their folder."""
+        self.option("seeds", [0], least=0)
+        self.option("threads", 1, "of the CPU", above=0)
+        self.option("output", Path(output), words)
+        self.add_argument("--report", action="store_true", help="train nothing, report what is there")
+
     def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
         sys.excepthook = stopped
@@ -52,6 +67,9 @@ class Command(argparse.ArgumentParser):
             for each in value if isinstance(value, list) else [value]:
                 if each is not None and not inside(each, bound):  # NaN is not
                     self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
+        channels, heads = (getattr(given, name, None) for name in ("channels", "heads"))
+        if channels and heads:
+            self.require(channels % heads == 0, f"'heads' to divide 'channels' = {channels}", heads, "Take 1, 2 or 4.")
         for name, check in (("save", check_folder), ("csv", check_file), ("json", check_file)):  # written at the end
             if isinstance(path := getattr(given, name, None), Path):
                 self.attempt(check, name, path)
@@ -75,6 +93,12 @@ class Command(argparse.ArgumentParser):
         names = " and ".join(f"'{name}'" for name in files)
         words, way_out = f"{names} to be files of text", "Give their paths, as in --help."
         self.require(not missing, words, ", ".join(missing), way_out)
+
+
+def option(usual: Any, words: str = "", **more: Any) -> Any:
+    """A field of a dataclass that is an option of :meth:`Command.option`; a type in place of a usual value is no default."""
+    default = {} if isinstance(usual, type) else {"default": usual}
+    return dataclasses.field(**default, metadata={"usual": usual, "words": words, **more})
 
 
 def stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -103,8 +127,6 @@ def program(
     def main(arguments: Sequence[str] | None = None) -> None:
         given = parse(arguments)
         if "threads" in given:
-            import torch
-
             torch.set_num_threads(given.threads)
         try:
             paths = [*work(given)]

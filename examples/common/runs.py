@@ -1,7 +1,6 @@
 """How programs save and resume: files that are whole or absent, checksums that find damage, and settings that a folder keeps.
 
-A checkpoint ends in its checksum; ``settings.json`` holds its own, and those of the tables in its folder. Torch is imported with the first
-checkpoint, so that ``--help`` is quick.
+A checkpoint ends in its checksum; ``settings.json`` holds its own, and those of the tables in its folder.
 """
 
 import contextlib
@@ -16,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from filelock import FileLock, Timeout
 
 SETTINGS, LOCK = "settings.json", ".lock"
@@ -122,8 +123,6 @@ def save_pretrained(folder: Path, model: Any, tokenizer: str | None, **card: Any
 
 def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     """Writes what ``torch.save`` writes; the comment that ends the zip archive is the checksum of all bytes before it."""
-    import torch
-
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     content = buffer.getbuffer()
@@ -134,8 +133,6 @@ def write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 
 def read_checkpoint(path: Path, way_out: str = AGAIN) -> dict[str, Any]:
     """Reads a checkpoint onto the CPU; refused if a single bit is not what was written, or if there is no checksum."""
-    import torch
-
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -201,8 +198,6 @@ def settings_of_all(runs: Sequence[Any], group: str, named: Iterable[str] = NAME
 
 def random_word(*key: int) -> int:
     """Mixes integers, such as seed, purpose and step, into one random word of 62 bits."""
-    import numpy as np
-
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
 
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.common.command import Command, fields_of, program, require
+from examples.common.tables import finished
+from examples.dcmm import data, model, pictures, report, train
 
 SIZES = {  # usual value, and meaning of whole numbers
     "patch": (2, "side of a patch, in pixels"),
@@ -36,7 +38,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("size", int, words, above=0)
     command.option("methods", ["full", "dcmm", "sbm"])
     command.option("bias", "last", "blocks of the method", choices=("last", "all"))
-    command.option("seeds", [0], least=0)
     for name, (value, words) in SIZES.items():
         command.option(name, int, f"{words} (default: {value}; of weights theirs)", above=0)
     for name, value in (("steps", 400), ("batch-size", 64)):
@@ -46,12 +47,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("validation", 0.15, "share of the training images that is held out", above=0, below=1)
     words = "of a vision transformer of timm: a file, or a name if timm is installed"
     command.add_argument("--weights", metavar="NAME_OR_FILE", help=words)
-    command.option("threads", 1, "of the CPU", above=0)
-    command.option("output", Path("runs/dcmm"), "of rows.csv, checkpoints, figures and pages")
     words = "train nothing; draw images of this class under each method and seed"
     command.add_argument("--pictures", metavar="CLASS", help=words)
     command.option("images", 3, "of a page of pictures", above=0)
-    command.add_argument("--report", action="store_true", help="train nothing")
+    command.folder("runs/dcmm", "of rows.csv, checkpoints, figures and pages")
     given = command.read(arguments)
     words = "Pictures need the images and the runs that a report does not."
     command.require(not (given.report and given.pictures is not None), "'pictures' without 'report'", "both", words)
@@ -60,9 +59,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports; or draws pictures."""
-    from examples.common.tables import finished
-    from examples.dcmm import data, model, pictures, report, train
-
     if not given.report:
         theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
         sizes = {name: theirs.get(name, usual) for name, (usual, _) in SIZES.items()}

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.command import Command, fields_of, program, read_method
+from examples.common.fit import train_missing
+from examples.common.runs import fingerprint, settings_of, write_text
+from examples.common.tables import markdown, write_csv
+from examples.glue import data, padding, report, train
 
 PROGRAM = "python -m examples.glue"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -29,10 +33,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Sizes; "paper" is Table 7 of Cho et al., in batches of 256 sequences of 512 tokens. Short runs learn far more with rotary positions and
 more masks (Wettig et al., "Should You Mask 15% in Masked Language Modeling?", 2023); test texts always have 15 %."""
-POSITIONS = ("learned", "rotary", "alibi", "none")  # as SequenceEncoder, which brings torch
+POSITIONS = ("learned", "rotary", "alibi", "none")
 TUNING = {"small": (1, 32, 5e-4), "laptop": (3, 32, 5e-4), "paper": (5, 32, 3e-5)}
 """Epochs, batch size and learning rate of fine-tuning."""
-TASKS = ("sst2", "qqp", "qnli", "mnli")  # as data.py, which brings torch
+TASKS = tuple(data.TASKS)
 
 
 def _command(name: str, about: str) -> Command:
@@ -155,14 +159,9 @@ def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
-    from examples.common.fit import train_missing
-    from examples.common.runs import fingerprint, settings_of
-    from examples.glue import report, train
-    from examples.glue.data import prepare
-
     for method in given.methods:
         read_method(method, train.METHODS, train.OPTIONS)  # mistakes before the first run
-    tokenizer, texts = prepare(given)
+    tokenizer, texts = data.prepare(given)
     own = fields_of(train.Run, given)
     runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
     settings = settings_of(runs[0]) | {"checksum of texts": fingerprint(x.numpy().tobytes() for x in texts["train"])}
@@ -177,10 +176,6 @@ def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
-    from examples.common.fit import train_missing
-    from examples.common.runs import fingerprint, settings_of
-    from examples.glue import data, report, train
-
     for method in given.methods:
         read_method(method, train.METHODS, train.OPTIONS)
     tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
@@ -206,10 +201,6 @@ def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
-    from examples.common.runs import write_text
-    from examples.common.tables import markdown
-    from examples.glue import data, train
-
     tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
     lines = []
     for name in given.tasks:
@@ -251,12 +242,8 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_padding(given: argparse.Namespace) -> Iterator[Path]:
-    from examples.common.tables import write_csv
-    from examples.glue import padding
-    from examples.glue.data import prepare
-
     given.seed = given.seeds[0]
-    tokenizer, texts = prepare(given)
+    tokenizer, texts = data.prepare(given)
     rows = padding.measure(given, texts["train"], tokenizer, given.batches, given.batch_size)
     print(padding.table(rows))
     write_csv(given.output / "padding.csv", rows)
@@ -264,8 +251,6 @@ def work_padding(given: argparse.Namespace) -> Iterator[Path]:
 
 
 def work_table(given: argparse.Namespace) -> Iterator[Path]:
-    from examples.glue import report
-
     yield from report.report(given.output)
 
 

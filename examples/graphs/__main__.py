@@ -20,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.common.command import Command, fields_of, program
+from examples.common.tables import finished
+from examples.graphs import report, train
+from examples.graphs.data import make_task
 
 GENERATED = ("pattern", "cluster")
 GRAPHS = ("chameleon_filtered", "squirrel_filtered", "minesweeper", "tolokers", *GENERATED)
@@ -33,21 +36,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("arms", [*ARMS], "(default: all)", choices=ARMS, metavar="A")
     command.option("splits", [0, 1, 2], "numbers of the splits, of 0 to 9", least=0, below=10)
     command.option("learning-rates", [3e-3], "tried with each arm", above=0)
-    command.option("density", 0.05, "share of the pairs", above=0, below=1)
-    command.option("dense-part", 0.5, "of the steps of sources, at first over all pairs", least=0, below=1)
-    for name, usual in (("steps", 300), ("channels", 64), ("layers", 2), ("heads", 4), ("threads", 1)):
-        command.option(name, usual, above=0)
-    command.option("dropout", 0.5, least=0, below=1)
-    command.option("conv", "sage", "layers of message passing", choices=("sage", "gcn", "gin", "gated"))
-    command.option("walk-length", 0, "features of random walks to add to nodes", least=0)
-    command.option("batch-size", 32, "graphs of a step, of generated ones", above=0)
-    for name, usual in (("train-graphs", 1000), ("test-graphs", 200)):
-        command.option(name, usual, "to generate", above=0)
+    command.fields(train.Run)
+    command.option("threads", 1, above=0)
     command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
     command.option("output", Path("runs/graphs"), "of rows.csv and checkpoints")
     command.add_argument("--report", action="store_true", help="train nothing")
     given = command.read(arguments)
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
     words = "'data' to be the folder of the archives"
     needed = not given.report and not {*given.graphs} <= {*GENERATED}
     command.require(not needed or given.data is not None, words, "none", "Pass its path, as in --help.")
@@ -56,10 +50,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    from examples.common.tables import finished
-    from examples.graphs import report, train
-    from examples.graphs.data import make_task
-
     if not given.report:
         device = train.find_device(given.accelerator)
         sizes = given.train_graphs, given.test_graphs, given.walk_length

@@ -20,6 +20,7 @@ from torch_geometric.nn.models import SGFormer
 from torch_geometric.typing import Adj
 
 from examples.common import attention
+from examples.common.command import option
 from examples.common.fit import file_name, fit, train_missing
 from examples.common.runs import RunError, settings_of_all
 from examples.common.tables import Row
@@ -48,20 +49,18 @@ class Run:
     arm: str
     learning_rate: float
     split: int
-    density: float
-    steps: int
-    channels: int
-    layers: int
-    heads: int
-    dropout: float
-    dense_part: float
-    conv: str = "sage"
-    walk_length: int = 0
-    """Number of random walk features."""
-    train_graphs: int = 1000
-    test_graphs: int = 200
-    batch_size: int = 32
-    """Graphs of a step, where there are several."""
+    density: float = option(0.05, "share of the pairs", above=0, below=1)
+    steps: int = option(300, above=0)
+    channels: int = option(64, above=0)
+    layers: int = option(2, above=0)
+    heads: int = option(4, above=0)
+    dropout: float = option(0.5, least=0, below=1)
+    dense_part: float = option(0.5, "of the steps of sources, at first over all pairs", least=0, below=1)
+    conv: str = option("sage", "layers of message passing", choices=tuple(CONVS))
+    walk_length: int = option(0, "features of random walks to add to nodes", least=0)
+    train_graphs: int = option(1000, "to generate", above=0)
+    test_graphs: int = option(200, "to generate", above=0)
+    batch_size: int = option(32, "graphs of a step, of generated ones", above=0)
     weight_decay: float = 0.0
     evaluations: int = 30
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from examples.common.command import Command
 from examples.common.runs import check_folder
+from examples.lra import cost, table, train
+from examples.lra.data import tasks
 from examples.lra.data.files import path_argument
 from examples.lra.settings import METHODS, NAMES, PRESETS
 from examples.lra.settings import parse as parse_train
@@ -104,11 +105,11 @@ def parse_cost(arguments: Words) -> argparse.Namespace:
     return _finish(command, arguments)
 
 
-COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], str, str]] = {
-    "train": (parse_train, "train", "train on a task, or go on with a run"),
-    "prepare": (parse_prepare, "data.tasks", "generate, parse and describe a data set"),
-    "table": (parse_table, "table", "many runs, and the tables of the paper from them"),
-    "cost": (parse_cost, "cost", "FLOPs, memory and time of methods"),
+COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], Callable[..., Any], str]] = {
+    "train": (parse_train, train.run, "train on a task, or go on with a run"),
+    "prepare": (parse_prepare, tasks.run, "generate, parse and describe a data set"),
+    "table": (parse_table, table.run, "many runs, and the tables of the paper from them"),
+    "cost": (parse_cost, cost.run, "FLOPs, memory and time of methods"),
 }
 
 
@@ -118,9 +119,8 @@ def main(arguments: Words | None = None) -> Any:
     listed = "\n".join(f"  {name:8} {text}" for name, (_, _, text) in COMMANDS.items())
     command = Command(PROGRAM, f"commands:\n{listed}")
     command.add_argument("command", choices=tuple(COMMANDS), help="each has its own --help")
-    parse, module, _ = COMMANDS[command.parse_args(words[:1]).command]
-    given = parse(words[1:])
-    return importlib.import_module(f"examples.lra.{module}").run(given)
+    parse, run, _ = COMMANDS[command.parse_args(words[:1]).command]
+    return run(parse(words[1:]))
 
 
 if __name__ == "__main__":

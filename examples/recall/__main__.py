@@ -15,40 +15,28 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from examples.common import tasks
 from examples.common.command import Command, fields_of, program
-
-# as examples/common/tasks.py, which brings torch
-TASKS = ("mqar-small", "mqar-laptop", "mqar-zoology", "joint-laptop", "joint-paper")
+from examples.common.hybrid import DENSE, options_of
+from examples.common.tables import finished
+from examples.recall import report, train
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.recall", __doc__)
-    command.option("task", TASKS[0], choices=TASKS)
+    command.option("task", "mqar-small", choices=tuple(tasks.TASKS))
     command.option("methods", ["full", "sbm"])
     command.option("densities", [0.05], "shares of the pairs beyond self-loops")
-    command.option("seeds", [0], least=0)
-    for name, kind in (("steps", int), ("batch-size", int), ("learning-rate", float)):
-        command.option(name, kind, "(default: that of the task)", above=0)
-    for name, usual in (("channels", 64), ("layers", 2), ("heads", 1)):
-        command.option(name, usual, above=0)
-    command.option("threads", 1, "of the CPU", above=0)
-    command.option("output", Path("runs/recall"), "of rows.csv, checkpoints and figures")
-    command.add_argument("--report", action="store_true", help="train nothing")
+    command.fields(train.Run)
+    command.folder("runs/recall", "of rows.csv, checkpoints and figures")
     given = command.read(arguments)
     right = 0 < min(given.densities) <= max(given.densities) < 1
     command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
-    divides, words = given.channels % given.heads == 0, f"'heads' to divide 'channels' = {given.channels}"
-    command.require(divides, words, given.heads, "Take 1, 2 or 4.")
     return given
 
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    from examples.common import tasks
-    from examples.common.hybrid import DENSE, options_of
-    from examples.common.tables import finished
-    from examples.recall import report, train
-
     task = tasks.TASKS[given.task]
     own = {name: value or getattr(task, name) for name, value in fields_of(train.Run, given).items()}
     for method in given.methods:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.command import require
+from examples.common.command import option, require
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
 from examples.common.hybrid import Recaller, control_of, evaluate, make_recaller, paired, run_name
 from examples.common.runs import settings_of_all
@@ -25,12 +25,12 @@ class Run:
     method: str  # and its options: "sbm:estimator=local"
     density: float
     seed: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-    channels: int = 64
-    layers: int = 2
-    heads: int = 1
+    steps: int = option(int, "(default: that of the task)", above=0)
+    batch_size: int = option(int, "(default: that of the task)", above=0)
+    learning_rate: float = option(float, "(default: that of the task)", above=0)
+    channels: int = option(64, above=0)
+    layers: int = option(2, above=0)
+    heads: int = option(1, above=0)
     weight_decay: float = 0.1
     evaluations: int = 10
 

@@ -15,42 +15,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from examples.common.command import Command, fields_of, program
-
-SOURCES = (
-    "window", "distance", "buckets", "clusters", "blocks-v1", "blocks-v2", "random-blocks", "bigbird", "longformer", "stride", "lsh",
-    "routing", "sbm", "top-k",
-)  # fmt: skip
-SIZES = {  # usual value, least value and meaning of whole numbers
-    "words": (4096, 3, "words of the vocabulary, the most frequent ones"),
-    "length": (128, 8, "words of a sequence"),
-    "steps": (1200, 1, "of the training"),
-    "batch-size": (16, 1, "sequences of a step"),
-    "channels": (128, 8, "of the model"),
-    "layers": (2, 1, ""),
-    "heads": (4, 1, "of a layer"),
-    "fit-sequences": (64, 1, "training sequences that sources are fitted to"),
-    "test-sequences": (32, 1, "test sequences that sources are measured on"),
-    "dim": (4, 1, "dimensions of the projections"),
-    "epochs": (8, 1, "passes over the sequences in fitting"),
-    "every": (2, 1, "take every so many of each grid; 1: the grids of the slides"),
-    "threads": (1, 1, "of the CPU"),
-}
+from examples.common.runs import checksums, claim, settings_of
+from examples.common.tables import finished
+from examples.sparsefinder import model, report, sweep
+from examples.sparsefinder.sources import GRIDS
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = Command("python -m examples.sparsefinder", __doc__)
     for name, words in (("train", "texts to learn from"), ("test", "texts to be tested on")):
         command.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=words)
-    words = f"among {', '.join(SOURCES)} (default: all)"
-    command.option("sources", [*SOURCES], words, choices=SOURCES, metavar="NAME")
+    command.option(
+        "sources", [*GRIDS], f"among {', '.join(GRIDS)} (default: all)", choices=tuple(GRIDS), metavar="NAME"
+    )
     command.option("windows", [0, 3, 9], "words of the windows added to sources, odd, or 0 for none")
-    command.option("seeds", [0], least=0)
-    for name, (usual, least, words) in SIZES.items():
-        command.option(name, usual, words, least=least)
-    command.option("learning-rate", 2e-3, "of the model", above=0)
-    command.option("hidden", 0.2, "share of the words that are hidden", above=0, below=1)
-    command.option("output", Path("runs/sparsefinder"), "of rows.csv, checkpoints and figures")
-    command.add_argument("--report", action="store_true", help="measure nothing; draw what is there")
+    command.option("every", 2, "take every so many of each grid; 1: the grids of the slides", least=1)
+    command.fields(model.Run)
+    command.fields(sweep.Sweep)
+    command.folder("runs/sparsefinder", "of rows.csv, checkpoints and figures")
     given = command.read(arguments)
     wrong = [window for window in given.windows if window and (window < 0 or window % 2 == 0)]
     command.require(not wrong, "'windows' to be odd, or 0", wrong, "A word stands in the middle of its window.")
@@ -63,10 +45,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def work(given: argparse.Namespace) -> Iterator[Path]:
     """Trains, extracts, fits and measures what is missing, then reports."""
-    from examples.common.runs import checksums, claim, settings_of
-    from examples.common.tables import finished
-    from examples.sparsefinder import model, report, sweep
-
     if not given.report:
         texts = model.read_texts(given.train, given.test, given.words, given.length)
         wanted = [*sweep.settings(given.sources, given.windows, given.every)]

@@ -14,7 +14,7 @@ from entmax import entmax15
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.command import require
+from examples.common.command import option, require
 from examples.common.fit import fit
 from examples.common.tables import Row
 from sbm_pyg import AttentionConv, GraphSource, SequenceEncoder, TokenClassifier
@@ -29,15 +29,15 @@ class Run:
     """Everything that decides the weights of the model, apart from the texts."""
 
     seed: int
-    words: int
-    length: int
-    steps: int
-    batch_size: int
-    channels: int
-    layers: int
-    heads: int
-    learning_rate: float
-    hidden: float = 0.15  # share of the words that are hidden
+    words: int = option(4096, "words of the vocabulary, the most frequent ones", least=3)
+    length: int = option(128, "words of a sequence", least=8)
+    steps: int = option(1200, "of the training", least=1)
+    batch_size: int = option(16, "sequences of a step", least=1)
+    channels: int = option(128, "of the model", least=8)
+    layers: int = option(2, least=1)
+    heads: int = option(4, "of a layer", least=1)
+    learning_rate: float = option(2e-3, "of the model", above=0)
+    hidden: float = option(0.2, "share of the words that are hidden", above=0, below=1)
     weight_decay: float = 0.1
     evaluations: int = 8
 

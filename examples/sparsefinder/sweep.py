@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.common.command import option
 from examples.common.runs import read_state, write_checkpoint
 from examples.common.tables import Row, add, read
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
@@ -31,10 +32,10 @@ class Sweep:
 
     seed: int
     hidden: float
-    fit_sequences: int
-    test_sequences: int
-    dim: int
-    epochs: int
+    fit_sequences: int = option(64, "training sequences that sources are fitted to", least=1)
+    test_sequences: int = option(32, "test sequences that sources are measured on", least=1)
+    dim: int = option(4, "dimensions of the projections", least=1)
+    epochs: int = option(8, "passes over the sequences in fitting", least=1)
 
 
 def settings(names: Sequence[str], windows: Sequence[int], every: int) -> Iterator[tuple[str, float, int]]:

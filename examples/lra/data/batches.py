@@ -1,4 +1,4 @@
-"""Examples in ragged arrays, batches of them without padding, and their order: a function of (lengths, seed, epoch). Torch is imported last."""
+"""Examples in ragged arrays, batches of them without padding, and their order: a function of (lengths, seed, epoch)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from examples.common.command import require
-
-if TYPE_CHECKING:
-    import torch
 
 Row = tuple[Any, int]  # (token numbers [n], label), or ((token numbers, token numbers), label) for a pair
 
@@ -79,8 +77,6 @@ class Split:
         return float(np.bincount(labels).max() / len(labels))
 
     def __getitems__(self, examples: list[int]) -> Batch:
-        import torch
-
         index = np.asarray(examples, dtype=np.int64)
         sides = [self._gather(index * self.arity + side) for side in range(self.arity)]
         tokens, ptr, positions = sides[0] if self.arity == 1 else zip(*sides, strict=True)
@@ -88,8 +84,6 @@ class Split:
 
     def _gather(self, sequences: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens, ptr and places of some sequences."""
-        import torch
-
         lengths = self.ptr[sequences + 1] - self.ptr[sequences]
         lengths = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
         ptr = np.concatenate([[0], np.cumsum(lengths)])

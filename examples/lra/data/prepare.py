@@ -19,6 +19,7 @@ from examples.common.command import require
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import checksum, make_folder, read_manifest
 from examples.lra.data.listops import SPLITS
+from sbm_pyg.info import tqdm
 
 if TYPE_CHECKING:
     from examples.lra.data.tasks import Task
@@ -71,8 +72,6 @@ def _token_type(task: Task) -> np.dtype:
 
 def _write_split(folder: Path, name: str, rows: Rows, task: Task) -> dict[str, Any]:
     """Parses one split; returns its entry in the manifest."""
-    from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
-
     ptr, labels, skipped = [0], [], 0
     with (folder / f"{name}_tokens.bin").open("wb") as file:
         for row in tqdm(rows.read(), f"Preparing {task.name}, {name}", unit=" rows"):
