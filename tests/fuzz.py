@@ -297,9 +297,9 @@ def plan(seed: int, number: int) -> tuple[str, Case, dict[str, Hostile], Draw]:
     chosen: dict[str, Hostile] = {}
     if case.arguments and draw.random() < 0.8:
         for argument in draw.sample([*case.arguments], min(len(case.arguments), draw.choice((1, 1, 1, 1, 2)))):
-            own = case.more.get(argument, [])
+            special = case.more.get(argument, [])
             options = mutations(case.arguments[argument], argument in case.unchecked, draw)
-            chosen[argument] = draw.choice(own if own and draw.random() < 0.6 else options)
+            chosen[argument] = draw.choice(special if special and draw.random() < 0.6 else options)
     return name, case, chosen, draw
 
 
@@ -308,17 +308,9 @@ def judge(seed: int, number: int) -> dict[str, Any]:
     name, case, chosen, draw = plan(seed, number)
     mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
     verdict: dict[str, Any] = {"number": number, "name": name, "mutated": mutated, "verdict": "returned", "detail": ""}
-    names = [
-        each
-        for argument in chosen
-        for each in (argument, *case.names.get(argument, ()), *records(case.arguments[argument]))
-    ]
-    if any(kind in RELATIONS for _, kind, _ in chosen.values()):
-        names += [
-            each
-            for argument, value in case.arguments.items()
-            for each in (argument, *case.names.get(argument, ()), *records(value))
-        ]
+    related = any(kind in RELATIONS for _, kind, _ in chosen.values())
+    words = {name: (name, *case.names.get(name, ()), *records(value)) for name, value in case.arguments.items()}
+    names = [word for argument in (words if related else chosen) for word in words[argument]]
     start = time.perf_counter()
     arguments = dict(case.arguments)
     try:
@@ -334,8 +326,8 @@ def judge(seed: int, number: int) -> dict[str, Any]:
             kind = "wrong"
             message = f"valid arguments refused: {message}"
         elif refused:
-            known = named(message, names) or "to be installed" in message or too_large
-            kind = "refused" if known else "unnamed"
+            has_name = named(message, names) or "to be installed" in message or too_large
+            kind = "refused" if has_name else "unnamed"
         else:
             kind = "other"
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -354,10 +346,10 @@ def judge(seed: int, number: int) -> dict[str, Any]:
 
 def is_module(name: str) -> bool:
     """Whether a public name is that of a module."""
-    found: Any = sbm_pyg
+    thing: Any = sbm_pyg
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return isinstance(found, type) and issubclass(found, torch.nn.Module)
+        thing = getattr(thing, part, None)
+    return isinstance(thing, type) and issubclass(thing, torch.nn.Module)
 
 
 def records(value: Any) -> tuple[str, ...]:
@@ -405,7 +397,7 @@ def source(value: Any) -> str:
         )
         return f"{type(value).__name__}({', '.join(f'{name}={source(getattr(value, name))}' for name in (*fields, 'query_ptr', 'key_ptr'))})"
     if isinstance(value, tuple | list):
-        inner = ", ".join(source(each) for each in value)
+        inner = ", ".join(source(part) for part in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
     return repr(value)
 
@@ -478,29 +470,30 @@ BLAME = (
 
 def share(verdicts: Sequence[dict[str, Any]]) -> tuple[int, int]:
     """Refusals without the argument's name, and all refusals."""
-    counts = Counter(each["verdict"] for each in verdicts)
+    counts = Counter(verdict["verdict"] for verdict in verdicts)
     without = counts["unnamed"] + counts["other"]
     return without, without + counts["refused"]
 
 
 def faults(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What no call may end in."""
-    return [each for each in verdicts if each["verdict"] in ("crash", "hang", "wrong") or each.get("type") in BLAME]
+    kinds = ("crash", "hang", "wrong")
+    return [verdict for verdict in verdicts if verdict["verdict"] in kinds or verdict.get("type") in BLAME]
 
 
 def report(verdicts: Sequence[dict[str, Any]]) -> str:
     by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for each in verdicts:
-        by_name[each["name"]][each["verdict"]] += 1
+    for call in verdicts:
+        by_name[call["name"]][call["verdict"]] += 1
     lines = [f"{'public name':<44}{'calls':>7}" + "".join(f"{column:>10}" for column in COLUMNS)]
     total = sum(by_name.values(), Counter())
     for name, counts in [*sorted(by_name.items()), ("all", total)]:
         lines.append(f"{name:<44}{counts.total():>7}" + "".join(f"{counts[column]:>10}" for column in COLUMNS))
     groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for each in verdicts:
-        if each["verdict"] not in ("returned", "refused"):
-            what = ", ".join(f"{argument} <- {label}" for argument, label in each["mutated"]) or "valid"
-            groups[each["verdict"], each["name"], what, each["detail"].split("\n")[0][:140]].append(each["number"])
+    for call in verdicts:
+        if call["verdict"] not in ("returned", "refused"):
+            what = ", ".join(f"{argument} <- {label}" for argument, label in call["mutated"]) or "valid"
+            groups[call["verdict"], call["name"], what, call["detail"].split("\n")[0][:140]].append(call["number"])
     order = {"crash": 0, "hang": 1, "wrong": 2, "other": 3, "unnamed": 4}
     lines += ["", "failures: call numbers, public name, what was hostile, how it ended"]
     for (verdict, name, what, detail), numbers in sorted(

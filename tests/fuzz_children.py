@@ -62,10 +62,10 @@ def run(
 
     def start(part: list[int]) -> None:
         if part:
-            pipe, theirs = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_work, args=(theirs, part, judge, limit))
+            pipe, sender = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("fork").Process(target=_work, args=(sender, part, judge, limit))
             process.start()
-            theirs.close()
+            sender.close()
             running[pipe] = process, deque(part)
 
     for _ in range(jobs):
