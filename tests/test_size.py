@@ -20,9 +20,9 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 29_580,
-    "lines of sbm_pyg/ops": 11_450,
-    "lines of examples": 13_360,
+    "lines of sbm_pyg": 29_590,
+    "lines of sbm_pyg/ops": 11_460,
+    "lines of examples": 13_250,
     "lines of tests": 35_570,
     "rooms of sbm_pyg": 10,
     "arrows between rooms": 32,

@@ -46,7 +46,7 @@ from examples.common.command import Command
 from examples.common.runs import check_folder, read_record, resumable
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
-from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, ops, patterns
+from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, make_attention, ops, patterns
 from sbm_pyg.info import tqdm
 
 KINDS = ("contract", "operations", "layers", "attention", "tests", "listops")

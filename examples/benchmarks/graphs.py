@@ -22,7 +22,7 @@ from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 from examples.benchmarks.turns import measure_turns, medians, memory
 from examples.common.command import Command
 from examples.common.tables import by, markdown
-from sbm_pyg import AttentionConv, SparseGPSConv, patterns
+from sbm_pyg import AttentionConv, SparseGPSConv, make_attention, patterns
 
 ARMS = {
     "one": ("learned, 16 edges", "random, 16 edges", "Performer", "SGFormer"),
