@@ -119,19 +119,19 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     options = (None, channels**-0.5, "score", 0.0, 0)
     wide = [tensor.double() for tensor in (*inputs, gate)]
     out, lse = reference.edge_attention(*wide[:3], *graph, wide[3], *options)
-    given = (*wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False)
-    grads = reference.edge_attention_backward(grad.double(), *given)[:4]
+    saved = (*wide[:3], *graph, wide[3], None, out, lse, *options[1:], True, False)
+    grads = reference.edge_attention_backward(grad.double(), *saved)[:4]
     leaves = [tensor.to(device).requires_grad_() for tensor in (*inputs, gate)]
     rows = ops.Rows(*(tensor.to(device) for tensor in graph))
-    found, _ = attend(*leaves[:3], rows, leaves[3], *options[1:])
-    found.backward(grad.to(device))
-    errors = {"attention": _error(found, out)}
-    errors["gradients"] = max(_error(leaf.grad, wanted) for leaf, wanted in zip(leaves, grads, strict=True))
+    attended, _ = attend(*leaves[:3], rows, leaves[3], *options[1:])
+    attended.backward(grad.to(device))
+    errors = {"attention": _error(attended, out)}
+    errors["gradients"] = max(_error(leaf.grad, expected) for leaf, expected in zip(leaves, grads, strict=True))
     return {"passed": same and max(errors.values()) < TOLERANCE, "edges": col.numel(), "same_edges": same, **errors}
 
 
-def _error(found: Any, wanted: torch.Tensor) -> float:
-    error = float((found.detach().double().cpu() - wanted).abs().max() / wanted.abs().max())
+def _error(result: Any, expected: torch.Tensor) -> float:
+    error = float((result.detach().double().cpu() - expected).abs().max() / expected.abs().max())
     return error if error == error else float("inf")
 
 
@@ -175,23 +175,23 @@ def _processor() -> dict[str, Any]:
 
     chosen = getattr(config, "CPU_FEATURES", None)
     if chosen is not None:
-        known = {name[1:] for name in chosen.split(",") if name.startswith("+")}
+        features = {name[1:] for name in chosen.split(",") if name.startswith("+")}
     else:
-        known = {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
+        features = {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
     name = getattr(config, "CPU_NAME", None) or llvmlite.binding.get_host_cpu_name()
-    widest = next((name for name in VECTORS if name in known), "scalar")
+    widest = next((name for name in VECTORS if name in features), "scalar")
     return {"processor": name, "instructions": widest}
 
 
 def _caches() -> dict[str, Any]:
     """Folders of compiled kernels: the package's own, or the user's cache folder if that is not writable."""
-    found: dict[str, Any] = {}
+    folders: dict[str, Any] = {}
     for kernel in threads._kernels:
         path = kernel.stats.cache_path
-        if path is not None and path not in found:
+        if path is not None and path not in folders:
             files = [file.stat().st_size for file in Path(path).glob("*.nb?")]
-            found[path] = {"writable": os.access(path, os.W_OK), "files": len(files), "bytes": sum(files)}
-    return found
+            folders[path] = {"writable": os.access(path, os.W_OK), "files": len(files), "bytes": sum(files)}
+    return folders
 
 
 def _text(info: dict[str, Any]) -> str:
@@ -238,15 +238,15 @@ def _text(info: dict[str, Any]) -> str:
 class tqdm(auto.tqdm):
     """A progress bar with the arguments of tqdm; in a file or a pipe it writes one line a minute."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         file = options.get("file") or sys.stderr
         interactive = "ipykernel" in sys.modules or (hasattr(file, "isatty") and file.isatty())
         self._every = 0.0 if interactive else LOG_SECONDS
         self._drawn: float | None = None
         intervals = {} if interactive else {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
-        super().__init__(*given, **intervals | options)
+        super().__init__(*arguments, **intervals | options)
 
-    def refresh(self, *given: Any, **options: Any) -> Any:
+    def refresh(self, *arguments: Any, **options: Any) -> Any:
         """Draw the bar, unless the last line in a file is recent."""
         if self.disable:  # such a bar has no clock
             return None
@@ -254,7 +254,7 @@ class tqdm(auto.tqdm):
         if self._drawn is not None and now - self._drawn < self._every:
             return None
         self._drawn = now
-        return super().refresh(*given, **options)
+        return super().refresh(*arguments, **options)
 
 
 def main(arguments: list[str] | None = None) -> int:

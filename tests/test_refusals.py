@@ -67,15 +67,15 @@ def test_sizes_that_int64_does_not_hold(many: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "there", "message"),
+    ("tokens", "is_real", "message"),
     [(TOKENS[0], THERE, r"'tokens' to be \[H, n, block_size, C\] = \[2, any, any, 4\] \(got \[3, 2, 4\]\)"),
      (TOKENS > 0, THERE, r"'tokens' to be a floating tensor \(got torch.bool\)"),
-     (TOKENS, THERE[:2], r"'there' to be \[n, block_size\] = \[3, 2\] \(got \[2, 2\]\)"),
-     (TOKENS, THERE.float(), r"'there' to be bool \(got torch.float32\)"),
-     (TOKENS, THERE.to("meta"), r"'there' on cpu, as 'tokens' is \(got meta\)")],
+     (TOKENS, THERE[:2], r"'is_real' to be \[n, block_size\] = \[3, 2\] \(got \[2, 2\]\)"),
+     (TOKENS, THERE.float(), r"'is_real' to be bool \(got torch.float32\)"),
+     (TOKENS, THERE.to("meta"), r"'is_real' on cpu, as 'tokens' is \(got meta\)")],
 )  # fmt: skip
-def test_blocks_that_a_pool_does_not_take(tokens: Tensor, there: Tensor, message: str) -> None:
-    check(lambda: BlockPool(4, 2)(tokens, there), message)
+def test_blocks_that_a_pool_does_not_take(tokens: Tensor, is_real: Tensor, message: str) -> None:
+    check(lambda: BlockPool(4, 2)(tokens, is_real), message)
 
 
 def test_fitting_without_gradients() -> None:

@@ -113,7 +113,9 @@ class Universality:
         densities[8:] = ["..."] * (len(densities) > 8)
         loops = "yes"
         if any(self.missing_self_loops):
-            lacking = [f"pattern {n}: {first_few(each)}" for n, each in enumerate(self.missing_self_loops, 1) if each]
+            lacking = [
+                f"pattern {n}: {first_few(tokens)}" for n, tokens in enumerate(self.missing_self_loops, 1) if tokens
+            ]
             loops = "no; missing at tokens of " + "; of ".join(lacking[:4]) + ("; ..." if len(lacking) > 4 else "")
         if self.unreached is not None:
             reach = f"never (s is infinite); nothing of token {self.unreached[0]} reaches token {self.unreached[1]}"
@@ -175,13 +177,16 @@ def universality(
 
     Reference: Yun et al., "O(n) connections are expressive enough", NeurIPS 2020, Assumption 1.
     """
-    given = [patterns] if isinstance(patterns, AttentionGraph | SBM) else _listed(patterns)
+    pattern_list = [patterns] if isinstance(patterns, AttentionGraph | SBM) else _listed(patterns)
     time_limit, seed = check_time_limit(time_limit), draw_seed(seed)
     checks.number("threshold", threshold, "[0, 1)", "An edge counts if its probability is above it.")
     with stopwatch() as elapsed:
-        graphs = [_one_head(expected_graph(each, threshold) if isinstance(each, SBM) else each) for each in given]
+        graphs = [
+            _one_head(expected_graph(pattern, threshold) if isinstance(pattern, SBM) else pattern)
+            for pattern in pattern_list
+        ]
         n = _common_size(graphs)
-        kinds = sorted({isinstance(each, SBM) for each in given})
+        kinds = sorted({isinstance(pattern, SBM) for pattern in pattern_list})
         source = " and ".join(f"expected edges, p > {threshold:g}" if model else "given graphs" for model in kinds)
         if self_loops:
             graphs = [graph | fixed.self_loops(n) for graph in graphs]
@@ -276,9 +281,9 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
         checks.memory("sbm", total, index.itemsize, device, way_out)
         col = torch.empty(total, dtype=index, device=device)
         for mask, first_key in likely():
-            found = mask.nonzero()[:, 1].add_(first_key)
-            col[begin : begin + found.numel()] = found
-            begin += found.numel()
+            columns = mask.nonzero()[:, 1].add_(first_key)
+            col[begin : begin + columns.numel()] = columns
+            begin += columns.numel()
     sizes = (sbm.num_queries, sbm.num_keys, sbm.heads, sbm.query_ptr, sbm.key_ptr)
     return AttentionGraph._trusted(rowptr, col, *sizes, sbm.is_causal)
 
@@ -356,7 +361,7 @@ def _count_steps(graphs: list[AttentionGraph], keeps: bool, time_limit: float) -
             step += 1
             since = max(step - 1 - period, 0)  # the step at which this pattern was applied last
             common = (*rows[pattern], old, new, stamp, next_stamp, since, step, full, target, keeps)
-            threads.run(spread_step, [(*each, *common) for each in ranges[pattern]])
+            threads.run(spread_step, [(*bounds, *common) for bounds in ranges[pattern]])
             old, new, stamp, next_stamp = new, old, next_stamp, stamp
         return step
 
@@ -388,7 +393,7 @@ class Lemma2:
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.
         """
-        whole = isinstance(order, Sequence) and all(isinstance(each, int) for each in order)
+        whole = isinstance(order, Sequence) and all(isinstance(number, int) for number in order)
         if not whole or sorted(order) != [1, 2, 3]:
             raise ValueError(
                 f"Expected 'order' to be a permutation of 1, 2, 3 (got {short(order)}). The paper has (1, 2, 3)."
@@ -613,10 +618,10 @@ def lemma1(
         )
     edges = int(min(float(chosen.max()) * n, n)) * n  # of a graph and the search in it
     checks.memory("n", edges, 40, torch.device("cpu"), "Take fewer tokens, or lower probabilities.")
-    each = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
-    if samples * len(chosen) * each > MAX_EXPERIMENT_SECONDS:
+    seconds_per_graph = 3e-4 + 2.5e-8 * n * n  # seconds for a graph, at least
+    if samples * len(chosen) * seconds_per_graph > MAX_EXPERIMENT_SECONDS:
         raise ValueError(
-            f"Expected 'samples' to be at most {int(MAX_EXPERIMENT_SECONDS / len(chosen) / each):,} "
+            f"Expected 'samples' to be at most {int(MAX_EXPERIMENT_SECONDS / len(chosen) / seconds_per_graph):,} "
             f"for {len(chosen)} probabilities of graphs of {n:,} tokens (got {short(samples)}: more than an hour). "
             "Take fewer, or split them into calls with different seeds."
         )
@@ -639,5 +644,5 @@ def _random_graph(n: int, p: float, random: np.random.Generator) -> AttentionGra
         mask = random.random((min(step, n - begin), n)) < p
         degree.append(mask.sum(1))
         col.append(mask.nonzero()[1].astype(np.int32))
-    rowptr, keys = (torch.from_numpy(np.concatenate(each)) for each in (degree, col))
+    rowptr, keys = (torch.from_numpy(np.concatenate(parts)) for parts in (degree, col))
     return AttentionGraph._trusted(offsets(rowptr), keys, n, n)

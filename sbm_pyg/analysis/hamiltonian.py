@@ -173,8 +173,8 @@ def _find_path(
         return "ABSENT", "components", None, certificate
     if int(ranks.max()) == n - 1:  # no cycles: the chain is the path
         return "FOUND", "components", ranks.argsort(), None
-    kept = ranks[into] - ranks[tokens] <= 1
-    tokens, into = tokens[kept], into[kept]
+    is_usable = ranks[into] - ranks[tokens] <= 1
+    tokens, into = tokens[is_usable], into[is_usable]
     certificate = _matching(n, tokens, into) or _separator(n, tokens, into)
     if certificate is not None:
         return "ABSENT", "matching" if certificate.kind == "predecessors" else "cut token", None, certificate
@@ -214,9 +214,9 @@ def _visits_all(n: int, tokens: Array, into: Array, path: Sequence[int] | Array)
     steps = np.asarray(path, dtype=np.int64)
     if steps.shape != (n,) or not np.array_equal(np.sort(steps), np.arange(n)):
         return False
-    wanted, arcs = steps[1:] * n + steps[:-1], into.astype(np.int64) * n + tokens  # ascending, as rows are
-    at = np.searchsorted(arcs, wanted)
-    return bool((at < len(arcs)).all() and (n == 1 or (arcs[np.minimum(at, len(arcs) - 1)] == wanted).all()))
+    path_arcs, arcs = steps[1:] * n + steps[:-1], into.astype(np.int64) * n + tokens  # ascending, as rows are
+    at = np.searchsorted(arcs, path_arcs)
+    return bool((at < len(arcs)).all() and (n == 1 or (arcs[np.minimum(at, len(arcs) - 1)] == path_arcs).all()))
 
 
 def check_time_limit(time_limit: float) -> float:
@@ -340,9 +340,9 @@ def _separator(n: int, tokens: Array, into: Array) -> Certificate | None:
     token = int(parts.argmax())
     if parts[token] < 3:
         return None
-    rest = np.delete(np.arange(n), token)
-    _, labels = scipy_sparse().csgraph.connected_components(both[rest][:, rest], directed=False)
-    return Certificate("separator", (token,), tuple(rest[np.unique(labels, return_index=True)[1]].tolist()))
+    others = np.delete(np.arange(n), token)
+    _, labels = scipy_sparse().csgraph.connected_components(both[others][:, others], directed=False)
+    return Certificate("separator", (token,), tuple(others[np.unique(labels, return_index=True)[1]].tolist()))
 
 
 # -------------------------------------------------------------------------------------------------------- construction

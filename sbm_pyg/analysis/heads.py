@@ -67,12 +67,12 @@ class HeadTable:
     @property
     def heads(self) -> list[Head]:
         """All heads, in the order of the first call."""
-        found = []
-        for (layer, head), (calls, density, rows, kept, possible, difference, norm) in self._sums.items():
+        table = []
+        for (layer, head), (calls, density, rows, kept_weight, possible, difference, norm) in self._sums.items():
             rows = max(rows, 1.0)
             error = (difference / norm) ** 0.5 if norm else 0.0
-            found.append(Head(layer, head, density / calls, kept / rows, possible / rows, error))
-        return found
+            table.append(Head(layer, head, density / calls, kept_weight / rows, possible / rows, error))
+        return table
 
     def diffuse(self, least: float = 0.5) -> list[Head]:
         """Heads whose attention is too diffuse for their density: no graph of it keeps this part of the weights.
@@ -89,8 +89,8 @@ class HeadTable:
     def __str__(self) -> str:
         header = ("layer", "head", "density, %", "kept, %", "possible, %", "error")
         lines = [
-            (each.layer, str(each.head), *(f"{100 * part:.1f}" for part in each[2:5]), f"{each.error:.3f}")
-            for each in self.heads
+            (head.layer, str(head.head), *(f"{100 * part:.1f}" for part in head[2:5]), f"{head.error:.3f}")
+            for head in self.heads
         ]
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         table = [
@@ -103,7 +103,7 @@ class HeadTable:
         """Add the sums of one call, ``[H, 7]``."""
         for head, row in enumerate(numbers.tolist()):
             old = self._sums.setdefault((layer, head), [0.0] * len(row))
-            old[:] = (mine + more for mine, more in zip(old, row, strict=True))
+            old[:] = (total + more for total, more in zip(old, row, strict=True))
 
 
 @contextmanager
@@ -212,8 +212,8 @@ def _attend(
             "Expected 'model' to call its layers without 'edge_attr' (got some). Weights with edge features come from "
             "the layer itself: pass `return_attention_weights=True` to it."
         )
-    wanted = Returns(returns.graph, True, returns.attention_weights)
-    out, *more = attend(query, key, value, *graph, returns=wanted, **options)
+    with_choice = Returns(returns.graph, True, returns.attention_weights)
+    out, *more = attend(query, key, value, *graph, returns=with_choice, **options)
     choice = more[1] if returns.graph else more[0]
     if not returns.choice:
         del more[1 if returns.graph else 0]
@@ -231,11 +231,11 @@ def _measure(
     """Sums of one call, ``[H, 7]``: 1, density, rows, kept, possible, squared difference and squared norm."""
     over = choice.tokens if isinstance(choice, DenseChoice) else choice.graph
     tokens = Tokens(query, key, over.query_ptr, over.key_ptr, True, over.is_causal, draw_seed(None))
-    every = sample_rows(tokens, rows)
+    all_pairs = sample_rows(tokens, rows)
     if edge_filter is not None:
-        every = every.select(edge_filter(every))
-    weight = _edge_weights(layer, query, key, every)
-    taken = (every.rowptr.diff() > 0).view(layer.heads, -1)
+        all_pairs = all_pairs.select(edge_filter(all_pairs))
+    weight = _edge_weights(layer, query, key, all_pairs)
+    taken = (all_pairs.rowptr.diff() > 0).view(layer.heads, -1)
     count, ones = taken.double().sum(1), torch.ones(layer.heads, dtype=torch.float64, device=query.device)
 
     def squares(out: Tensor) -> Tensor:
@@ -244,16 +244,16 @@ def _measure(
     def attend(graph: AttentionGraph, weight: Tensor) -> Tensor:
         return graph._attend(query, key, value, None, _log(weight), 0.0, "score", 0.0, 0)
 
-    dense = attend(every, weight)
+    dense = attend(all_pairs, weight)
     if not choice.is_stored:  # dense attention loses nothing
         return torch.stack((ones, ones, count, count, count, torch.zeros_like(ones), squares(dense)), 1)
     graph = choice.graph
-    edge = graph.expand(layer.heads).contains(every.edge_index, every.edge_head)
-    few = every.select(edge)
-    best = schemas.segment_top_k(weight, every.rowptr, few.rowptr.diff())[1]
+    edge = graph.expand(layer.heads).contains(all_pairs.edge_index, all_pairs.edge_head)
+    few = all_pairs.select(edge)
+    best = schemas.segment_top_k(weight, all_pairs.rowptr, few.rowptr.diff())[1]
     sparse = attend(few, _edge_weights(layer, query, key, few))
     density = graph.expand(layer.heads).density.double().mean(0)
-    parts = (_sum_by(every.edge_head[at], layer.heads, weight[at]) for at in (edge, best))
+    parts = (_sum_by(all_pairs.edge_head[at], layer.heads, weight[at]) for at in (edge, best))
     sums = (ones, density, count, *parts, squares(sparse - dense), squares(dense))
     return torch.stack(sums, 1)
 

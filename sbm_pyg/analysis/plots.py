@@ -111,10 +111,10 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     Raises:
         ValueError: A density is not ``[L, B, H]``.
     """
-    given = density if isinstance(density, Mapping) else {"": density}
-    if not given:
+    densities = density if isinstance(density, Mapping) else {"": density}
+    if not densities:
         raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
-    named = {name: 100 * _density_of(value) for name, value in given.items()}
+    named = {name: 100 * _density_of(value) for name, value in densities.items()}
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
     at, ticks = 0.0, {}
     for name, value in named.items():
@@ -296,7 +296,7 @@ def plot_extremes(
     chosen = low + [sequence for sequence in high if sequence not in low]
     most = len(chosen) - len(low)
     words = f"Rows: the {len(low)} inputs of lowest and the {most} of highest mean density among {total:,}."
-    options: dict[str, Any] = {"sequences": chosen, "titles": [titles[each] for each in chosen], "notes": words}
+    options: dict[str, Any] = {"sequences": chosen, "titles": [titles[sequence] for sequence in chosen], "notes": words}
     return plot_inputs(graphs, **options) if images is None else plot_pixel_attention(graphs, images, **options)
 
 
@@ -323,36 +323,36 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
     ranges = [slice(*[*pairwise(ptr.tolist())][sequence]) for ptr in (graph.query_ptr, graph.key_ptr)]
     largest = [x.detach().amax(-1).float() for x in (sbm.query_membership, sbm.key_membership)]  # numpy has no bfloat16
     labels, strength = (
-        [x[head, each].cpu().numpy() for x, each in zip(graph.over_tokens(*pair), ranges, strict=True)]
+        [x[head, tokens].cpu().numpy() for x, tokens in zip(graph.over_tokens(*pair), ranges, strict=True)]
         for pair in (communities_of(sbm), largest)
     )
     orders = [np.lexsort((-weight, label)) for weight, label in zip(strength, labels, strict=True)]
     used = [np.unique(label) for label in labels]
     figure = _figure(13.2, 4.9, title)
-    left, middle, right = figure.subplots(1, 3)
+    mask_axes, sorted_axes, block_axes = figure.subplots(1, 3)
     shown, ordered = _mask(one), _mask(one, orders)
     top = max(float(shown.max()), float(ordered.max())) or 1.0
-    _picture(left, shown, shape, cmap=MASK, vmin=0, vmax=top)
-    left.set_title(f"in the order of the tokens: density {_density(one)}", fontsize=10)
-    heat = _picture(middle, ordered, shape, cmap=MASK, vmin=0, vmax=top)
-    for draw, label in ((middle.axhline, labels[0]), (middle.axvline, labels[1])):
+    _picture(mask_axes, shown, shape, cmap=MASK, vmin=0, vmax=top)
+    mask_axes.set_title(f"in the order of the tokens: density {_density(one)}", fontsize=10)
+    heat = _picture(sorted_axes, ordered, shape, cmap=MASK, vmin=0, vmax=top)
+    for draw, label in ((sorted_axes.axhline, labels[0]), (sorted_axes.axvline, labels[1])):
         for end in np.bincount(label).cumsum()[:-1]:
             draw(end - 0.5, color=COLORS[0], lw=0.5, alpha=0.7)
-    middle.set_title(f"sorted by community: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
-    middle.set(xlabel="key (token, sorted by community)", ylabel="query (token, sorted by community)")
-    figure.colorbar(heat, ax=[left, middle], label=f"edge, 0 or 1{_cells(shape)}", shrink=0.8)
+    sorted_axes.set_title(f"sorted by community: {len(used[0])} of queries, {len(used[1])} of keys", fontsize=10)
+    sorted_axes.set(xlabel="key (token, sorted by community)", ylabel="query (token, sorted by community)")
+    figure.colorbar(heat, ax=[mask_axes, sorted_axes], label=f"edge, 0 or 1{_cells(shape)}", shrink=0.8)
     block = sbm.block_matrix[head].detach().cpu().double().numpy()[np.ix_(*used)]
     low, high = float(block.min()), float(block.max())
     limits: dict[str, Any] = {"vmin": low if low < high else 0.0, "vmax": high or 1.0}
-    matrix = right.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", **limits)
-    right.set_box_aspect(1)
-    for axis, numbers in ((right.yaxis, used[0]), (right.xaxis, used[1])):
+    matrix = block_axes.imshow(block, cmap=HEAT, interpolation="nearest", aspect="auto", **limits)
+    block_axes.set_box_aspect(1)
+    for axis, numbers in ((block_axes.yaxis, used[0]), (block_axes.xaxis, used[1])):
         spots = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 12)).round().astype(int))
         axis.set_ticks(spots, [str(numbers[spot]) for spot in spots])
-    right.set(xlabel="community of keys", ylabel="community of queries")
-    right.set_title(f"block matrix S, {sbm.num_clusters} communities, those in use", fontsize=10)
+    block_axes.set(xlabel="community of keys", ylabel="community of queries")
+    block_axes.set_title(f"block matrix S, {sbm.num_clusters} communities, those in use", fontsize=10)
     span = f"weight between two communities\n(colors span {low:.4g} to {high:.4g})"
-    figure.colorbar(matrix, ax=right, label=span, shrink=0.8)
+    figure.colorbar(matrix, ax=block_axes, label=span, shrink=0.8)
     words = (
         f"Communities of head {head}: the community of a token is that of its largest membership (lines separate "
         "communities; within each, tokens are sorted by membership). If the communities explained the mask, the middle "
@@ -438,17 +438,17 @@ def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
         >>> print(plot_losses(sparsifier.history).get_label()[:57])
         Running losses of training with dense attention, and at t
     """
-    if not isinstance(history, Sequence) or not all(isinstance(each, Loss) for each in history):
+    if not isinstance(history, Sequence) or not all(isinstance(loss, Loss) for loss in history):
         raise TypeError("Expected 'history' to be a list of losses (got another type). `Sparsifier.history` is one.")
     if not history:
         raise ValueError("Expected 'history' to hold losses (got none). It has one after the first trial step.")
     figure, axes = _axes(ax, 7.2, 4.4)
-    change = next((at for at, each in enumerate(history) if each.is_sparse), len(history))
+    change = next((at for at, loss in enumerate(history) if loss.is_sparse), len(history))
     dense = history[: change + 1]
-    axes.plot([each.step for each in dense], [each.dense for each in dense], color=COLORS[0], label="dense attention")
+    axes.plot([loss.step for loss in dense], [loss.dense for loss in dense], color=COLORS[0], label="dense attention")
     for part, style, label in ((dense, "--", "target density, trial steps"), (history[change:], "-", "target density")):
         if part:
-            steps, losses = [each.step for each in part], [each.sparse for each in part]
+            steps, losses = [loss.step for loss in part], [loss.sparse for loss in part]
             axes.plot(steps, losses, color=COLORS[1], ls=style, label=label)
     if change < len(history):
         axes.axvline(history[change].step, color="0.6", lw=1, ls=":")
@@ -482,13 +482,14 @@ def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
         axes.annotate(name, (x, y), rotation=90, ha="right", va="center", fontsize=8, color=color)
     axes.set_ylim(-0.03, 1.03)
     _label(axes, f"edge probability p of G({n}, p)", "probability of a Hamiltonian path")
-    right = axes.twinx()
-    right.plot(p, result.log10_cycles, "s--", color=COLORS[1], ms=4, lw=1.2, label="cycles, expected number")
-    right.axhline(0, color=COLORS[1], lw=0.7)
-    right.set_ylabel("expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)", color=COLORS[1])
-    right.spines[["top"]].set_visible(False)
-    handles = [handle for each in (axes, right) for handle in each.get_legend_handles_labels()[0]]
-    axes.legend(handles, [str(each.get_label()) for each in handles], frameon=False, fontsize=8, loc="center right")
+    cycle_axes = axes.twinx()
+    cycle_axes.plot(p, result.log10_cycles, "s--", color=COLORS[1], ms=4, lw=1.2, label="cycles, expected number")
+    cycle_axes.axhline(0, color=COLORS[1], lw=0.7)
+    label = "expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)"
+    cycle_axes.set_ylabel(label, color=COLORS[1])
+    cycle_axes.spines[["top"]].set_visible(False)
+    handles = [handle for panel in (axes, cycle_axes) for handle in panel.get_legend_handles_labels()[0]]
+    axes.legend(handles, [str(handle.get_label()) for handle in handles], frameon=False, fontsize=8, loc="center right")
     limit = _percent(float(path_probability(n, result.lemma)))
     words = (
         f"Random directed graphs of {n} tokens. At the p of Lemma 1, at least one Hamiltonian cycle is expected (red), "
@@ -516,13 +517,13 @@ def _chosen(
 ) -> tuple[list[int], Sequence[str]]:
     """The sequences to draw, the first four if None, and their titles."""
     total = layers[0][1].num_sequences
-    wanted = range(min(4, total)) if sequences is None else sequences
-    if not isinstance(wanted, Sequence) or isinstance(wanted, str) or len(wanted) == 0:
+    numbers = range(min(4, total)) if sequences is None else sequences
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str) or len(numbers) == 0:
         raise TypeError(f"Expected 'sequences' to be a list of numbers (got {sequences!r}). None draws the first four.")
-    chosen = [resolve_index(each, total, "sequences") for each in wanted]
+    chosen = [resolve_index(number, total, "sequences") for number in numbers]
     if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
         raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each drawn input (got {titles!r}).")
-    return chosen, [f"input {each}" for each in chosen] if titles is None else titles[: len(chosen)]
+    return chosen, [f"input {number}" for number in chosen] if titles is None else titles[: len(chosen)]
 
 
 def _figure(width: float, height: float, title: str = "") -> Figure:
@@ -627,12 +628,12 @@ def _percent(fraction: float) -> str:
 
 def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     """The graphs of layers that have one, with the numbers of the layers."""
-    found = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
-    if not isinstance(found, Sequence) or not all(
-        graph is None or isinstance(graph, AttentionGraph) for graph in found
+    layer_graphs = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
+    if not isinstance(layer_graphs, Sequence) or not all(
+        graph is None or isinstance(graph, AttentionGraph) for graph in layer_graphs
     ):
         raise TypeError(f"Expected 'graphs' to be a trace, or a graph or None per layer (got {type(graphs).__name__}).")
-    layers = [(number, graph) for number, graph in enumerate(found) if graph is not None]
+    layers = [(number, graph) for number, graph in enumerate(layer_graphs) if graph is not None]
     if not layers:
         raise ValueError(
             "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."

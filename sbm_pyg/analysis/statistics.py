@@ -166,12 +166,12 @@ def graph_statistics(
         return np.bincount(groups, weights if weights is None else np.asarray(weights).ravel(), minlength=cells)
 
     queries, keys, nodes, edges = total(group), total(key_group), total(node_group), total(group, in_degree)
-    of_queries, of_keys = (np.zeros(len(each), np.int64) for each in (group, key_group)) if labels is None else labels
-    own, returned, within = np.zeros((3, count), np.int64)
+    of_queries, of_keys = (np.zeros(len(x), np.int64) for x in (group, key_group)) if labels is None else labels
+    self_edges, returned, within = np.zeros((3, count), np.int64)
     padding = np.zeros(count - len(group), np.int64)  # if nodes are queries, then keys
     compare_rows(
         rows.indptr, rows.indices, columns.indptr, columns.indices, np.concatenate([of_queries, padding]),
-        np.concatenate([np.zeros(count - len(key_group), np.int64), of_keys]), own, returned, within,
+        np.concatenate([np.zeros(count - len(key_group), np.int64), of_keys]), self_edges, returned, within,
     )  # fmt: skip
     depth = np.empty(count, np.int64)
     roots = _busiest(rows, columns, node_group, cells)
@@ -179,8 +179,8 @@ def graph_statistics(
     reached = breadth_first(columns.indptr, columns.indices, roots, depth)
     one_component = reached == count and breadth_first(rows.indptr, rows.indices, roots, depth) == count
     one_each = (np.ones(cells, np.int64), nodes)
-    found = (one_each if one_component else _components(rows, node_group, cells, kind) for kind in ("weak", "strong"))
-    weak, strong = found
+    kinds = ("weak", "strong")
+    weak, strong = (one_each if one_component else _components(rows, node_group, cells, kind) for kind in kinds)
     least, most = _diameter(rows, columns, node_group, roots, strong[0] == 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         modularity = np.full(cells, math.nan)
@@ -190,7 +190,7 @@ def graph_statistics(
         values = {
             "empty_queries": total(group[in_degree.flatten().numpy() == 0]) / queries,
             "unread_keys": total(key_group[out_degree.flatten().numpy() == 0]) / keys,
-            "self_loops": total(node_group, own) / nodes,
+            "self_loops": total(node_group, self_edges) / nodes,
             "reciprocity": total(node_group, returned) / edges,
             "weak_components": weak[0],
             "strong_components": strong[0],
@@ -255,8 +255,8 @@ def to_networkx(
     if sbm is None:
         return result
     sequence = resolve_index(sequence, graph.num_sequences, "sequence")
-    every = head == "all"
-    head = None if every else resolve_index(head, graph.heads, "head")  # type: ignore[arg-type]
+    all_heads = head == "all"
+    head = None if all_heads else resolve_index(head, graph.heads, "head")  # type: ignore[arg-type]
     one, query = graph.sequence(sequence), graph.edge_index[1]
     probabilities = graph.spread(sbm.on(graph.blocks).detach().clamp(max=1))  # more with a target density
     first, first_key = int(graph.query_ptr[sequence]), int(graph.key_ptr[sequence])
@@ -264,11 +264,11 @@ def to_networkx(
     for source, target, number, p in zip(
         *one.edge_index.tolist(), one.edge_head.tolist(), probabilities[inside].tolist(), strict=True
     ):
-        if every or number == head:
+        if all_heads or number == head:
             ends = (("key", source), ("query", target)) if view == "bipartite" else (source, target)
-            result.edges[(*ends, number) if every else ends]["probability"] = p
+            result.edges[(*ends, number) if all_heads else ends]["probability"] = p
     if head is not None:
-        queries, keys = (each[head].tolist() for each in graph.over_tokens(*communities_of(sbm)))
+        queries, keys = (labels[head].tolist() for labels in graph.over_tokens(*communities_of(sbm)))
         for node in result:
             kind, number = node if view == "bipartite" else ("query", node)
             result.nodes[node]["community"] = queries[first + number] if kind == "query" else keys[first_key + number]
@@ -285,19 +285,19 @@ def _labels(graph: AttentionGraph, communities: Communities) -> tuple[Array, Arr
         pair = graph.over_tokens(*communities_of(communities))
     else:
         pair = communities if isinstance(communities, tuple) else (communities, communities)
-    tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
-    if not tensors or any(each.is_floating_point() or each.is_complex() for each in pair):
+    tensors = len(pair) == 2 and all(isinstance(labels, Tensor) for labels in pair)
+    if not tensors or any(labels.is_floating_point() or labels.is_complex() for labels in pair):
         raise TypeError(
             f"Expected 'communities' to be an SBM, a tensor of integers or a pair of those (got {short(communities)}). "
             "They are numbers of communities."
         )
-    for name, each, size in zip(("queries", "keys"), pair, (graph.num_queries, graph.num_keys), strict=True):
-        if each.shape != (graph.heads, size):
+    for name, labels, size in zip(("queries", "keys"), pair, (graph.num_queries, graph.num_keys), strict=True):
+        if labels.shape != (graph.heads, size):
             raise ValueError(
-                f"Expected 'communities' of the {name} to be [{graph.heads}, {size}] (got {list(each.shape)}). "
+                f"Expected 'communities' of the {name} to be [{graph.heads}, {size}] (got {list(labels.shape)}). "
                 "They number the community of each token in each head."
             )
-    query, key = (each.cpu().flatten().numpy() for each in pair)
+    query, key = (labels.cpu().flatten().numpy() for labels in pair)
     return query, key
 
 
@@ -341,11 +341,11 @@ def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array
     def sweep(matrix: Any, roots: Array, fraction: float = 1.0) -> tuple[Array, Array]:
         """Largest distance in each group, and a node at that fraction of it."""
         breadth_first(matrix.indptr, matrix.indices, roots, depth)
-        last, found = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
+        last, nodes = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         np.maximum.at(last, group, depth)
         at = index[depth == np.rint(fraction * last).astype(np.int64)[group]]
-        found[group[at]] = at
-        return last, found
+        nodes[group[at]] = at
+        return last, nodes
 
     out, farthest = sweep(columns, roots)
     back, farthest_back = sweep(rows, roots)
@@ -413,7 +413,7 @@ def _degree_products(
     """Sum over communities of the degrees of their queries times the degrees of their keys, ``[B*H]``."""
     named = np.stack([np.concatenate(groups), np.concatenate(labels)])
     communities, index = np.unique(named, axis=1, return_inverse=True)
-    degree = [each.flatten().numpy() for each in degrees]
+    degree = [counts.flatten().numpy() for counts in degrees]
     halves = np.split(index.ravel(), [len(degree[0])])
-    queries, keys = (np.bincount(*each, minlength=communities.shape[1]) for each in zip(halves, degree, strict=True))
+    queries, keys = (np.bincount(*pair, minlength=communities.shape[1]) for pair in zip(halves, degree, strict=True))
     return np.bincount(communities[0], queries * keys, minlength=cells)

@@ -38,7 +38,7 @@ def breadth_first(ptr, index, roots, depth):
 
 
 @numba_kernel
-def compare_rows(ptr, index, back_ptr, back_index, row_community, column_community, own, returned, within):
+def compare_rows(ptr, index, back_ptr, back_index, row_community, column_community, self_loops, returned, within):
     """Count for each row its self-loops, its edges that also run the other way, and those within its community.
 
     Columns ascend. ``back_ptr`` and ``back_index`` are the same edges by column.
@@ -50,7 +50,7 @@ def compare_rows(ptr, index, back_ptr, back_index, row_community, column_communi
             while back < back_end and back_index[back] < column:
                 back += 1
             if column == row:
-                own[row] += 1
+                self_loops[row] += 1
             elif back < back_end and back_index[back] == column:
                 returned[row] += 1
             if row_community[row] == column_community[column]:

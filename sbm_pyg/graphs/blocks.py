@@ -73,20 +73,20 @@ class BlockGraph(AttentionGraph):
         check_tensor(query_ptr, "query_ptr")
         check_tensor(key_ptr, "key_ptr")
         key_ptr = query_ptr if key_ptr is None and same else key_ptr
-        found = []
-        for name, ptr, theirs in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
-            ptr = theirs * block_size if ptr is None else ptr
+        ptrs = []
+        for name, ptr, block_ptr in (("query_ptr", query_ptr, blocks.query_ptr), ("key_ptr", key_ptr, blocks.key_ptr)):
+            ptr = block_ptr * block_size if ptr is None else ptr
             require_values(ptr, name)
             end = int(ptr[-1]) if ptr.dim() == 1 and ptr.numel() else 0
             ptr = resolve_ptr(end, ptr, name=name, device=blocks.device)
             counts = Cut(ptr, int(ptr[-1]), block_size).ptr.diff()
-            if counts.shape != theirs.diff().shape or not torch.equal(counts, theirs.diff()):
+            if counts.shape != block_ptr.diff().shape or not torch.equal(counts, block_ptr.diff()):
                 raise ValueError(
-                    f"Expected '{name}' of sequences with {theirs.diff().tolist()[:9]} blocks of {block_size} tokens "
-                    f"(got {counts.tolist()[:9]}). Each token of 'blocks' is one block."
+                    f"Expected '{name}' of sequences with {block_ptr.diff().tolist()[:9]} blocks of {block_size} "
+                    f"tokens (got {counts.tolist()[:9]}). Each token of 'blocks' is one block."
                 )
-            found.append(ptr)
-        query_ptr, key_ptr = found[0], found[0] if same and torch.equal(*found) else found[1]
+            ptrs.append(ptr)
+        query_ptr, key_ptr = ptrs[0], ptrs[0] if same and torch.equal(*ptrs) else ptrs[1]
         graph = self._trusted_blocks(blocks, block_size, query_ptr, key_ptr, int(query_ptr[-1]), int(key_ptr[-1]))
         for name, value in vars(graph).items():
             object.__setattr__(self, name, value)
@@ -151,8 +151,8 @@ class BlockGraph(AttentionGraph):
             count[part].index_add_(0, row[which], key.length[col[which]])
         block = torch.repeat_interleave(query.length, output_size=self.num_queries)
         place = torch.arange(1, self.num_queries + 1, device=self.device) - query.first[block]
-        others, own = count.view(2, self.heads, -1)[..., block]  # [H, N] each
-        return others + torch.minimum(own, place)
+        others, on_diagonal = count.view(2, self.heads, -1)[..., block]  # [H, N] each
+        return others + torch.minimum(on_diagonal, place)
 
     @cached_property
     def rowptr(self) -> Tensor:
@@ -242,8 +242,9 @@ class BlockGraph(AttentionGraph):
         query, key = self.cuts
         row = self.edge_row % self.num_queries
         inner = (query.slot[row] % self.block_size) * self.block_size + key.slot[col.long()] % self.block_size
-        found = bias.new_zeros(self.blocks.num_edges * self.block_size**2)
-        return found.index_put((edge * self.block_size**2 + inner,), bias).view(-1, self.block_size, self.block_size)
+        block_bias = bias.new_zeros(self.blocks.num_edges * self.block_size**2)
+        block_bias = block_bias.index_put((edge * self.block_size**2 + inner,), bias)
+        return block_bias.view(-1, self.block_size, self.block_size)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("AttentionGraph(", "BlockGraph(")[:-1] + f", block size {self.block_size})"
@@ -300,17 +301,17 @@ class BlockGraph(AttentionGraph):
     def contains(self, edge_index: Tensor, edge_head: Tensor | None = None) -> Tensor:
         key, query, head = check_edges(edge_index, edge_head)
         inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
-        mine, theirs = self.cuts
+        query_cut, key_cut = self.cuts
         i, j = query.clamp(0, self.num_queries - 1), key.clamp(0, self.num_keys - 1)
-        pair = torch.stack([theirs.slot[j], mine.slot[i]]) // self.block_size
-        found = inside & self.blocks.contains(pair, head)
+        pair = torch.stack([key_cut.slot[j], query_cut.slot[i]]) // self.block_size
+        is_edge = inside & self.blocks.contains(pair, head)
         if self.is_causal:
             query_position, key_position = (
                 cut.position[slot // self.block_size] * self.block_size + slot % self.block_size
-                for cut, slot in ((mine, mine.slot[i]), (theirs, theirs.slot[j]))
+                for cut, slot in ((query_cut, query_cut.slot[i]), (key_cut, key_cut.slot[j]))
             )
-            found &= key_position <= query_position
-        return found
+            is_edge &= key_position <= query_position
+        return is_edge
 
     def to_block_mask(self) -> BlockMask:
         """The graph as a mask of FlexAttention, PyTorch's kernel for block-sparse attention.
@@ -328,29 +329,29 @@ class BlockGraph(AttentionGraph):
             >>> BlockGraph(blocks, 128).to_block_mask().sparsity()
             75.0
         """
-        mine, theirs = self.cuts
-        if not (mine.whole and theirs.whole):
+        query_cut, key_cut = self.cuts
+        if not (query_cut.whole and key_cut.whole):
             raise ValueError(
                 f"Expected 'graph' to have sequences of a multiple of {self.block_size} tokens (got a shorter block). "
                 "FlexAttention needs equal blocks: pad the sequences, or attend over the graph itself."
             )
         blocks, diagonal = self.blocks, self._diagonal
-        shape, found = (1, self.heads, mine.count), []
-        for kept in (diagonal, ~diagonal):
-            graph = blocks.select(kept)
-            index = torch.zeros(*shape, theirs.count, dtype=torch.int32, device=self.device)
+        shape, parts = (1, self.heads, query_cut.count), []
+        for mask in (diagonal, ~diagonal):
+            graph = blocks.select(mask)
+            index = torch.zeros(*shape, key_cut.count, dtype=torch.int32, device=self.device)
             row, number = graph.edge_row, torch.arange(graph.num_edges, device=self.device)
-            index.view(-1, theirs.count)[row, number - graph.rowptr[row]] = graph.col.int()
-            found += [graph.degree.int().view(shape), index]
-        joined = torch.zeros(self.heads * mine.count, theirs.count, dtype=torch.bool, device=self.device)
+            index.view(-1, key_cut.count)[row, number - graph.rowptr[row]] = graph.col.int()
+            parts += [graph.degree.int().view(shape), index]
+        joined = torch.zeros(self.heads * query_cut.count, key_cut.count, dtype=torch.bool, device=self.device)
         joined = joined.index_put((blocks.edge_row, blocks.col.long()), joined.new_ones(())).view(*shape[1:], -1)
-        starts = [(cut.tokens[cut.sequence]).repeat_interleave(self.block_size) for cut in (mine, theirs)]
+        starts = [(cut.tokens[cut.sequence]).repeat_interleave(self.block_size) for cut in (query_cut, key_cut)]
 
         def is_edge(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            found = joined[head, query // self.block_size, key // self.block_size]
-            return found & (key - starts[1][key] <= query - starts[0][query]) if self.is_causal else found
+            in_block = joined[head, query // self.block_size, key // self.block_size]
+            return in_block & (key - starts[1][key] <= query - starts[0][query]) if self.is_causal else in_block
 
-        count, index, full_count, full_index = found
+        count, index, full_count, full_index = parts
         options: dict[str, Any] = {"BLOCK_SIZE": self.block_size, "mask_mod": is_edge}
         return BlockMask.from_kv_blocks(count, index, full_count, full_index, **options)
 
@@ -369,8 +370,8 @@ def pool_blocks(x: Tensor, cut: Cut, pool: torch.nn.Module | None = None, *, bef
         pool: A module such as :class:`BlockPool`, called with the two results of :func:`block_tokens`. None: the mean.
         before: As :func:`block_tokens`.
     """
-    tokens, there = block_tokens(x, cut, before=before)
-    return tokens.sum(2) / there.sum(1).to(tokens.dtype)[:, None] if pool is None else pool(tokens, there)
+    tokens, is_real = block_tokens(x, cut, before=before)
+    return tokens.sum(2) / is_real.sum(1).to(tokens.dtype)[:, None] if pool is None else pool(tokens, is_real)
 
 
 def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -411,10 +412,10 @@ def block_tokens(x: Tensor, cut: Cut, *, before: bool = False) -> tuple[Tensor, 
     numbers = x.size(0) * cut.count * block_size * x.size(2)
     checks.memory("block_size", numbers, x.element_size(), x.device, "Take smaller blocks.", "numbers")
     token = (cut.first - (block_size - 1 if before else 0))[:, None] + torch.arange(block_size, device=x.device)
-    there = (token >= start[:, None]) & (token < (cut.first + cut.length)[:, None])
+    is_real = (token >= start[:, None]) & (token < (cut.first + cut.length)[:, None])
     if not before and cut.whole:
-        return x.view(x.size(0), cut.count, block_size, x.size(2)), there
-    return x[:, token.clamp(0, x.size(1) - 1)].masked_fill(~there[..., None], 0), there
+        return x.view(x.size(0), cut.count, block_size, x.size(2)), is_real
+    return x[:, token.clamp(0, x.size(1) - 1)].masked_fill(~is_real[..., None], 0), is_real
 
 
 class BlockPool(torch.nn.Module):
@@ -448,17 +449,17 @@ class BlockPool(torch.nn.Module):
         """Set the parameters to 0, so that all weights are equal."""
         torch.nn.init.zeros_(self.weight)
 
-    def forward(self, tokens: Tensor, there: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, is_real: Tensor) -> Tensor:
         """See the class."""
-        checks.tensors(tokens=tokens, there=there)
-        wanted = (self.heads, None, None, self.channels)
-        checks.shape("tokens", tokens, wanted, "[H, n, block_size, C]", "It has the heads and channels of the pool.")
+        checks.tensors(tokens=tokens, is_real=is_real)
+        sizes = (self.heads, None, None, self.channels)
+        checks.shape("tokens", tokens, sizes, "[H, n, block_size, C]", "It has the heads and channels of the pool.")
         checks.floating(tokens=tokens)
-        checks.shape("there", there, tokens.shape[1:3], "[n, block_size]", "It is False on padding.")
-        if there.dtype != torch.bool:
-            raise TypeError(f"Expected 'there' to be bool (got {there.dtype}). It is False on padding.")
-        checks.same_device("tokens", tokens, there=there, weight=self.weight)
-        score = torch.einsum("hngc,hc->hng", tokens, self.weight.to(tokens.dtype)).masked_fill(~there, -torch.inf)
+        checks.shape("is_real", is_real, tokens.shape[1:3], "[n, block_size]", "It is False on padding.")
+        if is_real.dtype != torch.bool:
+            raise TypeError(f"Expected 'is_real' to be bool (got {is_real.dtype}). It is False on padding.")
+        checks.same_device("tokens", tokens, is_real=is_real, weight=self.weight)
+        score = torch.einsum("hngc,hc->hng", tokens, self.weight.to(tokens.dtype)).masked_fill(~is_real, -torch.inf)
         return torch.einsum("hng,hngc->hnc", score.softmax(-1), tokens)
 
     def extra_repr(self) -> str:

@@ -188,10 +188,10 @@ class AttentionGraph(CompressedRows):
         if num_keys is None and key_ptr is not None:
             num_keys = int(key_ptr[-1])
         if is_sparse(edge_index) and edge_index.dim() >= 2:  # entries may be vectors, such as weights of all heads
-            known = edge_index.size(0), edge_index.size(1)
+            adjacency_size = edge_index.size(0), edge_index.size(1)
         else:
-            known = edge_index.sparse_size()[::-1] if isinstance(edge_index, EdgeIndex) else (None, None)
-        num_queries, num_keys = (known[at] if n is None else n for at, n in enumerate((num_queries, num_keys)))
+            adjacency_size = edge_index.sparse_size()[::-1] if isinstance(edge_index, EdgeIndex) else (None, None)
+        num_queries, num_keys = (adjacency_size[at] if n is None else n for at, n in enumerate((num_queries, num_keys)))
         key, query, head = check_edges(edge_list(edge_index), edge_head)
         values.require_unbatched(edge_index=key, edge_head=head)
         if query_ptr is not None or key_ptr is not None or num_queries is None or num_keys is None:
@@ -367,16 +367,17 @@ class AttentionGraph(CompressedRows):
                     f"adjacency [{edge_index.size(0)}, {edge_index.size(1)}]). Its rows are queries."
                 )
             query_ptr, key_ptr = resolve_sides(num_queries, num_keys, ptr, batch, edges.device)
-            own: dict[str, Any] = {"edge_head": edge_head, "heads": 1 if edge_head is None else heads}
-            graph = cls.from_edge_index(edges, num_queries, num_keys, query_ptr=query_ptr, key_ptr=key_ptr, **own)
+            options: dict[str, Any] = {"edge_head": edge_head, "heads": 1 if edge_head is None else heads}
+            graph = cls.from_edge_index(edges, num_queries, num_keys, query_ptr=query_ptr, key_ptr=key_ptr, **options)
             return graph.expand(heads)
         if (edge_index.num_queries, edge_index.num_keys) != (num_queries, num_keys):
             raise ValueError(
                 f"Expected 'edge_index' over N = {num_queries} queries and M = {num_keys} keys (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
             )
-        given = ptr is not None or batch is not None
-        if given and not edge_index.same_offsets(*resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device)):
+        has_sequences = ptr is not None or batch is not None
+        sides = resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device) if has_sequences else ()
+        if sides and not edge_index.same_offsets(*sides):
             raise ValueError(
                 f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
                 "Build the graph with the `ptr` of these tokens."
@@ -502,8 +503,8 @@ class AttentionGraph(CompressedRows):
                 )
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
-        known = {"sparse_sizes": (self.num_queries, self.num_keys), "is_sorted": True, "trust_data": True}
-        return SparseTensor(rowptr=graph.rowptr, col=graph.col.long(), value=value, **known)
+        options = {"sparse_sizes": (self.num_queries, self.num_keys), "is_sorted": True, "trust_data": True}
+        return SparseTensor(rowptr=graph.rowptr, col=graph.col.long(), value=value, **options)
 
     def to_data(self) -> Data:
         """PyG ``Data`` with ``edge_index``, ``edge_type`` (the head), ``batch`` and ``ptr`` (the sequences).
@@ -547,18 +548,18 @@ class AttentionGraph(CompressedRows):
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
         for nodes, total, ptr in ((target, self.num_queries, self.query_ptr), (source, self.num_keys, self.key_ptr)):
-            there: Any = data if nodes is None else data[nodes]
-            if not any(name in there for name in ("num_nodes", "x", "pos", "batch", "ptr")):
+            node_store: Any = data if nodes is None else data[nodes]
+            if not any(name in node_store for name in ("num_nodes", "x", "pos", "batch", "ptr")):
                 continue  # PyG would infer the number of nodes from the edges
-            if there.num_nodes != total:
+            if node_store.num_nodes != total:
                 raise ValueError(
-                    f"Expected 'data' to have {total} nodes, one per token of the graph (got {there.num_nodes}). "
+                    f"Expected 'data' to have {total} nodes, one per token of the graph (got {node_store.num_nodes}). "
                     "Build the graph over the nodes of 'data'."
                 )
-            known = stored_ptr(there)
-            if known is not None and not torch.equal(known.cpu(), ptr.cpu()):
+            data_ptr = stored_ptr(node_store)
+            if data_ptr is not None and not torch.equal(data_ptr.cpu(), ptr.cpu()):
                 raise ValueError(
-                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {known.tolist()[:9]}). "
+                    f"Expected 'data' to have the sequences of the graph (got 'ptr' {data_ptr.tolist()[:9]}). "
                     "Build the graph with its 'ptr'."
                 )
         head = "edge_type" if edge_type is None else "edge_head"
@@ -577,10 +578,10 @@ class AttentionGraph(CompressedRows):
             start = torch.stack([self.key_ptr[:-1], self.query_ptr[:-1]], 1).cpu()[..., None]  # [B, 2, 1]
             shifts = {"edge_index": start if edge_type else start[:, 1, 0], head: torch.zeros_like(start[:, 1, 0])}
             for old, new in (("_slice_dict", slices), ("_inc_dict", {name: shifts[name] for name in edges})):
-                known = getattr(data, old)
-                mine = known if edge_type is None else known.get(edge_type, {})
-                mine = {name: value for name, value in mine.items() if name not in removed} | new
-                setattr(data, old, mine if edge_type is None else known | {edge_type: mine})
+                by_type = getattr(data, old)
+                entries = by_type if edge_type is None else by_type.get(edge_type, {})
+                entries = {name: value for name, value in entries.items() if name not in removed} | new
+                setattr(data, old, entries if edge_type is None else by_type | {edge_type: entries})
         return data
 
     def to_hetero_data(self) -> HeteroData:
@@ -680,9 +681,9 @@ def _is_of_edges(store: Any, name: str) -> bool:
     """True for an attribute of the edges of ``Data``, or of an edge type of ``HeteroData``, other than their index."""
     if name == "edge_index" or name.startswith("edge_label"):
         return False
-    known = name in ("edge_attr", "edge_weight", "edge_type", "edge_head", "e_id", "adj", "adj_t")
+    is_standard = name in ("edge_attr", "edge_weight", "edge_type", "edge_head", "e_id", "adj", "adj_t")
     # other attributes of `Data` may have as many entries as there are edges by chance
-    return known or (("edge" in name or not isinstance(store, Data)) and bool(store.is_edge_attr(name)))
+    return is_standard or (("edge" in name or not isinstance(store, Data)) and bool(store.is_edge_attr(name)))
 
 
 def _first_three(things: Any) -> str:

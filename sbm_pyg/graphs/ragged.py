@@ -80,8 +80,8 @@ class Tokens:
         checks.tensors(query=query, key=key)
         checks.floating(query=query, key=key)
         checks.shape("query", query, (None, None, None), "[H, N, C]", "Heads come first.")
-        wanted = (query.size(0), None, query.size(2))
-        checks.shape("key", key, wanted, "[H, M, C]", "It has the heads and channels of 'query'.")
+        sizes = (query.size(0), None, query.size(2))
+        checks.shape("key", key, sizes, "[H, M, C]", "It has the heads and channels of 'query'.")
         checks.same_device("query", query, key=key)
         if key.dtype != query.dtype:
             raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
@@ -375,12 +375,12 @@ def _ptr_of_batch(batch: Tensor, total: int) -> Tensor:
     """Offsets of sequences from the sequence number of each of their tokens."""
     step = torch.cat([batch.new_full((1,), -1), batch]).long().diff()  # sequences that begin at each token
     fits = (step >= 0).all() & (step[:1] > 0).all()
-    wanted = "Expected 'batch' to be sorted, from 0"
+    expected = "Expected 'batch' to be sorted, from 0"
     if not can_read(batch):  # no branch on values, but tokens must never be in a wrong sequence
-        torch._assert_async(fits, f"{wanted}.")
+        torch._assert_async(fits, f"{expected}.")
     elif not bool(fits):
         way_out = "`batch.unique_consecutive(return_inverse=True)[1]` numbers the sequences of tokens."
-        raise ValueError(f"{wanted} (got another order). {way_out}")
+        raise ValueError(f"{expected} (got another order). {way_out}")
     else:
         sequences = int(step.sum())
         checks.memory("batch", sequences, 8, batch.device, "Number the sequences from 0.", "sequences")

@@ -194,8 +194,8 @@ class CompressedRows:
             return NotImplemented
         if hash(self) != hash(other):
             return False
-        mine, theirs = ((g.query_ptr, g.key_ptr, g.rowptr, g.col.long()) for g in (self, other))
-        return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(mine, theirs, strict=True))
+        parts, other_parts = ((g.query_ptr, g.key_ptr, g.rowptr, g.col.long()) for g in (self, other))
+        return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(parts, other_parts, strict=True))
 
     def __hash__(self) -> int:
         return hash((self.heads, self.num_queries, self.num_keys, self.num_edges))
@@ -273,9 +273,12 @@ class CompressedRows:
         check_tensor(query_ptr, "query_ptr", optional=False)
         check_tensor(key_ptr, "key_ptr", optional=False)
         return all(
-            mine is ptr
-            or (mine.shape == ptr.shape and (not (can_read(mine) and can_read(ptr)) or torch.equal(mine, ptr.to(mine))))
-            for mine, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
+            own_ptr is ptr
+            or (
+                own_ptr.shape == ptr.shape
+                and (not (can_read(own_ptr) and can_read(ptr)) or torch.equal(own_ptr, ptr.to(own_ptr)))
+            )
+            for own_ptr, ptr in ((self.query_ptr, query_ptr), (self.key_ptr, key_ptr))
         )
 
     @property
@@ -339,8 +342,8 @@ class CompressedRows:
         if self.heads == heads:
             return self
         if self.heads != 1:
-            wanted = "1 head" if heads == 1 else f"1 or {heads} heads"
-            raise ValueError(f"Expected 'graph' to have {wanted} (got {self.heads}). Try `graph.head(h)`.")
+            what = "1 head" if heads == 1 else f"1 or {heads} heads"
+            raise ValueError(f"Expected 'graph' to have {what} (got {self.heads}). Try `graph.head(h)`.")
         way_out = "Take fewer heads, or pass the graph of one head to the layer."
         checks.memory("heads", heads * self.num_edges, self.col.element_size(), self.device, way_out, "edges")
         checks.memory("heads", heads * self.num_queries, 8, self.device, way_out, "rows")
@@ -436,12 +439,12 @@ class CompressedRows:
         checks.shape("mask", mask, self.col.shape, "[E]", "It is True for the edges to keep.")
         return self._with(offsets(mask)[self.rowptr], self.col[unmerged(mask)], self.heads)
 
-    def _select_queries(self, kept: Tensor) -> tuple[Self, Tensor]:
+    def _select_queries(self, is_kept: Tensor) -> tuple[Self, Tensor]:
         """The graph with the rows of the queries for which a mask, ``[N]`` bool, is True; others are empty.
 
         Also the numbers of its edges in this graph, ``[E']`` int64. Cost O(HN + E').
         """
-        rowptr, col, edge = ops.schemas.select_rows(self.rowptr, self.col, kept)
+        rowptr, col, edge = ops.schemas.select_rows(self.rowptr, self.col, is_kept)
         return self._with(rowptr, col, self.heads), edge
 
     def _with_loops(self) -> tuple[Self, Tensor]:
@@ -490,14 +493,14 @@ class CompressedRows:
             ValueError: Shapes do not fit, or a pair is not an edge of the graph; check with :meth:`contains`.
         """
         key, query, head = check_edges(edge_index, edge_head)
-        position, found = self._search(key, query, head)
-        if can_read(position) and not bool(found.all()):
+        position, is_edge = self._search(key, query, head)
+        if can_read(position) and not bool(is_edge.all()):
             if edge_head is not None and not bool(((head >= 0) & (head < self.heads)).all()):
                 raise ValueError(
                     f"Expected 'edge_head' in 0..{self.heads - 1} "
                     f"(got {int(head.min())} to {int(head.max())}). Heads count from 0."
                 )
-            edge = int(found.logical_not().nonzero()[0])
+            edge = int(is_edge.logical_not().nonzero()[0])
             raise ValueError(
                 "Expected 'edge_index' to hold edges of the graph "
                 f"(got key {int(key[edge])}, query {int(query[edge])}, head {int(head[edge])}, which is not an edge). "
@@ -508,12 +511,12 @@ class CompressedRows:
     def _search(self, key: Tensor, query: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Position of each pair among the sorted edges, and whether it is an edge, ``[E']`` each."""
         checks.same_device("graph", self.col, edge_index=key, edge_head=head)
-        mine = self._numbered()
-        wanted = (head * self.num_queries + query) * self.num_keys + key
-        position = torch.searchsorted(mine, wanted)
+        edge_numbers = self._numbered()
+        pair_numbers = (head * self.num_queries + query) * self.num_keys + key
+        position = torch.searchsorted(edge_numbers, pair_numbers)
         inside = (query >= 0) & (query < self.num_queries) & (key >= 0) & (key < self.num_keys)
         inside &= (head >= 0) & (head < self.heads)
-        return position, inside & (torch.cat([mine, mine.new_full((1,), -1)])[position] == wanted)
+        return position, inside & (torch.cat([edge_numbers, edge_numbers.new_full((1,), -1)])[position] == pair_numbers)
 
     def _numbered(self) -> Tensor:
         """Number of each edge among all pairs, ``[E]`` int64, ascending."""
@@ -547,20 +550,20 @@ def masked_rows(
     Returns:
         Offsets, ``[count+1]`` int64, and keys, ``[E]``.
     """
-    every = torch.arange(count, device=numbers.device)
+    all_rows = torch.arange(count, device=numbers.device)
     if torch.compiler.is_compiling() or pairs <= EDGES_PER_CHUNK:
-        mask, keys = rows(every)
+        mask, keys = rows(all_rows)
         return offsets(mask.sum(1)), keys.to(numbers.dtype).expand_as(mask)[unmerged(mask)]
-    chunks = every.split(max(EDGES_PER_CHUNK * count // pairs, 1))
+    chunks = all_rows.split(max(EDGES_PER_CHUNK * count // pairs, 1))
     rowptr = offsets(torch.cat([rows(chunk)[0].sum(1) for chunk in chunks]))
     total = int(rowptr[-1])
     checks.memory(name, total, numbers.element_size(), numbers.device, way_out)
     col, begin = numbers.new_empty(total), 0
     for chunk in chunks:
         mask, keys = rows(chunk)
-        found = keys.to(col.dtype).expand_as(mask)[mask]
-        col[begin : begin + found.numel()] = found
-        begin += found.numel()
+        columns = keys.to(col.dtype).expand_as(mask)[mask]
+        col[begin : begin + columns.numel()] = columns
+        begin += columns.numel()
     return rowptr, col
 
 

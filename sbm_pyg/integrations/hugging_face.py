@@ -84,7 +84,9 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
 def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> list[str]:
     """Add a part with a source to the self-attention modules of a model; returns the names of those that have one."""
     modules = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
-    stays = {name for name, each in modules.items() if CROSS.search(f"{name} {type(each).__name__}") or _is_local(each)}
+    stays = {
+        name for name, module in modules.items() if CROSS.search(f"{name} {type(module).__name__}") or _is_local(module)
+    }
     if len(stays) == len(modules) and (modules or replaced):
         got = f"{len(modules)} of them in windows or between encoder and decoder" if modules else "none"
         raise ValueError(
@@ -200,8 +202,8 @@ def _is_local(module: Any) -> bool:
 def _size(module: Any, names: tuple[str, ...]) -> int | None:
     """The first of the attributes of a module, or of its config, that is a number."""
     owners = (module, getattr(module, "config", None))
-    found = (getattr(owner, name, None) for owner in owners for name in names)
-    return next((size for size in found if isinstance(size, int)), None)
+    sizes = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
@@ -234,8 +236,8 @@ def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
         part.to(dtype=like.dtype, device=None if like.device.type == "meta" else like.device)
     for tensor in part.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # one that is missing in the files gives way to one without this mark
-    for each in part.modules():
-        each._is_hf_initialized = True  # type: ignore[assignment]
+    for submodule in part.modules():
+        submodule._is_hf_initialized = True  # type: ignore[assignment]
     return part.train(module.training)
 
 
@@ -390,7 +392,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Arguments of the constructor and the state of the sparsifier, for checkpoints."""
-        options = {name: _as_json(each) for name, each in {"density": self.density, **self.options}.items()}
+        options = {name: _as_json(value) for name, value in {"density": self.density, **self.options}.items()}
         saved = {} if self.sparsifier is None else self.sparsifier.state_dict()
         return {"args": options, "attributes": {}, "sparsifier": saved}
 

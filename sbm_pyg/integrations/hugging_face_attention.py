@@ -411,7 +411,7 @@ class GraphAttention(nn.Module):
     def reset_if_missing(self) -> None:
         """Reset all parameters, if some of them are not those of the constructor or of a file."""
         tensors = [*self.parameters(), *self.buffers()]
-        if not self.is_complete and not all(getattr(each, "_is_hf_initialized", False) for each in tensors):
+        if not self.is_complete and not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
             with torch.no_grad():
                 for buffer in self.buffers():
                     buffer.zero_()

@@ -122,8 +122,8 @@ class DCMMBias(nn.Module):
         entropy_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        given = {"channels": channels, "heads": heads, "num_clusters": num_clusters}
-        for name, size in given.items():
+        sizes = {"channels": channels, "heads": heads, "num_clusters": num_clusters}
+        for name, size in sizes.items():
             checks.integer(name, size, 1, "The paper has 64 channels, 6 heads and 100 blocks.")
         checks.one_of("degree", degree, tuple(DEGREES))
         for name, flag in (("squash", squash), ("symmetric", symmetric), ("tied", tied)):
@@ -132,7 +132,7 @@ class DCMMBias(nn.Module):
         checks.number("entropy_weight", entropy_weight, "[0, inf)", "It is the weight of the entropy in the loss.")
         checks.parameters("num_clusters", num_clusters * (channels + num_clusters), "Take fewer.")
         checks.parameters("heads", heads * num_clusters**2, "Take fewer heads or communities.")
-        self.channels, self.heads, self.num_clusters = given.values()
+        self.channels, self.heads, self.num_clusters = sizes.values()
         self.degree, self.squash, self.symmetric, self.tied = degree, squash, symmetric, tied
         self.start, self.entropy_weight = float(scale), entropy_weight
         self.auxiliary_losses = AuxiliaryLosses()
@@ -204,9 +204,9 @@ class DCMMBias(nn.Module):
         degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]
         bias = (self.scale * degree * strength).to(query.dtype)
         if self.entropy_weight and self.training and torch.is_grad_enabled():
-            found = [_mean_entropy(model.query_membership, graph.query_ptr)]
-            found += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
-            entropy = torch.stack(found).mean()
+            entropies = [_mean_entropy(model.query_membership, graph.query_ptr)]
+            entropies += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
+            entropy = torch.stack(entropies).mean()
             loss = self.entropy_weight * entropy
             bias = self.auxiliary_losses.add(bias, loss, "DCMMBias, whose entropy has a weight")
         return bias

@@ -160,12 +160,12 @@ class HeadParallel(torch.nn.Module):
             ValueError: Shapes do not fit, processes have different offsets or seeds, parameters are in shards, or the
                 statistics of the source are summed over the processes of this group.
         """
-        conv, group, mine = self.conv, self.process_group, self.own_heads
+        conv, group, head_range = self.conv, self.process_group, self.own_heads
         check_tokens(x, conv.lin_query)
         seed = conv.eval_seed if seed is None and not self.training else seed
         counts, seed = self._agree(x, ptr, sequence_ids, seed)
         ptr = resolve_ptr(sum(counts), ptr, device=x.device)
-        ids = resolve_sequence_ids(sequence_ids, ptr.numel() - 1, x.device) + (mine.start << 32)
+        ids = resolve_sequence_ids(sequence_ids, ptr.numel() - 1, x.device) + (head_range.start << 32)
         parts = self.processes
         sides = torch.stack([lin(x) for lin in (conv.lin_query, conv.lin_key, conv.lin_value)], 1)  # [n_r, 3, H*C]
         sides = sides.unflatten(2, (parts, -1)).permute(2, 0, 1, 3).flatten(0, 1)  # [P*n_r, 3, h*C]
@@ -173,27 +173,27 @@ class HeadParallel(torch.nn.Module):
         query, key, value = sides.unflatten(2, (-1, conv.out_channels)).permute(1, 2, 0, 3).contiguous()  # [h, N, C]
         local, buffers = self._local()
         returns = Returns(return_graph, return_choice, False)
-        found = local.attend(
+        result = local.attend(
             query, key, value, ptr=ptr, positions=positions, seed=seed, sequence_ids=ids, returns=returns
         )
-        out, *rest = found if isinstance(found, tuple) else (found,)
+        out, *extras = result if isinstance(result, tuple) else (result,)
         if self.training and not in_backward():
-            for buffer, own, dim in buffers:
-                self._gather(buffer, own, dim)
+            for buffer, view, dim in buffers:
+                self._gather(buffer, view, dim)
         out = _AllToAll.apply(out, counts, [x.size(0)] * parts, group)  # [P*n_r, h*C]
         out = out.unflatten(0, (parts, x.size(0))).transpose(0, 1).flatten(1)
         if not conv.concat:
             out = out.unflatten(1, (conv.heads, -1)).mean(1)
-        return (out, *rest) if rest else out
+        return (out, *extras) if extras else out
 
     def _agree(
         self, x: Tensor, ptr: Tensor | None, sequence_ids: Tensor | None, seed: int | None
     ) -> tuple[list[int], int]:
         """The number of tokens of each process, and the seed of all; what they have must be alike."""
         drawn, batch = draw_seed(seed), (_digest(ptr), _digest(sequence_ids))
-        mine = torch.tensor([x.size(0), drawn, seed is None, *batch], device=x.device)
-        table = [torch.empty_like(mine) for _ in range(self.processes)]
-        distributed.all_gather(table, mine, group=self.process_group)
+        row = torch.tensor([x.size(0), drawn, seed is None, *batch], device=x.device)
+        table = [torch.empty_like(row) for _ in range(self.processes)]
+        distributed.all_gather(table, row, group=self.process_group)
         counts, seeds, free, *others = torch.stack(table).T.tolist()
         for name, values in (("ptr", others[0]), ("sequence_ids", others[1])):
             if len({*values}) > 1:
@@ -201,9 +201,9 @@ class HeadParallel(torch.nn.Module):
                     f"Expected '{name}' to be the same on all processes (got others). It describes the tokens of all."
                 )
         if any(free) != all(free) or (not any(free) and len({*seeds}) > 1):
-            given = [None if each else number for number, each in zip(seeds, free, strict=True)]
+            passed = [None if is_free else number for number, is_free in zip(seeds, free, strict=True)]
             raise ValueError(
-                f"Expected 'seed' to be the same on all processes (got {given}). Leave it out to draw one for all."
+                f"Expected 'seed' to be the same on all processes (got {passed}). Leave it out to draw one for all."
             )
         return counts, seeds[0]
 
@@ -225,7 +225,7 @@ class HeadParallel(torch.nn.Module):
             return module
         if id(module) in memo:
             return memo[id(module)]
-        total, mine = self.conv.heads, self.own_heads
+        total, head_range = self.conv.heads, self.own_heads
         dims: dict[str, int] | None = getattr(module, "head_dims", None)
         if dims is None and getattr(module, "heads", None) == total:
             raise ValueError(
@@ -246,21 +246,21 @@ class HeadParallel(torch.nn.Module):
             owner = cast(torch.nn.Module, local._modules.get(key, local))
             names = [key] if owner is local else [*owner._parameters]
             for kind in (owner._parameters, owner._buffers):
-                for each in names:
-                    tensor = kind.get(each)
+                for tensor_name in names:
+                    tensor = kind.get(tensor_name)
                     if tensor is not None and tensor.size(dim) == total:
-                        _check_gathered(tensor, f"{name}.{each}")
-                        own = tensor.narrow(dim, mine.start, mine.stop - mine.start)
-                        kind[each] = cast(Any, own)
-                        if kind is owner._buffers and each not in owner._non_persistent_buffers_set:
-                            buffers.append((tensor, own, dim))
+                        _check_gathered(tensor, f"{name}.{tensor_name}")
+                        view = tensor.narrow(dim, head_range.start, head_range.stop - head_range.start)
+                        kind[tensor_name] = cast(Any, view)
+                        if kind is owner._buffers and tensor_name not in owner._non_persistent_buffers_set:
+                            buffers.append((tensor, view, dim))
         for key, tensor in local._parameters.items():
             _check_gathered(tensor, f"{name}.{key}")
         if getattr(module, "heads", None) == total and dims is not None:
-            local.__dict__["heads"] = mine.stop - mine.start
+            local.__dict__["heads"] = head_range.stop - head_range.start
         take_heads = getattr(local, "take_heads", None)
         if take_heads is not None:
-            take_heads(mine.stop - mine.start, total)
+            take_heads(head_range.stop - head_range.start, total)
         return local
 
     def _check_sums(self, module: torch.nn.Module, name: str) -> None:
@@ -275,13 +275,13 @@ class HeadParallel(torch.nn.Module):
             )
 
     @torch.no_grad()
-    def _gather(self, buffer: Tensor, own: Tensor, dim: int) -> None:
-        """Fill a buffer with the heads of all processes; ``own`` was a view of it, and may be in 32 bits since."""
-        own = own.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.processes)]
-        distributed.all_gather(parts, own, group=self.process_group)
-        if buffer.dtype != own.dtype:
-            buffer.data = buffer.to(own.dtype)
+    def _gather(self, buffer: Tensor, view: Tensor, dim: int) -> None:
+        """Fill a buffer with the heads of all processes; ``view`` was a part of it, and may be in 32 bits since."""
+        view = view.contiguous()
+        parts = [torch.empty_like(view) for _ in range(self.processes)]
+        distributed.all_gather(parts, view, group=self.process_group)
+        if buffer.dtype != view.dtype:
+            buffer.data = buffer.to(view.dtype)
         buffer.copy_(torch.cat(parts, dim))
 
     def reset_parameters(self) -> None:

@@ -194,10 +194,10 @@ class SparseGPSConv(GPSConv):
             TypeError, ValueError: As :meth:`AttentionConv.forward`.
         """
         checks.kind("attn_kwargs", attn_kwargs, Mapping | None, "a dict of arguments of 'attn'", "Name each one.")
-        given = {"batch": batch} | dict(attn_kwargs or {})
-        if any(given.get(name) for name in ("return_graph", "return_choice", "return_attention_weights")):
-            raise ValueError(f"Expected 'attn_kwargs' without extra outputs (got {[*given]}). Call `attn` for them.")
-        out = self._add(x, self.lin_out(self.attn(x, **given)), self.norm2, batch)
+        options = {"batch": batch} | dict(attn_kwargs or {})
+        if any(options.get(name) for name in ("return_graph", "return_choice", "return_attention_weights")):
+            raise ValueError(f"Expected 'attn_kwargs' without extra outputs (got {[*options]}). Call `attn` for them.")
+        out = self._add(x, self.lin_out(self.attn(x, **options)), self.norm2, batch)
         if self.conv is not None:
             out = self._add(x, self.conv(x, edge_index, **kwargs), self.norm1, batch) + out
         out = out + self.mlp(out)

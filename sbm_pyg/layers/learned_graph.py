@@ -199,15 +199,15 @@ class LearnedGraph(nn.Module):
             x[None], query_ptr=resolve_ptr(x.size(0), ptr, batch, device=x.device), seed=draw_seed(seed),
             sequence_ids=sequence_ids,
         )  # fmt: skip
-        kept, given = (_over(edges, tokens, name) for name, edges in (("keep", keep), ("candidates", candidates)))
-        among = None if given is None else Candidates(given, tokens)
+        keep_graph, candidate_graph = _over(keep, tokens, "keep"), _over(candidates, tokens, "candidates")
+        among = None if candidate_graph is None else Candidates(candidate_graph, tokens)
         choice = self._choose(tokens) if among is None else self._choose_among(among, tokens)
-        if kept is not None:
-            choice = choice.force(kept)
+        if keep_graph is not None:
+            choice = choice.force(keep_graph)
         edge_index, edge_weight = self._weigh(choice, tokens, among)
-        found: list[Any] = [choice.graph] if return_graph else []
-        found += [choice] if return_choice else []
-        return edge_index, edge_weight, *found
+        extras: list[Any] = [choice.graph] if return_graph else []
+        extras += [choice] if return_choice else []
+        return edge_index, edge_weight, *extras
 
     def _choose(self, tokens: Tokens) -> Choice:
         """The choice of the source among all pairs, without those of a node and itself."""
@@ -245,14 +245,14 @@ class LearnedGraph(nn.Module):
             return fixed
         p = None if probability is None else probability.on(graph)  # None: all pairs, before graphs are sparse
         ranks = self.source.method == "top_k" or not choice.independent
-        if ranks and any(each.requires_grad for each in (*self.source.parameters(), p) if each is not None):
+        if ranks and any(tensor.requires_grad for tensor in (*self.source.parameters(), p) if tensor is not None):
             raise ValueError(
                 "Expected 'source' to draw edges independently in training (got edges selected by rank). "
                 "Use select='bernoulli'."
             )
-        parameters = [each for each in self.source.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in self.source.parameters() if parameter.requires_grad]
         # also without an effect, as while all candidates are edges: DistributedDataParallel waits for each gradient
-        anchor = torch.stack([each.sum() for each in parameters]).sum() * 0 if parameters else 0
+        anchor = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0 if parameters else 0
         if p is None or probability is None or not p.requires_grad:
             return fixed[0], fixed[1] + anchor
         probes, chance = _probes_of(tokens, self.probes, among)
@@ -337,7 +337,7 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *probs, rowptr, probe_rowptr, chance, forced = ctx.saved_tensors
         wide = torch.promote_types(upcast(grad).dtype, upcast(probs[0]).dtype)
-        effects = grad.to(wide).nan_to_num(0.0, 0.0, 0.0).split([each.numel() for each in probs])
+        effects = grad.to(wide).nan_to_num(0.0, 0.0, 0.0).split([p.numel() for p in probs])
         edges = weigh_effect(effects[0], probs[0], rowptr, chance, forced, ctx.exploration, False)
         probes = weigh_effect(effects[1], probs[1], probe_rowptr, chance, None, ctx.exploration, True)
         return edges, probes, *[None] * 6

@@ -152,7 +152,7 @@ class SBMMultiheadAttention(nn.Module):
         what = "a torch.nn.MultiheadAttention"
         checks.kind("attention", attention, nn.MultiheadAttention, what, "Pass the layer itself.")
         weight = attention.out_proj.weight
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             **{name: getattr(attention, name) for name in ("embed_dim", "num_heads", "dropout", "kdim", "vdim")},
             **{name: getattr(attention, name) for name in ("add_zero_attn", "batch_first")},
             "bias": attention.out_proj.bias is not None,
@@ -160,10 +160,10 @@ class SBMMultiheadAttention(nn.Module):
             "device": weight.device,
             "dtype": weight.dtype,
         }
-        fixed = sorted({*given} & {*options})
+        fixed = sorted({*arguments} & {*options})
         if fixed:
             raise TypeError(f"Expected 'options' without {fixed} (got them). The layer of torch sets them.")
-        made = cls(**given, **options)
+        made = cls(**arguments, **options)
         lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
         with torch.no_grad():
             for parameter, targets in _paired_parameters(attention, lins, made.out_proj):
@@ -307,7 +307,7 @@ class SBMMultiheadAttention(nn.Module):
         how["ptr"] = layout.query.ptr if self_attention else (layout.key.ptr, layout.query.ptr)
         returns = Returns(graph=True, attention_weights=need_weights)
         how |= {"seed": seed, "sequence_ids": sequence_ids, "returns": returns}
-        attended, used, *rest = conv.attend(q, k, v, graph, **how)
+        attended, used, *extras = conv.attend(q, k, v, graph, **how)
         attended = self.out_proj(attended)
         if nested:
             out = torch.nested.as_nested_tensor([*attended.split(layout.query.ptr.diff().tolist())])
@@ -316,7 +316,7 @@ class SBMMultiheadAttention(nn.Module):
             out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         weights = None
         if need_weights:
-            weights = layout.weights(used, rest[0][1], average_attn_weights, sparse_weights, batched)
+            weights = layout.weights(used, extras[0][1], average_attn_weights, sparse_weights, batched)
         return (out, weights, used) if return_graph else (out, weights)
 
     def _check_tensors(
@@ -324,8 +324,8 @@ class SBMMultiheadAttention(nn.Module):
     ) -> None:
         """Check types, devices, dimensions and dtypes of the arguments."""
         like = self._weight
-        given: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
-        for name, x in given.items():
+        tensors: dict[str, Any] = tokens | {name: mask for name, mask in masks.items() if mask is not None}
+        for name, x in tensors.items():
             if not (name in tokens and isinstance(x, Tensor) and x.is_nested):
                 checks.dense(name, x)
             if x.device != like.device:
@@ -478,10 +478,10 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
             "Convert it with `.bool()`, True = leave out; if it is 1 for tokens and 0 for padding, pass `mask == 0`."
         )
     masked = mask == -torch.inf
-    known = (masked | (mask == 0)).all()
+    is_valid = (masked | (mask == 0)).all()
     if not can_read(mask):
-        torch._assert_async(known, f"Expected '{name}' to hold 0 and minus infinity alone.")
-    elif not known:
+        torch._assert_async(is_valid, f"Expected '{name}' to hold 0 and minus infinity alone.")
+    elif not is_valid:
         raise ValueError(
             f"Expected '{name}' to hold 0 and minus infinity alone (got other values). "
             "Pass `mask == 0` of a mask with 1 for tokens; use the option `score_bias` to add to the scores of edges."
@@ -573,13 +573,13 @@ class PaddedBatch:
 
         def rows(row: Tensor) -> tuple[Tensor, Tensor]:
             query = row % self.query.total
-            own = sequence[query]
-            pairs = real[own]
+            row_sequence = sequence[query]
+            pairs = real[row_sequence]
             if is_causal:
                 pairs = pairs & (torch.arange(keys, device=real.device) <= position[query, None])
             if forbidden is not None:
-                pairs = pairs & ~forbidden[own % forbidden.size(0), row // self.query.total, position[query]]
-            return pairs, number[own]
+                pairs = pairs & ~forbidden[row_sequence % forbidden.size(0), row // self.query.total, position[query]]
+            return pairs, number[row_sequence]
 
         count, way_out = heads * self.query.total, "Give the layer a source, or pass a graph."
         numbers = number.new_empty(0, dtype=index_type(self.key.total))

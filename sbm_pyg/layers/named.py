@@ -126,17 +126,17 @@ def options_of(source: str) -> set[str] | None:
         **{name: (rule,) for name, rule in _PATTERNS.items()},
         **{name: (rule, selectors.SelectorSource) for name, rule in _RULES.items()},
     }
-    known = set[str]().union(*map(_arguments, (*parts[source], AttentionConv, MessagePassing)))
-    return known.difference(SET, GIVEN)
+    names = set[str]().union(*map(_arguments, (*parts[source], AttentionConv, MessagePassing)))
+    return names.difference(SET, GIVEN)
 
 
-def check_known(what: str, options: Iterable[str], known: Collection[str], error: type[Exception] = TypeError) -> None:
+def check_known(what: str, options: Iterable[str], names: Collection[str], error: type[Exception] = TypeError) -> None:
     """Refuse options that a source or its layer does not have; ``what`` names them."""
-    unknown = [name for name in options if name not in known]
+    unknown = [name for name in options if name not in names]
     if unknown:
-        hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *known} else ""
+        hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *names} else ""
         hint += " An AttentionConv over a given graph has edge features." if "edge_dim" in unknown else ""
-        raise error(f"Expected {what} to be known (got {unknown}).{hint} They are {sorted(known)}.")
+        raise error(f"Expected {what} to be known (got {unknown}).{hint} They are {sorted(names)}.")
 
 
 def make_attention(
@@ -169,9 +169,9 @@ def make_attention(
             "of your own, before the model is made or loaded."
         )
     of_any = {*_arguments(AttentionConv), *_arguments(MessagePassing)}.difference(SET) | {"concat"}
-    known = of_any | {"edge_dim"} if source is None else options_of(source)
-    if known is not None:
-        check_known(f"options of source={source!r}", options, known | {"is_causal", "concat"})
+    names = of_any | {"edge_dim"} if source is None else options_of(source)
+    if names is not None:
+        check_known(f"options of source={source!r}", options, names | {"is_causal", "concat"})
     of_layer = {name: options.pop(name) for name in [*options] if name in of_any or source is None}
     if source is None:
         return AttentionConv(in_channels, out_channels, heads, **of_layer)

@@ -69,8 +69,8 @@ class Entmax(nn.Module):
         if len(alphas) not in (1, self.heads):
             raise ValueError(f"Expected 'alpha' to be a number or {self.heads} (got {len(alphas)}). Each head has one.")
         span = f"({MIN_ALPHA}, 2)" if learnable else "(1, 4]"
-        for each in alphas:
-            checks.number("alpha", each, span, "With learnable=False it is in (1, 4].")
+        for value in alphas:
+            checks.number("alpha", value, span, "With learnable=False it is in (1, 4].")
         self.start, self.learnable = alpha, learnable
         if learnable:
             self.raw_alpha = nn.Parameter(torch.empty(self.heads))
@@ -80,8 +80,8 @@ class Entmax(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set each alpha to its initial value."""
-        given: Any = self.start
-        alphas = torch.tensor(given, dtype=torch.float64).expand(self.heads)
+        start: Any = self.start
+        alphas = torch.tensor(start, dtype=torch.float64).expand(self.heads)
         with torch.no_grad():
             if self.learnable:
                 fraction = (alphas - MIN_ALPHA) / (2 - MIN_ALPHA)

@@ -75,8 +75,8 @@ class Rotary(nn.Module):
         exponent = torch.arange(0, width, 2, device=x.device, dtype=wide) / width
         angle = position.to(wide)[..., None] * self.base**-exponent  # [*, N, D/2]
         cos, sin = angle.cos(), angle.sin()
-        first, second, rest = x.to(wide).split([width // 2, width // 2, x.size(-1) - width], dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+        first, second, unrotated = x.to(wide).split([width // 2, width // 2, x.size(-1) - width], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1).to(x.dtype)
 
     def _width_of(self, channels: int) -> int:
         """Number of rotated channels of heads of so many.
@@ -86,8 +86,8 @@ class Rotary(nn.Module):
         """
         width = channels if self.channels is None else self.channels
         if width % 2 or width > channels:
-            wanted = "an even number of channels" if self.channels is None else f"at least {width} channels"
-            raise ValueError(f"Expected heads of {wanted} (got {channels}). Set 'channels' of Rotary to rotate fewer.")
+            what = "an even number of channels" if self.channels is None else f"at least {width} channels"
+            raise ValueError(f"Expected heads of {what} (got {channels}). Set 'channels' of Rotary to rotate fewer.")
         return width
 
     def extra_repr(self) -> str:
@@ -155,8 +155,8 @@ class ALiBi(nn.Module):
         checks.tensors(query=query, key=key)
         checks.floating(query=query)
         checks.same_device("query", query, key=key, graph=graph.col, slope=self.slope)
-        found = (graph.heads, graph.num_queries, graph.num_keys)
-        if found != (self.heads, *query.shape[1:2], *key.shape[1:2]):
+        sizes = (graph.heads, graph.num_queries, graph.num_keys)
+        if sizes != (self.heads, *query.shape[1:2], *key.shape[1:2]):
             raise ValueError(
                 f"Expected 'graph' of {self.heads} heads, over the tokens of 'query' and 'key' (got {graph} for "
                 f"{list(query.shape)} and {list(key.shape)}). Each head has a slope."

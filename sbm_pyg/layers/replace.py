@@ -72,33 +72,33 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
     if of_transformers := _transformers_models(model):
         source = "full" if source is None else source
         return _replace_in_transformers(of_transformers, source, options)
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared layer stays shared
         parent = name.rpartition(".")[0]
         if isinstance(module, nn.MultiheadAttention):
             of_gps = name and isinstance(model.get_submodule(parent), GPSConv)
-            found |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
-    found = found or _replaced(model)
-    if not found or "" in found:
+            layers |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
+    layers = layers or _replaced(model)
+    if not layers or "" in layers:
         ways_out = [
             "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer.",
             "Other layers have no projections to copy: build an SBMMultiheadAttention in their place.",
         ]
         raise ValueError(
             "Expected 'model' to contain torch.nn.MultiheadAttention layers "
-            f"(got {'a layer itself' if found else 'none'}). {ways_out[0 if found else 1]}"
+            f"(got {'a layer itself' if layers else 'none'}). {ways_out[0 if layers else 1]}"
         )
     owners = Counter(
-        id(each)
+        id(parameter)
         for module in model.modules()
-        for _, each in module.named_parameters(recurse=False, remove_duplicate=False)
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     )
-    for name, layer in found.items():
+    for name, layer in layers.items():
         if isinstance(layer, SBMMultiheadAttention | SparseGPSConv):
             _check_hooks(name, layer)
             continue
         attention = cast(nn.Module, layer.attn if isinstance(layer, GPSConv) else layer)
-        shared = [part for part, each in attention.named_parameters() if owners[id(each)] > 1]
+        shared = [part for part, parameter in attention.named_parameters() if owners[id(parameter)] > 1]
         if shared:
             raise ValueError(
                 f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
@@ -120,13 +120,13 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
     if source == "sbm":
         options.setdefault("target_density", 1.0)
     made: dict[nn.Module, nn.Module] = {}
-    for module in found.values():
+    for module in layers.values():
         make: Any = SparseGPSConv.from_gps if isinstance(module, GPSConv) else SBMMultiheadAttention.from_torch
         if module not in made:
             layer = make(_dense(module), source=source, **options)
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
-    return _put(model, found, made)
+    return _put(model, layers, made)
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -158,14 +158,14 @@ def restore_attention(model: nn.Module) -> list[str]:
     if of_transformers := _transformers_models(model):
         remove = _wing().remove_sources
         return [_joined(name, layer) for name, part in of_transformers.items() for layer in remove(part)]
-    found = _replaced(model)
-    if not found or "" in found:
-        way_out = "Use its `to_torch` or `to_gps`." if found else "There is nothing to restore."
+    layers = _replaced(model)
+    if not layers or "" in layers:
+        way_out = "Use its `to_torch` or `to_gps`." if layers else "There is nothing to restore."
         raise ValueError(
             "Expected 'model' to contain SBMMultiheadAttention or SparseGPSConv layers "
-            f"(got {'a layer itself' if found else 'none'}). {way_out}"
+            f"(got {'a layer itself' if layers else 'none'}). {way_out}"
         )
-    for name, layer in found.items():
+    for name, layer in layers.items():
         conv = layer.attn if isinstance(layer, SparseGPSConv) else cast(SBMMultiheadAttention, layer).conv
         _check_hooks(name, layer, *conv.modules())
         more = {
@@ -177,7 +177,7 @@ def restore_attention(model: nn.Module) -> list[str]:
                 f"Expected '{name}' to compute what the dense layer does (got {more}). Dense attention would lose it: "
                 "use `to_torch` or `to_gps` of the layer if your model brings it."
             )
-    return _put(model, found, {layer: _dense(layer) for layer in found.values()})
+    return _put(model, layers, {layer: _dense(layer) for layer in layers.values()})
 
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -237,9 +237,9 @@ def _check_hooks(name: str, *modules: nn.Module) -> None:
         )
 
 
-def _put(model: nn.Module, found: Mapping[str, nn.Module], made: Mapping[nn.Module, nn.Module]) -> list[str]:
+def _put(model: nn.Module, layers: Mapping[str, nn.Module], made: Mapping[nn.Module, nn.Module]) -> list[str]:
     """Put the new layers in the places of the old ones, and return their names."""
-    for name, module in found.items():
+    for name, module in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[module])
-    return [name for name, _ in model.named_modules() if name in found]
+    return [name for name, _ in model.named_modules() if name in layers]

@@ -57,7 +57,7 @@ class EncoderTrace:
     device: torch.device | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.choices, tuple) or not all(isinstance(each, Choice | None) for each in self.choices):
+        if not isinstance(self.choices, tuple) or not all(isinstance(choice, Choice | None) for choice in self.choices):
             raise TypeError(f"Expected 'choices' to be a tuple of Choice or None (got {repr(self.choices)[:80]}).")
         if not self.choices:
             raise ValueError("Expected 'choices' to hold one Choice or None per layer (got none). A model has layers.")
@@ -131,21 +131,22 @@ def _make_attention(
     """Construct the attention layer of a name; each option goes to the layer, source or bias that has it."""
     of_bias = {*inspect.signature(DCMMBias).parameters}
     if name == "full":
-        known: set[str] | None = {*inspect.signature(FullAttention).parameters}.difference(named.SET, named.GIVEN)
+        names: set[str] | None = {*inspect.signature(FullAttention).parameters}.difference(named.SET, named.GIVEN)
     elif name == "dcmm":
-        known = (named.options_of("full") or set()) | of_bias.difference(named.SET)
-        known.discard("score_bias")
+        names = (named.options_of("full") or set()) | of_bias.difference(named.SET)
+        names.discard("score_bias")
     else:
-        known = named.options_of(name)
-    if known is not None:
-        named.check_known(f"'attention_options' of {name!r}", options, known, ValueError)
+        names = named.options_of(name)
+    if names is not None:
+        named.check_known(f"'attention_options' of {name!r}", options, names, ValueError)
     if name == "full":
         return FullAttention(channels, head_channels, heads, is_causal=is_causal, **options)
     if name == "dcmm":
-        own = {option: value for option, value in options.items() if option in of_bias}
-        rest = {option: value for option, value in options.items() if option not in of_bias}
-        every, bias = patterns.PatternSource(patterns.full), DCMMBias(head_channels, heads, **own)
-        return AttentionConv(channels, head_channels, heads, every, score_bias=bias, is_causal=is_causal, **rest)
+        bias_options = {option: value for option, value in options.items() if option in of_bias}
+        layer_options = {option: value for option, value in options.items() if option not in of_bias}
+        full, bias = patterns.PatternSource(patterns.full), DCMMBias(head_channels, heads, **bias_options)
+        layer_options |= {"score_bias": bias, "is_causal": is_causal}
+        return AttentionConv(channels, head_channels, heads, full, **layer_options)
     return named.make_attention(name, channels, head_channels, heads, is_causal=is_causal, **options)
 
 
@@ -284,7 +285,7 @@ class SequenceEncoder(Pretrained):
         self.position: nn.Embedding = nn.Embedding(max_length, channels) if learned else None  # type: ignore[assignment]
         self.dropout = nn.Dropout(dropout)
         widths = (channels, heads * head_channels, ffn_channels)
-        self.layers = nn.ModuleList(_Layer(*widths, dropout, each) for each in attentions)
+        self.layers = nn.ModuleList(_Layer(*widths, dropout, module) for module in attentions)
         self.norm = nn.LayerNorm(channels)
 
     eval_seed: int | None = 0
@@ -328,7 +329,7 @@ class SequenceEncoder(Pretrained):
         sequence_ids = None if sequence_ids is None else resolve_sequence_ids(sequence_ids, ptr.numel() - 1, ptr.device)
         if seed is not None or not self.training:
             seed = draw_seed(self.eval_seed if seed is None else seed)
-        given = () if edge_index is None else (edge_index,)
+        graph = () if edge_index is None else (edge_index,)
         x = self._embed(tokens)
         rotated: list[nn.Module] = []
         if positions is not None:
@@ -343,7 +344,7 @@ class SequenceEncoder(Pretrained):
             layer_seed = None if seed is None else (seed + number * GOLDEN) % 2**63
             named: dict[str, Any] = {"ptr": ptr, "seed": layer_seed, "sequence_ids": sequence_ids}
             named |= {"positions": positions} if layer in rotated else {}
-            x, choice = layer(x, given, named, return_trace)
+            x, choice = layer(x, graph, named, return_trace)
             choices.append(choice)
         x = self.norm(x)
         return (x, EncoderTrace(tuple(choices), (ptr.numel() - 1, self.heads), tokens.device)) if return_trace else x

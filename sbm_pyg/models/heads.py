@@ -42,8 +42,8 @@ class _Head(Pretrained):
 
     def _encode(self, *tokens: Any, return_trace: bool, **options: Any) -> tuple[Tensor, tuple[EncoderTrace, ...]]:
         """Encoded tokens, and the trace if requested."""
-        found = self.encoder(*tokens, return_trace=return_trace, **options)
-        return (found[0], found[1:]) if return_trace else (found, ())
+        result = self.encoder(*tokens, return_trace=return_trace, **options)
+        return (result[0], result[1:]) if return_trace else (result, ())
 
 
 class _PoolingHead(_Head):
@@ -294,11 +294,11 @@ def mask_tokens(
     if special is not None:
         checks.tensors(special=special)
         chance = chance.masked_fill(torch.isin(tokens, special), 2.0)
-    asked = (chance < probability) | (chance == chance.min())  # one at least
-    if special is not None and bool((asked & (chance > 1)).any()):
+    is_masked = (chance < probability) | (chance == chance.min())  # one at least
+    if special is not None and bool((is_masked & (chance > 1)).any()):
         raise ValueError("Expected 'tokens' that are not all in 'special' (got no other). There is nothing to predict.")
     shown = torch.where(kind < masked, mask_token, torch.where(kind < masked + random, other, tokens))
-    return torch.where(asked, shown, tokens), asked
+    return torch.where(is_masked, shown, tokens), is_masked
 
 
 for _kind in (SequenceClassifier, TokenClassifier):

@@ -80,11 +80,11 @@ class Indexer(nn.Module):
 
     def __init__(self, channels: int, heads: int = 1, index_heads: int = 2, index_channels: int = 8) -> None:
         super().__init__()
-        given = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
-        for name, size in given.items():
+        sizes = {"channels": channels, "heads": heads, "index_heads": index_heads, "index_channels": index_channels}
+        for name, size in sizes.items():
             checks.integer(name, size, 1, "It is a size of the indexer.")
-        self.channels, self.heads, self.index_heads, self.index_channels = given.values()
-        checks.parameters(given, heads * (channels + 1) * index_heads * (index_channels + 1))
+        self.channels, self.heads, self.index_heads, self.index_channels = sizes.values()
+        checks.parameters(sizes, heads * (channels + 1) * index_heads * (index_channels + 1))
         self.query_weight = nn.Parameter(torch.empty(heads, channels, index_heads * index_channels))
         self.key_weight = nn.Parameter(torch.empty(heads, channels, index_channels))
         self.head_weight = nn.Parameter(torch.empty(heads, channels, index_heads))
@@ -203,8 +203,8 @@ class IndexProbability(EdgeProbability):
         checks.shape("query", query, (heads, count, None, None), "[H, N, S, D]", "An Indexer makes it.")
         small, channels = query.shape[2:]
         checks.shape("weight", weight, (heads, count, small), "[H, N, S]", "It weighs the small heads.")
-        wanted = (heads, tokens.num_keys, channels)
-        checks.shape("key", key, wanted, "[H, M, D]", "It has the channels of a small head.")
+        key_sizes = (heads, tokens.num_keys, channels)
+        checks.shape("key", key, key_sizes, "[H, M, D]", "It has the channels of a small head.")
         require_values(query, "query")
         if min(small, channels) < 1:
             raise ValueError(
@@ -339,11 +339,11 @@ class IndexProbability(EdgeProbability):
         """Reduce the scores of each query's pairs to one number, ``[H, N]``, differentiable."""
         if rule not in self._known:
             with torch.no_grad():
-                found = []
+                parts = []
                 for tile in _tiles(self.tokens):
                     scores, _ = _tile_scores(self.tokens, tile, self.query.size(2))
-                    found.append((tile, rule.value(scores, self.bias)))
-                self._known[rule] = _in_order(found)
+                    parts.append((tile, rule.value(scores, self.bias)))
+                self._known[rule] = _in_order(parts)
         if not torch.is_grad_enabled():
             return self._known[rule]
         if rule not in self._traced:  # one backward pass over all pairs, for any number of uses
@@ -385,10 +385,10 @@ _LOG_SUM_EXP = RowReduction(
 _PROBABILITY_SUM = RowReduction(lambda scores, bias: _probability(scores, bias).sum(3), _probability_slope)
 
 
-def _in_order(found: list[tuple[PairTile, Tensor]]) -> Tensor:
+def _in_order(parts: list[tuple[PairTile, Tensor]]) -> Tensor:
     """Gather numbers of tiles ``[H, b, r]`` in the order of the queries, ``[H, N]``."""
-    token = torch.cat([tile.query[tile.valid] for tile, _ in found])
-    return torch.cat([value[:, tile.valid] for tile, value in found], 1)[:, token.argsort()]
+    token = torch.cat([tile.query[tile.valid] for tile, _ in parts])
+    return torch.cat([value[:, tile.valid] for tile, value in parts], 1)[:, token.argsort()]
 
 
 class _Reduced(torch.autograd.Function):
@@ -553,5 +553,5 @@ class IndexerSource(LearnedSource):
 
     def extra_repr(self) -> str:
         names = ("k", "target_density", "exploration", "window")
-        given = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
-        return ", ".join([f"select={self.select!r}", *given])
+        options = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
+        return ", ".join([f"select={self.select!r}", *options])

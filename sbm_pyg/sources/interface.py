@@ -186,7 +186,7 @@ class Choice:
             return self
         return self._with(graph=graph, forced=None if self.forced is None else self.forced.repeat(heads))
 
-    def select(self, kept: Tensor) -> Choice:
+    def select(self, mask: Tensor) -> Choice:
         """Keep the edges of a mask ``[E]`` bool, as :meth:`AttentionGraph.select`.
 
         Raises:
@@ -197,7 +197,8 @@ class Choice:
                 f"Expected a graph of tokens to leave edges out of (got blocks of {self.graph.block_size}). "
                 "Choose with block_size=1, or attend over `graph.expand_tokens()`."
             )
-        return self._with(graph=self.graph.select(kept), forced=None if self.forced is None else self.forced[kept])
+        forced = None if self.forced is None else self.forced[mask]
+        return self._with(graph=self.graph.select(mask), forced=forced)
 
     def causal(self) -> Choice:
         """Remove edges from later keys, as :meth:`AttentionGraph.causal`."""
@@ -354,9 +355,9 @@ class SourceGraph(BaseTransform):
         """The features of each head, ``[H, N, C]``."""
         x = data.x
         if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) % self.heads:
-            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {found}). "
+                f"Expected 'data' to have features `x` [N, H*C] for {self.heads} heads (got {got}). "
                 "The source chooses by them."
             )
         return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
@@ -392,11 +393,11 @@ def check_finite(name: str, tokens: Tokens, *made: Tensor) -> None:
 def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, tokens: Any) -> None:
     """Check that a graph has the heads, tokens and sequences of the probabilities, as ``tokens`` has them."""
     check_graph(graph, name)
-    sizes, theirs = ((each.heads, each.num_queries, each.num_keys) for each in (tokens, graph))
+    sizes, graph_sizes = ((record.heads, record.num_queries, record.num_keys) for record in (tokens, graph))
     owner = type(probability).__name__
-    if sizes != theirs:
+    if sizes != graph_sizes:
         raise ValueError(
-            f"Expected '{name}' with (heads, queries, keys) = {sizes} (got {theirs}). "
+            f"Expected '{name}' with (heads, queries, keys) = {sizes} (got {graph_sizes}). "
             f"Build it over the tokens of this {owner}."
         )
     checks.same_device(owner, tokens.query_ptr, **{name: graph.query_ptr})

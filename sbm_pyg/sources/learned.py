@@ -75,16 +75,16 @@ def attend_densely(
         parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
         out = attend(*parts, is_causal=is_causal)
         return out.transpose(0, 1).flatten(1, 2)
-    found, order = [], []
+    outputs, order = [], []
     for queries, keys, _ in group_by_length(query_ptr, key_ptr):
         tokens = ((query, queries), (key, keys), (value, keys))
         parts = (x[:, at.clamp(min=0)].transpose(0, 1) for x, at in tokens)
         # padding comes after the tokens, so causal queries do not attend to it where they are the keys
         mask = None if is_causal and key_ptr is query_ptr else (keys >= 0)[:, None, None]
         out = attend(*parts, mask=mask, is_causal=is_causal)
-        found.append(out.transpose(0, 1)[:, queries >= 0])
+        outputs.append(out.transpose(0, 1)[:, queries >= 0])
         order.append(queries[queries >= 0])
-    return torch.cat(found, 1)[:, torch.cat(order).argsort()]
+    return torch.cat(outputs, 1)[:, torch.cat(order).argsort()]
 
 
 def attend_padded(
@@ -112,8 +112,8 @@ def attend_padded(
 
 def _equal_lengths(ptr: Tensor, count: int) -> bool:
     """Whether all sequences have one length. Offsets on a device count as unequal, since reading them waits for it."""
-    each, rest = divmod(count, ptr.numel() - 1)
-    return not rest and can_read_without_sync(ptr) and bool((ptr.diff() == each).all())
+    length, remainder = divmod(count, ptr.numel() - 1)
+    return not remainder and can_read_without_sync(ptr) and bool((ptr.diff() == length).all())
 
 
 # ------------------------------------------------------------------ what a source learns from
@@ -157,13 +157,13 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
     length = ptrs[0].diff()
     sequence = torch.repeat_interleave(length, output_size=totals[0])
     size = tokens.query_ptr.diff().to(checks.widest(length.device))
-    wanted = (rows * size.sqrt() / block_size).clamp(min=1)
+    sample_size = (rows * size.sqrt() / block_size).clamp(min=1)
     order = torch.rand(totals[0], generator=_generator(tokens.seed)).to(length.device).argsort()
     order = order[sequence[order].argsort(stable=True)]  # the queries of each sequence in random order
     position = torch.arange(totals[0], device=length.device) - ptrs[0][sequence]
-    kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = position < wanted[sequence]
-    degree = torch.where(kept, allowed_keys(*ptrs, totals[0], tokens.is_causal), 0)
+    is_drawn = torch.empty_like(order, dtype=torch.bool)
+    is_drawn[order] = position < sample_size[sequence]
+    degree = torch.where(is_drawn, allowed_keys(*ptrs, totals[0], tokens.is_causal), 0)
     col = runs(ptrs[1][sequence], degree).to(index_type(totals[1])).repeat(tokens.heads)
     rowptr = offsets(degree.repeat(tokens.heads))
     graph = AttentionGraph._trusted(rowptr, col, *totals, tokens.heads, *ptrs, tokens.is_causal)
@@ -191,8 +191,8 @@ class DenseChoice(Choice):
     tokens: Tokens
 
     def __init__(self, tokens: Tokens) -> None:
-        known = {"tokens": tokens, "probability": None, "forced": None, "exploration": 0.0, "independent": True}
-        self.__dict__.update(known)
+        fields = {"tokens": tokens, "probability": None, "forced": None, "exploration": 0.0, "independent": True}
+        self.__dict__.update(fields)
 
     @cached_property
     def graph(self) -> AttentionGraph:
@@ -236,8 +236,8 @@ class DenseChoice(Choice):
     def expand(self, heads: int) -> Choice:
         return self if heads == self.tokens.heads else self.stored().expand(heads)
 
-    def select(self, kept: Tensor) -> Choice:
-        return self.stored().select(kept)
+    def select(self, mask: Tensor) -> Choice:
+        return self.stored().select(mask)
 
     def causal(self) -> Choice:
         return self if self.tokens.is_causal else self.stored().causal()
@@ -349,13 +349,13 @@ class DensitySource(GraphSource):
         elif getattr(self, "k", None) is not None:  # which alone says how many edges there are
             destination[f"{prefix}target_density"] = torch.empty(0, dtype=torch.float64)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         density = state_dict.pop(f"{prefix}target_density", None)
         if density is not None and torch.as_tensor(density).numel() <= 1:
             self._restore_density(float(density) if torch.as_tensor(density).numel() else None)
         elif density is not None:
-            rest[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+            arguments[-1].append(f"Expected '{prefix}target_density' to be one number (got shape {[*density.shape]}).")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _restore_density(self, density: float | None) -> None:
         """Set the target density of a file; that of training is the Sparsifier's, and stays."""

@@ -56,12 +56,12 @@ def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int)
         group = group.view(*group.shape[:2], -1)
         return ((head * (tokens.query_ptr.numel() - 1) + sequence[:, None]) * groups + group) * span
 
-    theirs = code(key_group, tokens.key_sequence)
-    keys, order = (theirs + tokens.key_position[:, None]).flatten().sort()
+    key_code = code(key_group, tokens.key_sequence)
+    keys, order = (key_code + tokens.key_position[:, None]).flatten().sort()
     low = code(query_group, tokens.query_sequence)
     here = low + tokens.query_position[:, None]
     bounds = (torch.searchsorted(keys, bound.flatten()) for bound in (low, here, here + 1, low + span))
-    return order // theirs.size(2) % tokens.num_keys, *bounds
+    return order // key_code.size(2) % tokens.num_keys, *bounds
 
 
 def show_nan(tokens: Tokens, graph: AttentionGraph) -> AttentionGraph:
@@ -139,16 +139,16 @@ def graph_of_ranges(
     checks.memory("query", most, 2 * width.itemsize, row.device, way_out)  # twice if keys repeat
     before = offsets(torch.zeros(rows, dtype=torch.int64, device=row.device).index_add_(0, row, count))
     range_ptr = offsets(torch.bincount(row, minlength=rows))
-    kept, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
+    columns, degree, total = torch.empty(most, dtype=width, device=row.device), [], 0
     for low, high, begin, stop in cuts(before, EDGES_PER_CHUNK):
-        mine = slice(*range_ptr[[low, high]].tolist())
-        at = runs(first[mine], count[mine], stop - begin)
-        of = torch.repeat_interleave(row[mine] - low, count[mine], output_size=stop - begin)
+        part = slice(*range_ptr[[low, high]].tolist())
+        at = runs(first[part], count[part], stop - begin)
+        of = torch.repeat_interleave(row[part] - low, count[part], output_size=stop - begin)
         rowptr, col = _unique_rows(of, at if keys is None else keys[at], high - low, tokens.num_keys)
-        kept[total : total + col.numel()] = col
+        columns[total : total + col.numel()] = col
         degree.append(rowptr.diff())
         total += col.numel()
-    return graph_of_rows(tokens, offsets(torch.cat(degree)), kept if total == most else kept[:total].clone())
+    return graph_of_rows(tokens, offsets(torch.cat(degree)), columns if total == most else columns[:total].clone())
 
 
 def _unique_rows(row: Tensor, col: Tensor, rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -227,13 +227,13 @@ def select_pairs(
         checks.memory("k", count, 2 * width.itemsize, key.device, way_out)  # tiles, and their concatenation
     query, edges = tokens.query.to(key.dtype), 0
     row = torch.arange(tokens.heads * tokens.num_queries, device=key.device).view(tokens.heads, -1)
-    found: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, ...]] = []
     for tile in pair_tiles(tokens.heads, tokens.query_ptr, key_ptr, limit):
         scores = score(query[:, tile.query], key[:, tile.key.clamp(min=0)])
-        found.append(tile.select(scores, keep, row, width))
-        edges += found[-1][2].numel()
+        parts.append(tile.select(scores, keep, row, width))
+        edges += parts[-1][2].numel()
         checks.memory("query", edges, 2 * width.itemsize, key.device, way_out)
-    rowptr, col = compress(found, row.numel())
+    rowptr, col = compress(parts, row.numel())
     return rowptr, col
 
 
@@ -254,17 +254,18 @@ def number_of_keys(k: int | None, density: float | None, allowed: Tensor) -> int
     return (density * allowed.to(wide) * (1 - 4 * torch.finfo(wide).eps)).ceil().long().clamp(min=least)
 
 
-def keep_top_k(k: int | Tensor, own: Tensor | None = None) -> PairRule:
+def keep_top_k(k: int | Tensor, own_key: Tensor | None = None) -> PairRule:
     """The rule that keeps the k largest scores of each query; the lower key wins a tie.
 
     Args:
         k: Keys of each query, at least 1; one number or ``[N]``.
-        own: Query i always keeps key ``own[i]`` of its sequence, ``[N]``. None: no such key.
+        own_key: Query i always keeps key ``own_key[i]`` of its sequence, ``[N]``. None: no such key.
     """
 
     def keep(scores: Tensor, possible: Tensor, tile: PairTile) -> Tensor:
-        if own is not None:
-            here = tile.possible & (torch.arange(scores.size(-1), device=scores.device) == own[tile.query][..., None])
+        if own_key is not None:
+            key = torch.arange(scores.size(-1), device=scores.device)
+            here = tile.possible & (key == own_key[tile.query][..., None])
             scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(here, torch.inf)
             possible = possible | here
         return best_of(scores, possible, k if isinstance(k, int) else k[tile.query])

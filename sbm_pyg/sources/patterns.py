@@ -340,8 +340,8 @@ class _Positions:
         check_tensor(ptr, "ptr")
         if n is not None:
             n = checks.integer("n", n, 0, "It is the number of tokens.")
-            known = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
-            if known and ptr is not None and ptr.dim() == 1 and ptr.numel() and ptr[-1] != n:
+            is_readable = ptr is not None and values.can_read_without_sync(ptr) and can_read(ptr)
+            if is_readable and ptr is not None and ptr.dim() == 1 and ptr.numel() and ptr[-1] != n:
                 raise ValueError(f"Expected 'n' to be the last entry of 'ptr', {int(ptr[-1])} (got {n}). Pass None.")
         elif ptr is None:
             raise ValueError("Expected 'n' or 'ptr' (got neither). Pass the number of tokens or their offsets.")
@@ -388,8 +388,8 @@ class _Positions:
         if self.is_causal:
             end = torch.minimum(end, self.start + self.position + 1)
         degree = (end - first).clamp(min=0)
-        each = index_type(self.position.numel()).itemsize
-        total = self.count(degree, self.heads, bytes_each=each if self.heads == 1 else 2 * each)
+        itemsize = index_type(self.position.numel()).itemsize
+        total = self.count(degree, self.heads, bytes_each=itemsize if self.heads == 1 else 2 * itemsize)
         return self.graph(degree, runs(first, degree, total, index_type(self.position.numel())), 1).expand(self.heads)
 
 
@@ -412,9 +412,9 @@ class _Draws:
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)
         words = torch.stack(philox(block, self.position[row], self.sequence_ids[row], self.head[row], self.seed), dim=1)
-        wanted = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
+        is_drawn = 4 * (block - self.used[row])[:, None] + torch.arange(4, device=row.device) < count[row][:, None]
         self.used = self.used + blocks
-        return row[:, None].expand(-1, 4)[wanted], words[wanted]
+        return row[:, None].expand(-1, 4)[is_drawn], words[is_drawn]
 
 
 def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
@@ -423,9 +423,9 @@ def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
         return count
     stride, rows = int(size.max()), draws.row
     leave = 2 * count > size  # rows that draw the numbers to leave out
-    wanted = torch.where(leave, size - count, count)
+    number_to_draw = torch.where(leave, size - count, count)
     # `drawn` holds the new cells of each round, ascending; the cell of a number is row * stride + number
-    missing, drawn = wanted, [wanted[:0]]
+    missing, drawn = number_to_draw, [number_to_draw[:0]]
     while bool(missing.any()):
         row, word = draws(missing)
         cells = (row * stride + (word * size[row] >> 32)).unique()
@@ -457,27 +457,27 @@ class BoundRule:
     """
 
     def __init__(
-        self, rule: Callable[..., AttentionGraph], options: Mapping[str, Any], given: Collection[str] = ()
+        self, rule: Callable[..., AttentionGraph], options: Mapping[str, Any], supplied: Collection[str] = ()
     ) -> None:
         checks.kind("rule", rule, Callable, "callable", "It makes a graph.")
-        known = inspect.signature(rule).parameters
-        general = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        unknown = [option for option in options if option not in known and not general]
+        parameters = inspect.signature(rule).parameters
+        general = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        unknown = [option for option in options if option not in parameters and not general]
         if unknown:
-            raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*known]}.")
-        for each in [*known.values()][1:]:
-            needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-            if needed and each.name not in {*options, *given}:
+            raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*parameters]}.")
+        for p in [*parameters.values()][1:]:
+            is_required = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            if is_required and p.name not in {*options, *supplied}:
                 raise TypeError(
-                    f"Expected '{each.name}' among the options of 'rule' (got {[*options]}). Give `{each.name}=...`."
+                    f"Expected '{p.name}' among the options of 'rule' (got {[*options]}). Give `{p.name}=...`."
                 )
         self.rule, self.options = rule, dict(options)
-        self.given = [name for name in given if name in known and name not in options]
+        self.supplied = [name for name in supplied if name in parameters and name not in options]
 
     def default(self, name: str, missing: Any) -> Any:
         """The value of an option in each call; ``missing`` if the rule does not have it."""
-        known = inspect.signature(self.rule).parameters
-        return self.options.get(name, known[name].default if name in known else missing)
+        parameters = inspect.signature(self.rule).parameters
+        return self.options.get(name, parameters[name].default if name in parameters else missing)
 
     def __call__(self, tokens: Tokens | None, **more: Any) -> AttentionGraph:
         """Make the graph."""
@@ -524,10 +524,10 @@ class PatternSource(GraphSource):
                 "Expected 'rule' over tokens that are queries and keys (got a pair, as in cross attention). Pass a "
                 "graph, or replace the attention of the encoder alone, `replace_attention(model.encoder, ...)`."
             )
-        given = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.given}
-        if self.for_all_heads and given.get("sequence_ids") is not None:
-            given["sequence_ids"] = split_ids(given["sequence_ids"])[0]
-        graph = self.rule(None, **given)
+        arguments = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.supplied}
+        if self.for_all_heads and arguments.get("sequence_ids") is not None:
+            arguments["sequence_ids"] = split_ids(arguments["sequence_ids"])[0]
+        graph = self.rule(None, **arguments)
         return Choice(graph.causal() if tokens.is_causal else graph)
 
     def take_heads(self, count: int, total: int) -> None:

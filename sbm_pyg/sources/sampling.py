@@ -159,9 +159,11 @@ def _shift_keys_by_one(key: Tensor, ptr: Tensor) -> Tensor:
 
 def _pooled(tokens: Tokens, block_size: int, pool: torch.nn.Module | None = None) -> Tokens:
     """Pool blocks of queries and of keys into tokens with one vector each."""
-    mine, theirs = cut_blocks((tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr), block_size)
-    query, key = pool_blocks(tokens.query, mine, pool, before=tokens.is_causal), pool_blocks(tokens.key, theirs, pool)
-    query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (mine, theirs))
+    totals, ptrs = (tokens.num_queries, tokens.num_keys), (tokens.query_ptr, tokens.key_ptr)
+    query_cut, key_cut = cut_blocks(totals, ptrs, block_size)
+    query = pool_blocks(tokens.query, query_cut, pool, before=tokens.is_causal)
+    key = pool_blocks(tokens.key, key_cut, pool)
+    query_ptr, key_ptr = (trust_offsets(cut.ptr, cut.count) for cut in (query_cut, key_cut))
     return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal)
 
 
@@ -421,8 +423,8 @@ def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
     """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
     bytes_each = 9  # 4-byte indices in chunks and joined
-    every = sbm.heads * sbm.num_queries * sbm.num_keys
-    if checks.fits(every, bytes_each, device) or not can_read(sbm.query_membership):
+    all_pairs = sbm.heads * sbm.num_queries * sbm.num_keys
+    if checks.fits(all_pairs, bytes_each, device) or not can_read(sbm.query_membership):
         return
     pairs = sbm.heads * int(count_pairs(sbm.query_ptr, sbm.key_ptr, sbm.is_causal).sum())
     if checks.fits(pairs, bytes_each, device):
@@ -443,9 +445,9 @@ def _check_budget(budget: float | None) -> None:
 
 def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Offsets of the sequences of two stores, one tensor where they are the same."""
-    mine, stored = resolve_ptr(queries, stored_ptr(target)), stored_ptr(source)
-    same = keys == queries and (stored is None or torch.equal(mine, stored))
-    return mine, mine if same else resolve_ptr(keys, stored)
+    ptr, stored = resolve_ptr(queries, stored_ptr(target)), stored_ptr(source)
+    same = keys == queries and (stored is None or torch.equal(ptr, stored))
+    return ptr, ptr if same else resolve_ptr(keys, stored)
 
 
 @functional_transform("sbm_graph")
@@ -550,8 +552,8 @@ def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
     checks.floating(**{name: value})
     if value.dim() not in (2, 3):
         raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
-    known = rows and any(each in store for each in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
-    if known and value.size(0) != store.num_nodes:
+    has_nodes = rows and any(key in store for key in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
+    if has_nodes and value.size(0) != store.num_nodes:
         raise ValueError(
             f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
             "Its edges join nodes by number."

@@ -311,7 +311,7 @@ class SBM(EdgeProbability):
             >>> sbm.expected_density(), sbm.cut_density()
             (tensor([[1.2500]]), tensor([[0.7500]]))
         """
-        dense = (upcast(self.edge_prob_dense(each)) for each in range(self.num_sequences))
+        dense = (upcast(self.edge_prob_dense(sequence)) for sequence in range(self.num_sequences))
         edges = [p.where(~(p > 1), 1.0).sum((1, 2)) for p in dense]  # `clamp` may have no gradient at 1
         return torch.stack(edges) / self._pairs()[:, None]
 
@@ -441,8 +441,8 @@ def check_sbm(sbm: SBM) -> float:
         smallest normal number of a precision, smaller numbers are negligible compared to sums of t times this bound.
     """
     largest = {"query_membership": 0.0, "key_membership": 0.0, "block_matrix": 1.0}  # of the identity
-    given = {name: vars(sbm)[name].detach() for name in largest if name in vars(sbm)}
-    seen = {name: x for name, x in given.items() if can_read(x) and x.numel()}
+    tensors = {name: vars(sbm)[name].detach() for name in largest if name in vars(sbm)}
+    seen = {name: x for name, x in tensors.items() if can_read(x) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
         if math.isnan(low) or math.isinf(high):
@@ -674,7 +674,7 @@ class SBMHead(torch.nn.Module):
     def _degrees(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = self.degree_weight[..., None], self.degree_bias[..., None]  # [H, 2, C, 1], [H, 2, 1]
         both = ((x @ weight[:, side])[..., 0] + bias[:, side] for side, x in enumerate((query, key)))
-        query_degree, key_degree = (each.sigmoid() for each in both)
+        query_degree, key_degree = (score.sigmoid() for score in both)
         return query_degree, key_degree
 
     def _affinities(self, x: Tensor) -> Tensor:
@@ -733,9 +733,9 @@ def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     return not (watched or replaced or mlp[2].bias is None)
 
 
-def _outer_products(left: Tensor, right: Tensor) -> Tensor:
+def _outer_products(first: Tensor, second: Tensor) -> Tensor:
     """Row-wise Khatri-Rao product: ``[..., A]`` and ``[..., B]`` to ``[..., A B]``."""
-    return (left[..., None] * right[..., None, :]).flatten(-2)
+    return (first[..., None] * second[..., None, :]).flatten(-2)
 
 
 def _clusters_per_group(num_clusters: int, groups: int) -> int:

@@ -105,10 +105,10 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
     size = min(size, max(tokens.num_keys, tokens.num_queries))
     mean, block_ptr, _ = block_means(tokens.key, tokens.key_ptr, size)
-    own = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
+    own_block = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
     limit = block_ptr.diff()[tokens.query_sequence]
     limit = torch.minimum(limit, tokens.query_position // size + 1) if tokens.is_causal else limit
-    rowptr, chosen = pairs.select_pairs(tokens, pairs.keep_top_k(k, own), most=k, among=(mean, block_ptr, limit))
+    rowptr, chosen = pairs.select_pairs(tokens, pairs.keep_top_k(k, own_block), most=k, among=(mean, block_ptr, limit))
     row = edge_row(rowptr, chosen.numel())
     query_of = row % tokens.num_queries
     sequence = tokens.query_sequence[query_of]
@@ -151,15 +151,16 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), tokens.num_keys)
     rounds = checks.integer("rounds", rounds, 1, "It is the number of hashes.")
     # the position of each token in each round
-    kept = rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)
-    checks.memory("rounds", kept, 8, query.device, "Take fewer hashes.", "numbers")
+    num_positions = rounds * tokens.heads * (2 * tokens.num_queries + tokens.num_keys)
+    checks.memory("rounds", num_positions, 8, query.device, "Take fewer hashes.", "numbers")
     random = [head_generator(tokens.first_head + head, tokens.seed) for head in range(tokens.heads)]
-    found, every = [], torch.arange(tokens.heads * tokens.num_queries, device=query.device)
+    ranges, rows = [], torch.arange(tokens.heads * tokens.num_queries, device=query.device)
     for number in range(rounds):
-        matrix = torch.stack([torch.randn(query.size(2), buckets // 2, generator=each) for each in random]).to(query)
+        directions = [torch.randn(query.size(2), buckets // 2, generator=generator) for generator in random]
+        matrix = torch.stack(directions).to(query)
         turned = [x @ matrix for x in (query, key)]
-        mine, theirs = (torch.cat([x, -x], 2).argmax(2) for x in turned)
-        order, low, here, after, high = pairs.grouped(tokens, mine, theirs, buckets)
+        query_bucket, key_bucket = (torch.cat([x, -x], 2).argmax(2) for x in turned)
+        order, low, here, after, high = pairs.grouped(tokens, query_bucket, key_bucket, buckets)
         if tokens.is_causal:
             first = low + ((here - low) // size - 1).clamp(min=0) * size
             end = after
@@ -169,8 +170,8 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
             first = torch.maximum(low, start + (rank // size - 1) * size)
             end = torch.minimum(high, start + (rank // size + 1) * size)
         shift = number * order.numel()  # to the keys of this round in the concatenation
-        found.append((every, first + shift, end + shift, order))
-    graph = pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+        ranges.append((rows, first + shift, end + shift, order))
+    graph = pairs.graph_of_ranges(tokens, *(torch.cat(parts) for parts in zip(*ranges, strict=True)))
     return pairs.show_nan(tokens, graph)
 
 
@@ -297,8 +298,8 @@ class TopKSource(DensitySource):
         return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens)
 
     def extra_repr(self) -> str:
-        given = {name: getattr(self, name) for name in ("k", "target_density", "window")}
-        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        options = {name: getattr(self, name) for name in ("k", "target_density", "window")}
+        return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
 
 class RoutingSource(GraphSource, FollowingSource):
@@ -381,8 +382,8 @@ class RoutingSource(GraphSource, FollowingSource):
 
     def extra_repr(self) -> str:
         heads, clusters, channels = self.centroids.shape
-        rest = {"size": self.size, "decay": self.decay, "window": self.window}
-        return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in rest.items())
+        options = {"size": self.size, "decay": self.decay, "window": self.window}
+        return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in options.items())
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -409,7 +410,7 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
     checks.memory("size", edges, 2 * width.itemsize, near.device, way_out)  # tiles, and their concatenation
     keep = pairs.keep_top_k(count)
     row = torch.arange(tokens.heads * tokens.num_queries, device=near.device).view(tokens.heads, -1)
-    found: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
+    parts: list[tuple[Tensor, ...]] = [(row[:0, 0], row[:0, 0], row[:0, 0].to(width))]
     for queries, keys, _ in group_by_length(tokens.query_ptr, tokens.key_ptr):
         scores = near[:, keys.clamp(min=0)]
         scores = scores.masked_fill(scores.isnan() | (keys < 0)[..., None], -torch.inf).mT  # [H, b, K, L]
@@ -425,16 +426,16 @@ def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) ->
             size = tiles.rows_per_tile(near.device, tokens.heads * len(rows) * best.size(-1))
             for tile in rows.split(size, dim=1):
                 valid, query = tile >= 0, tile.clamp(min=0)
-                mine = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
-                score, at = best.gather(2, mine), position.gather(2, mine)  # [H, b, r, w + block]
+                clusters = chosen[:, query][..., None].expand(-1, -1, -1, best.size(-1))
+                score, at = best.gather(2, clusters), position.gather(2, clusters)  # [H, b, r, w + block]
                 possible = valid[..., None] & (at < tokens.allowed_keys[query][..., None]) & (score > -torch.inf)
                 where = tiles.PairTile(query, keys, valid, possible)
-                kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
-                key = keys.to(width)[:, None].expand(*kept.shape[:3], -1).gather(3, at)
-                found.append(where.rows(kept, key[kept], row))
+                is_kept = keep(score.masked_fill_(~possible, -torch.inf), possible, where)
+                key = keys.to(width)[:, None].expand(*is_kept.shape[:3], -1).gather(3, at)
+                parts.append(where.rows(is_kept, key[is_kept], row))
             first = best.sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
             best, position = best.gather(-1, first), position.gather(-1, first)
-    rowptr, col = compress(found, row.numel())
+    rowptr, col = compress(parts, row.numel())
     return rowptr, col
 
 
@@ -451,16 +452,16 @@ def _nearest_tokens(near: Tensor, ptr: Tensor, size: int | None) -> tuple[Tensor
     sequences = ptr.numel() - 1
     width = (ptr.diff() + clusters - 1) // clusters if size is None else torch.full_like(ptr[1:], size)
     width = torch.minimum(width, ptr.diff()).clamp(min=1)  # [B]
-    found = []
+    members = []
     for padded, _, which in group_by_length(ptr, ptr):
         valid = (padded >= 0)[:, None]  # [b, 1, L]
         for first in range(0, clusters, step := tiles.rows_per_tile(near.device, heads * padded.numel())):
             scores = near[:, padded.clamp(min=0), first : first + step].mT.contiguous()  # [H, b, k, L]
             scores.masked_fill_(scores.isnan() | ~valid, -torch.inf)
-            kept = tiles.best_of(scores, valid, width[which, None])
-            head, sequence, cluster, position = kept.nonzero(as_tuple=True)
+            is_kept = tiles.best_of(scores, valid, width[which, None])
+            head, sequence, cluster, position = is_kept.nonzero(as_tuple=True)
             group = (head * sequences + which[sequence]) * clusters + first + cluster
-            found.append((group, head * tokens + padded[sequence, position]))
-    group, token = (torch.cat(parts) for parts in zip(*found, strict=True))
+            members.append((group, head * tokens + padded[sequence, position]))
+    group, token = (torch.cat(parts) for parts in zip(*members, strict=True))
     group, by_group = group.sort(stable=True)
     return torch.bincount(group, minlength=heads * sequences * clusters), token[by_group]

@@ -99,18 +99,18 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
         (torch.Size([2, 10, 4]), True)
     """
     checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
-    known = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
-    if not known:
+    convs = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
+    if not convs:
         raise ValueError(
             f"Expected 'model' to have AttentionConv layers (got {type(model).__name__}, which has none). Full "
             "attention is one over `PatternSource(patterns.full)`."
         )
     if isinstance(layers, str):
         raise TypeError(f"Expected 'layers' to be a collection of names (got {layers!r}). Write `[{layers!r}]`.")
-    unknown = [name for name in layers or () if name not in known]
+    unknown = [name for name in layers or () if name not in convs]
     if unknown:
-        raise ValueError(f"Expected 'layers' among {[*known]} (got {unknown}). They are names of AttentionConv layers.")
-    chosen = known if layers is None else {name: known[name] for name in layers}
+        raise ValueError(f"Expected 'layers' among {[*convs]} (got {unknown}). They are names of AttentionConv layers.")
+    chosen = convs if layers is None else {name: convs[name] for name in layers}
     for name, conv in chosen.items():
         if conv.normalizer == "softmax":
             raise ValueError(
@@ -124,14 +124,14 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
             )
         if conv.training:
             raise ValueError(f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `eval()`.")
-    found: dict[str, list[Sample]] = {name: [] for name in chosen}
+    samples: dict[str, list[Sample]] = {name: [] for name in chosen}
     before = {name: conv.score_bias for name, conv in chosen.items()}
     try:
         for name, conv in chosen.items():
-            listener = _Listener(conv, found[name])
+            listener = _Listener(conv, samples[name])
             # a module replaces a module, so that parameters keep their order
             conv.score_bias = listener if isinstance(conv.score_bias, nn.Module) else listener.forward
-        yield found
+        yield samples
     finally:
         for name, conv in chosen.items():
             conv.score_bias = before[name]
@@ -140,9 +140,9 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
 class _Listener(nn.Module):
     """Replaces the score bias of a layer, and records the edges of non-zero weight."""
 
-    def __init__(self, conv: AttentionConv, found: list[Sample]) -> None:
+    def __init__(self, conv: AttentionConv, samples: list[Sample]) -> None:
         super().__init__()
-        self.inner, self.found = conv.score_bias, found
+        self.inner, self.samples = conv.score_bias, samples
         self.scale, self.normalizer = conv.scale, conv.normalizer
 
     def forward(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Any:
@@ -151,7 +151,7 @@ class _Listener(nn.Module):
         with torch.no_grad():
             scores = graph._logits(query, key, bias, self.scale)
             weight = normalize(self.normalizer, scores[:, None], ptr=graph.rowptr)[:, 0]
-            self.found.append((query.detach(), key.detach(), graph.select(weight > 0)))
+            self.samples.append((query.detach(), key.detach(), graph.select(weight > 0)))
         return bias
 
 
@@ -188,7 +188,7 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     """
     check_graph(ground_truth, "ground_truth")
     check_graph(graph)
-    sizes = {(each.heads, each.num_queries, each.num_keys) for each in (graph, ground_truth)}
+    sizes = {(g.heads, g.num_queries, g.num_keys) for g in (graph, ground_truth)}
     if not (len(sizes) == 1 and ground_truth.same_offsets(graph.query_ptr, graph.key_ptr)):
         raise ValueError(
             f"Expected 'graph' over the tokens and heads of 'ground_truth' (got {graph} for {ground_truth})."
@@ -196,7 +196,7 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     require_values(ground_truth.col, "ground_truth")
     checks.same_device("ground_truth", ground_truth.col, graph=graph.col)
     hit, wide = graph.contains(ground_truth.edge_index, ground_truth.edge_head), checks.widest(ground_truth.device)
-    edges, found, hits = (
+    edges, predicted, hits = (
         torch.bincount(head, minlength=ground_truth.heads).to(wide)
         for head in (ground_truth.edge_head, graph.edge_head, ground_truth.edge_head[hit])
     )
@@ -204,8 +204,8 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
     missed = torch.bincount(ground_truth.edge_row[~hit], minlength=rows).view(ground_truth.heads, -1)
     pairs = float(graph.pairs_per_sequence.sum())
     exact = (missed == 0).to(wide).mean(1)
-    recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, found))
-    return Match(recall, precision, 1 - found / pairs, exact)
+    recall, precision = (torch.where(all_ > 0, hits / all_.clamp(min=1), 1.0) for all_ in (edges, predicted))
+    return Match(recall, precision, 1 - predicted / pairs, exact)
 
 
 @torch.no_grad()
@@ -265,6 +265,6 @@ def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None =
     of = cell // count
     total = torch.bincount(row, minlength=rows)
     share = times.to(checks.widest(times.device)) / total[of]
-    each = share.new_zeros(rows).index_add_(0, of, -share * share.log()).view(heads, -1)
+    entropy = share.new_zeros(rows).index_add_(0, of, -share * share.log()).view(heads, -1)
     has = (total > 0).view(heads, -1)
-    return each.sum(1) / (has.sum(1).clamp(min=1) * (math.log(count) if count > 1 else 1.0))
+    return entropy.sum(1) / (has.sum(1).clamp(min=1) * (math.log(count) if count > 1 else 1.0))

@@ -152,15 +152,15 @@ def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
             "Expected no 'is_causal' with buckets (got True). Ranks depend on later tokens; take 'distance' or "
             "'clustering'."
         )
-    found = []
-    every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device)
+    ranges = []
+    rows = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device)
     for dim in range(tokens.query.size(2)):
-        mine = _bucket(tokens.query[..., dim], tokens.query_ptr, tokens.query_sequence, count)
-        theirs = _bucket(tokens.key[..., dim], tokens.key_ptr, tokens.key_sequence, count)
-        order, low, _, _, high = pairs.grouped(tokens, mine, theirs, count)
+        query_bucket = _bucket(tokens.query[..., dim], tokens.query_ptr, tokens.query_sequence, count)
+        key_bucket = _bucket(tokens.key[..., dim], tokens.key_ptr, tokens.key_sequence, count)
+        order, low, _, _, high = pairs.grouped(tokens, query_bucket, key_bucket, count)
         shift = dim * order.numel()  # to the keys of this dimension in the concatenation
-        found.append((every, low + shift, high + shift, order))
-    graph = pairs.graph_of_ranges(tokens, *(torch.cat(each) for each in zip(*found, strict=True)))
+        ranges.append((rows, low + shift, high + shift, order))
+    graph = pairs.graph_of_ranges(tokens, *(torch.cat(parts) for parts in zip(*ranges, strict=True)))
     return pairs.show_nan(tokens, graph)
 
 
@@ -198,11 +198,11 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
         cap = min(checks.integer("cap", cap, 1, "It is the largest number of keys of a cluster."), tokens.num_keys)
         if tokens.is_causal:
             raise ValueError("Expected no 'cap' with 'is_causal' (got both). Its ranks depend on later tokens.")
-    mine, theirs = (_nearest_clusters(x, centroids, top) for x in (tokens.query, tokens.key))
-    group = theirs[0] if cap is None else _capped(*theirs, tokens, count, cap)
-    order, low, _, after, high = pairs.grouped(tokens, mine[0], group, count + 1)
-    every = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
-    return pairs.show_nan(tokens, pairs.graph_of_ranges(tokens, every, low, after if tokens.is_causal else high, order))
+    query_clusters, key_clusters = (_nearest_clusters(x, centroids, top) for x in (tokens.query, tokens.key))
+    group = key_clusters[0] if cap is None else _capped(*key_clusters, tokens, count, cap)
+    order, low, _, after, high = pairs.grouped(tokens, query_clusters[0], group, count + 1)
+    row = torch.arange(tokens.heads * tokens.num_queries, device=tokens.query.device).repeat_interleave(top)
+    return pairs.show_nan(tokens, pairs.graph_of_ranges(tokens, row, low, after if tokens.is_causal else high, order))
 
 
 def _check_top(top: int, count: int) -> int:
@@ -319,22 +319,25 @@ def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half
         (tokens.key, tokens.key_sequence, tokens.key_position),
     ):
         far = _distance(x, centroids)  # [H, n, K]
-        every = torch.arange(clusters, device=x.device).expand_as(far)
-        group, item, rank = _ranked(tokens, every, far, clusters, sequence, position >= num_global)
+        cluster = torch.arange(clusters, device=x.device).expand_as(far)
+        group, item, rank = _ranked(tokens, cluster, far, clusters, sequence, position >= num_global)
         taken.append((group[rank < k], item[rank < k] // clusters))
-    (mine, query), (theirs, key) = taken
-    row, at = pairs.expand_ranges(query, torch.searchsorted(theirs, mine), torch.searchsorted(theirs, mine, right=True))
+    (query_cluster, query), (key_cluster, key) = taken
+    low, high = (torch.searchsorted(key_cluster, query_cluster, right=is_end) for is_end in (False, True))
+    row, at = pairs.expand_ranges(query, low, high)
     return row, key[at] % tokens.num_keys
 
 
 def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:
     """Pair each query block with k key blocks of its own centroid, none of them in the window."""
-    mine, theirs = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
-    group, key, _ = _ranked(tokens, *theirs, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global)
+    query_clusters, key_clusters = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
+    group, key, _ = _ranked(
+        tokens, *key_clusters, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global
+    )
     key = key % tokens.num_keys
-    wanted = _group_number(tokens, mine[0], tokens.query_sequence, centroids.size(1))
+    query_group = _group_number(tokens, query_clusters[0], tokens.query_sequence, centroids.size(1))
     (query,) = (tokens.query_position >= num_global).repeat(tokens.heads).nonzero(as_tuple=True)
-    low, high = (torch.searchsorted(group, wanted.flatten()[query], right=right) for right in (False, True))
+    low, high = (torch.searchsorted(group, query_group.flatten()[query], right=is_end) for is_end in (False, True))
     row, at = pairs.expand_ranges(
         query, low, torch.minimum(high, low + k + 2 * half_width + 1 if half_width >= 0 else low + k)
     )

@@ -126,8 +126,8 @@ def projection_loss(
     checks.shape("query", query, (None, None, None), "[H, N, r]", "Heads come first.")
     graph = graph.expand(query.size(0))
     checks.shape("query", query, (graph.heads, graph.num_queries, None), "[H, N, r]", "It is over the graph's tokens.")
-    wanted = (graph.heads, graph.num_keys, query.size(2))
-    checks.shape("key", key, wanted, "[H, M, r]", "It is over the graph's tokens.")
+    sizes = (graph.heads, graph.num_keys, query.size(2))
+    checks.shape("key", key, sizes, "[H, M, r]", "It is over the graph's tokens.")
     checks.same_device("query", query, key=key, graph=graph.col)
     if key.dtype != query.dtype:
         raise TypeError(f"Expected 'key' to be {query.dtype}, as 'query' is (got {key.dtype}). Convert it.")
@@ -186,7 +186,7 @@ def fit_projection(
         raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
     checks.number("learning_rate", learning_rate, "(0, inf)", "It is the rate of Adam.")
-    if not (torch.is_grad_enabled() and any(each.requires_grad for each in projection.parameters())):
+    if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in projection.parameters())):
         raise ValueError(
             "Expected 'projection' to have gradients (got none: its parameters are frozen, or gradients are off). Fit "
             "it outside of `torch.no_grad()` and `torch.inference_mode()`."
@@ -259,7 +259,7 @@ def fit_centroids(
     start = checks.seed(seed) % 2**32
     numbers = points.cpu().to(torch.promote_types(points.dtype, torch.float32))  # numpy has no bfloat16
     fitted = [cluster.KMeans(num_clusters, n_init=1, random_state=start).fit(head.numpy()) for head in numbers]
-    return torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted]).to(points)
+    return torch.stack([torch.from_numpy(kmeans.cluster_centers_) for kmeans in fitted]).to(points)
 
 
 def _check_sample(sample: Any, at: int, least: int) -> Sequence[Any]:
@@ -274,13 +274,13 @@ def _check_sample(sample: Any, at: int, least: int) -> Sequence[Any]:
 
 def _points(projection: Projection, sample: tuple[Any, ...], at: int, block_size: int | None) -> list[Tensor]:
     """Projected queries and keys, or the means of their blocks."""
-    query, key, *rest = _check_sample(sample, at, 2)
+    query, key, *graphs = _check_sample(sample, at, 2)
     points = projection(query, key)
     if block_size is None:
         return [*points]
-    if not rest:
+    if not graphs:
         raise ValueError("Expected 'samples' with graphs for 'block_size' (got pairs). Graphs say where sequences end.")
-    (graph,) = rest
+    (graph,) = graphs
     check_graph(graph, f"graph of samples[{at}]")
     if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
         raise ValueError(

@@ -49,15 +49,15 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its submodules are searched.")
-    kept = (getattr(module, "auxiliary_losses", None) for module in model.modules())
-    found = [loss for each in kept if isinstance(each, AuxiliaryLosses) for loss in each.take()]
-    if found:
-        total = found[0]
-        for loss in found[1:]:
+    stores = (getattr(module, "auxiliary_losses", None) for module in model.modules())
+    losses = [loss for store in stores if isinstance(store, AuxiliaryLosses) for loss in store.take()]
+    if losses:
+        total = losses[0]
+        for loss in losses[1:]:
             total = total + loss.to(total.device)
         return total
-    some = next(model.parameters(), None)
-    return torch.zeros((), device=None if some is None else some.device)
+    parameter = next(model.parameters(), None)
+    return torch.zeros((), device=None if parameter is None else parameter.device)
 
 
 class Passes:
@@ -133,11 +133,11 @@ class AuxiliaryLosses:
         vars(self).update(state)
         self._clear()
 
-    def add(self, out: Tensor, loss: Tensor | None, whose: str, is_needed: bool = True) -> Tensor:
+    def add(self, out: Tensor, loss: Tensor | None, owner: str, is_needed: bool = True) -> Tensor:
         """Store the loss of a call, if there is one, and return its output.
 
-        A backward pass raises an error if the loss was not taken; it names the module, ``whose`` loss it is. It warns
-        if the loss is not needed. A loss without a gradient, as of frozen sources, is not stored.
+        A backward pass raises an error if the loss was not taken, or warns if it is not needed; ``owner`` names the
+        module that computed it. A loss without a gradient, as of frozen sources, is not stored.
         """
         if loss is None or not loss.requires_grad:
             return out
@@ -146,7 +146,7 @@ class AuxiliaryLosses:
         if torch.compiler.is_compiling():  # its backward pass cannot check the loss
             self.compiled = loss if self.compiled is None or not is_needed else self.compiled + loss
             return out
-        call = _Call(loss, whose, is_needed)
+        call = _Call(loss, owner, is_needed)
         if not in_backward():  # a repeated call of checkpointing: the first call stored its loss
             self.count += 1
             self.calls[self.count] = call
@@ -257,9 +257,9 @@ class _Join(torch.autograd.Function):
 class _Call:
     """The auxiliary loss of one call; None after it was taken."""
 
-    def __init__(self, loss: Tensor, whose: str, is_needed: bool) -> None:
+    def __init__(self, loss: Tensor, owner: str, is_needed: bool) -> None:
         self.loss: Tensor | None = loss
-        self.whose, self.is_needed = whose, is_needed
+        self.owner, self.is_needed = owner, is_needed
 
     def take(self) -> Tensor:
         loss, self.loss = self.loss, None
@@ -282,7 +282,7 @@ class _Reminder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.call.loss is not None and ctx.call.is_needed:
             raise RuntimeError(
-                f"Expected the loss to hold the auxiliary loss of {ctx.call.whose} (got a backward pass without it). "
+                f"Expected the loss to hold the auxiliary loss of {ctx.call.owner} (got a backward pass without it). "
                 "Add it, `loss = task_loss + sbm_pyg.auxiliary_loss(model)`, or train with a Sparsifier, which does; "
                 "activation checkpointing needs `use_reentrant=False`."
             )
@@ -307,5 +307,5 @@ def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | Non
         dtype: Type of the weights.
         rows: Offsets of the sequences in rows that stand for several tokens each, such as blocks. None: one for each.
     """
-    each = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
-    return each.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)
+    weight = ((ptr.numel() - 1) * ptr.diff()).clamp(min=1).to(dtype).reciprocal()
+    return weight.repeat_interleave((ptr if rows is None else rows).diff(), output_size=count)

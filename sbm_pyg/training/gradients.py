@@ -419,11 +419,11 @@ def concrete_bias(
     Reference: Maddison et al. and Jang et al., ICLR 2017.
     """
     checks.number("temperature", temperature, "(0, inf)", "Lower temperatures are closer to 0 or 1.")
-    given = _probability_with_exploration(probability, graph, exploration, numbers=8)
-    p = upcast(given).clamp(min_probability(given), 1 - 1e-6)
+    edge_p = _probability_with_exploration(probability, graph, exploration, numbers=8)
+    p = upcast(edge_p).clamp(min_probability(edge_p), 1 - 1e-6)
     generator = torch.Generator(p.device).manual_seed(draw_seed(seed))
     noise = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype).clamp(1e-6, 1 - 1e-6)
-    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(given.dtype)
+    return torch.nn.functional.logsigmoid((p.logit() + noise.logit()) / temperature).to(edge_p.dtype)
 
 
 def score_function(
@@ -458,8 +458,8 @@ def score_function(
     others = (loss.sum() - loss) / (batch - 1) if batch > 1 else torch.zeros_like(loss)
     advantage = (loss - others).detach()
     sequence = torch.repeat_interleave(graph.query_ptr.diff(), output_size=graph.num_queries).repeat(graph.heads)
-    given = _probability_with_exploration(probability, graph, exploration, numbers=4)
-    p = upcast(given).clamp(max(1e-6, min_probability(given)), 1 - 1e-6)
+    edge_p = _probability_with_exploration(probability, graph, exploration, numbers=4)
+    p = upcast(edge_p).clamp(max(1e-6, min_probability(edge_p)), 1 - 1e-6)
     log_absent = (
         -upcast(_probability_with_exploration(probability, pairs, exploration, numbers=3)).clamp(max=1 - 1e-6)
     ).log1p()

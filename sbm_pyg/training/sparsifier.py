@@ -102,7 +102,7 @@ class Sparsifier:
         every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(f"Expected 'scaler' to be a GradScaler (got {type(scaler).__name__}). Leave it out.")
-        self.sources, kept = self._find_sources(model, keep_dense)
+        self.sources, dense_sources = self._find_sources(model, keep_dense)
         if not self.sources:
             raise ValueError(
                 "Expected 'model' to have a source with a target density (got none). Give its layers one, e.g. "
@@ -112,7 +112,7 @@ class Sparsifier:
         self._number = next(NUMBERS)
         schedules = [source.schedule for source in self.sources]
         self._was_sparse = any(schedule is not None and not schedule.is_dense_phase for schedule in schedules)
-        for source in kept:
+        for source in dense_sources:
             source.target_density, source.schedule = 1.0, None
         self.density, self.total_steps, self.every = float(density), total_steps, every
         self.dense_steps = math.ceil(dense_part * total_steps * (1 - 1e-12))  # 0.55 of 100 is 55
@@ -130,11 +130,11 @@ class Sparsifier:
                 layer.estimator = Distill(probes=estimator.probes, rows=estimator.rows)
         self._passes = Passes(scaler)
         self._losses = self._join_losses(model)
-        trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
-        trained = [each for each in trained if not each.is_inference()]  # which have no versions
-        of_sources = {id(each) for source in self.sources for each in source.parameters()}
-        self._own = [each for each in trained if id(each) in of_sources]
-        self._others = [each for each in trained if id(each) not in of_sources]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
+        trained = [parameter for parameter in trained if not parameter.is_inference()]  # which have no versions
+        of_sources = {id(parameter) for source in self.sources for parameter in source.parameters()}
+        self._own = [parameter for parameter in trained if id(parameter) in of_sources]
+        self._others = [parameter for parameter in trained if id(parameter) not in of_sources]
         self._versions, self._unmoved = self._read_versions(), 0
         self.set_density()
 
@@ -152,10 +152,12 @@ class Sparsifier:
                 f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown or keep_dense!r}). Pass a list "
                 "of names as in `model.named_modules()`."
             )
-        inside = {name: [each for each in modules[name].modules() if isinstance(each, DensitySource)] for name in names}
-        kept = [source for sources in inside.values() for source in sources]
-        found = (each for each in modules.values() if isinstance(each, DensitySource))
-        return [source for source in found if source not in kept], kept
+        inside = {
+            name: [module for module in modules[name].modules() if isinstance(module, DensitySource)] for name in names
+        }
+        dense = [source for sources in inside.values() for source in sources]
+        density_sources = (module for module in modules.values() if isinstance(module, DensitySource))
+        return [source for source in density_sources if source not in dense], dense
 
     def _join_losses(self, model: torch.nn.Module) -> list[AuxiliaryLosses]:
         """Let the auxiliary losses of all layers join their backward passes, and return what keeps them."""
@@ -267,13 +269,13 @@ class Sparsifier:
 
     def _read_versions(self) -> list[list[int]]:
         """How often parameters of the sources, and all others, have been written."""
-        return [[each._version for each in some] for some in (self._own, self._others)]
+        return [[parameter._version for parameter in parameters] for parameters in (self._own, self._others)]
 
     def _check_optimizer(self) -> None:
         """Warn once if the optimizer changes other parameters, but none of the sources, which have gradients."""
         before, self._versions = self._versions, self._read_versions()
         moved, others_moved = (old != new for old, new in zip(before, self._versions, strict=True))
-        learns = any(each.grad is not None for each in self._own)
+        learns = any(parameter.grad is not None for parameter in self._own)
         self._unmoved = self._unmoved + 1 if learns and others_moved and not moved else 0
         if self._unmoved == UNMOVED_STEPS:
             warnings.warn(
