@@ -101,11 +101,9 @@ class Universality:
         return False if False in answers else None if None in answers else True
 
     def __bool__(self) -> bool:
-        if self.holds is None:
-            raise ValueError(
-                "Expected 'holds' to be True or False for a yes or no (got None). Read `.holds`, or raise `time_limit`."
-            )
-        return self.holds
+        way_out = "Read `.holds`, or raise `time_limit`."
+        checks.require(self.holds is not None, "holds", "to be True or False for a yes or no", "None", way_out)
+        return bool(self.holds)
 
     def __str__(self) -> str:
         verdict = {True: "HOLDS", False: "FAILS", None: "UNDECIDED"}[self.holds]
@@ -254,10 +252,8 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
         AttentionGraph(1 sequence, 1 head, 16 queries, 16 keys, 64 edges, density 25.0%)
     """
     check_model(sbm)
-    if not isinstance(threshold, Real) or not 0 <= threshold < 1:
-        raise ValueError(
-            f"Expected 'threshold' in [0, 1) (got {threshold}). An edge counts if its probability is above it."
-        )
+    way_out = "An edge counts if its probability is above it."
+    checks.require(isinstance(threshold, Real) and 0 <= threshold < 1, "threshold", "in [0, 1)", threshold, way_out)
     index, device = index_type(sbm.num_keys), sbm.query_ptr.device
 
     def likely() -> Iterator[tuple[torch.Tensor, int]]:
@@ -289,10 +285,9 @@ def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
 
 
 def _listed(patterns: Any) -> list[Any]:
-    if not isinstance(patterns, Iterable) or isinstance(patterns, str | torch.Tensor):
-        raise TypeError(
-            f"Expected 'patterns' to be a list of graphs (got {type(patterns).__name__}). Pass [graph] for one."
-        )
+    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str | torch.Tensor)
+    way_out = "Pass [graph] for one."
+    checks.require(is_list, "patterns", "to be a list of graphs", type(patterns).__name__, way_out, TypeError)
     return list(patterns)
 
 
@@ -303,11 +298,8 @@ def _one_head(graph: AttentionGraph) -> AttentionGraph:
 
 def _common_size(graphs: list[AttentionGraph]) -> int:
     sizes = {graph.num_queries for graph in graphs}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"Expected 'patterns' over the same tokens (got {sorted(sizes)} tokens). "
-            "Pass one or more patterns of one sequence."
-        )
+    way_out = "Pass one or more patterns of one sequence."
+    checks.require(len(sizes) == 1, "patterns", "over the same tokens", f"{sorted(sizes)} tokens", way_out)
     return sizes.pop()
 
 

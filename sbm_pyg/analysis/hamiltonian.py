@@ -97,11 +97,8 @@ class HamiltonianPath:
     seconds: float
 
     def __bool__(self) -> bool:
-        if self.status == "UNKNOWN":
-            raise ValueError(
-                "Expected 'status' to be 'FOUND' or 'ABSENT' for a yes or no (got 'UNKNOWN'). "
-                "Read `.status`, or raise `time_limit`."
-            )
+        what, way_out = "to be 'FOUND' or 'ABSENT' for a yes or no", "Read `.status`, or raise `time_limit`."
+        checks.require(self.status != "UNKNOWN", "status", what, "'UNKNOWN'", way_out)
         return self.status == "FOUND"
 
     def __str__(self) -> str:
@@ -205,8 +202,7 @@ def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
         got = "" if steps.size == 0 or steps.dtype.kind in "iu" else str(steps.dtype)
     except ValueError:
         got = "lists of different lengths"
-    if got:
-        raise TypeError(f"Expected 'path' to be integers (got {got}). Pass the numbers of the tokens.")
+    checks.require(not got, "path", "to be integers", got, "Pass the numbers of the tokens.", TypeError)
     return _visits_all(graph.num_queries, tokens, into, steps)
 
 
@@ -249,15 +245,10 @@ def one_sequence(graph: AttentionGraph, name: str = "graph") -> AttentionGraph:
     """Check that a graph is one sequence with the same tokens as queries and keys; return it on the CPU."""
     check_graph(graph, name)
     require_values(graph.col, name)
-    if graph.num_sequences != 1:
-        raise ValueError(
-            f"Expected '{name}' to be one sequence (got {graph.num_sequences}). Take one with `graph.sequence(b)`."
-        )
-    if graph.num_queries != graph.num_keys:
-        raise ValueError(
-            f"Expected '{name}' to have the same tokens as queries and keys "
-            f"(got N = {graph.num_queries}, M = {graph.num_keys}). Paths need one set of tokens."
-        )
+    way_out = "Take one with `graph.sequence(b)`."
+    checks.require(graph.num_sequences == 1, name, "to be one sequence", graph.num_sequences, way_out)
+    what, got = "to have the same tokens as queries and keys", f"N = {graph.num_queries}, M = {graph.num_keys}"
+    checks.require(graph.num_queries == graph.num_keys, name, what, got, "Paths need one set of tokens.")
     return graph.to("cpu")
 
 

@@ -186,11 +186,8 @@ def _watch(model: nn.Module, see: Callable[[str, AttentionConv, Choice, _Inputs,
     """Show each call of an attention layer to a function: the graph, and queries, keys and values, rotated."""
     checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
-    if not layers:
-        raise ValueError(
-            f"Expected 'model' to have AttentionConv layers (got {type(model).__name__}, which has none). Replace its "
-            "attention first, e.g. by `replace_attention`."
-        )
+    way_out = "Replace its attention first, e.g. by `replace_attention`."
+    checks.require(layers, "model", "to have AttentionConv layers", f"{type(model).__name__}, which has none", way_out)
     before = {name: {"attend": layer.attend} if "attend" in layer.__dict__ else {} for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -207,11 +204,8 @@ def _attend(
     value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
 ) -> Any:  # fmt: skip
     """Call ``attend`` of a layer, and show what it attended over."""
-    if options.get("edge_attr") is not None:
-        raise ValueError(
-            "Expected 'model' to call its layers without 'edge_attr' (got some). Weights with edge features come from "
-            "the layer itself: pass `return_attention_weights=True` to it."
-        )
+    way_out = "Weights with edge features come from the layer itself: pass `return_attention_weights=True` to it."
+    checks.require(options.get("edge_attr") is None, "model", "to call its layers without 'edge_attr'", "some", way_out)
     with_choice = Returns(returns.graph, True, returns.attention_weights)
     out, *more = attend(query, key, value, *graph, returns=with_choice, **options)
     choice = more[1] if returns.graph else more[0]

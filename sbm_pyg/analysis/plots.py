@@ -112,8 +112,7 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
         ValueError: A density is not ``[L, B, H]``.
     """
     densities = density if isinstance(density, Mapping) else {"": density}
-    if not densities:
-        raise ValueError("Expected 'density' to hold one (got none). Name at least one task or model.")
+    checks.require(densities, "density", "to hold one", "none", "Name at least one task or model.")
     named = {name: 100 * _density_of(value) for name, value in densities.items()}
     figure, axes = _axes(ax, 1.6 + 1.1 * sum(value.size(0) for value in named.values()), 4.2)
     at, ticks = 0.0, {}
@@ -191,11 +190,9 @@ def plot_pixel_attention(
     layers = _layers(graphs)
     checks.tensors(images=images)
     chosen, titles = _chosen(layers, sequences, titles)
-    if images.dim() != 3 or len(images) != layers[0][1].num_sequences:
-        raise ValueError(
-            f"Expected 'images' to be [{layers[0][1].num_sequences}, height, width], one for each sequence "
-            f"(got {list(images.shape)}). Convert colors to gray first."
-        )
+    what, got = f"to be [{layers[0][1].num_sequences}, height, width], one for each sequence", images.shape
+    way_out = "Convert colors to gray first."
+    checks.require(images.dim() == 3 and len(images) == layers[0][1].num_sequences, "images", what, got, way_out)
     height, width = images.shape[1:]
     columns = []  # per layer and head: title, and a map and the density of the mask for each image
     for number, graph in layers:
@@ -395,11 +392,8 @@ def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax
         for name in (rows[0] if rows else ())
         if (match := re.fullmatch(r"density_layer(\d+)_head(\d+)", name))
     )
-    if not names or "step" not in rows[0]:
-        raise ValueError(
-            "Expected 'log' with columns 'step' and 'density_layer0_head0', ... "
-            f"(got {list(rows[0]) if rows else 'no rows'}). `examples/lra.py` writes train.csv and val.csv."
-        )
+    what, got = "with columns 'step' and 'density_layer0_head0', ...", list(rows[0]) if rows else "no rows"
+    checks.require(names and "step" in rows[0], "log", what, got, "`examples/lra.py` writes train.csv and val.csv.")
     try:
         columns = {name: [float(row[name]) for row in rows] for name in ("step", *(name for *_, name in names))}
     except (KeyError, TypeError, ValueError) as error:
@@ -440,8 +434,7 @@ def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
     """
     if not isinstance(history, Sequence) or not all(isinstance(loss, Loss) for loss in history):
         raise TypeError("Expected 'history' to be a list of losses (got another type). `Sparsifier.history` is one.")
-    if not history:
-        raise ValueError("Expected 'history' to hold losses (got none). It has one after the first trial step.")
+    checks.require(history, "history", "to hold losses", "none", "It has one after the first trial step.")
     figure, axes = _axes(ax, 7.2, 4.4)
     change = next((at for at, loss in enumerate(history) if loss.is_sparse), len(history))
     dense = history[: change + 1]
@@ -539,11 +532,9 @@ def _axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
         return figure, figure.subplots()
     if not hasattr(ax, "get_figure") or isinstance(ax, type):
         raise TypeError(f"Expected 'ax' to be axes of matplotlib (got {type(ax).__name__}). Call `figure.subplots()`.")
-    owner = ax.get_figure(root=True)
-    if owner is None:
-        raise ValueError(
-            "Expected 'ax' to belong to a figure (got one that was removed). Make it with `figure.subplots()`."
-        )
+    owner: Any = ax.get_figure(root=True)
+    way_out = "Make it with `figure.subplots()`."
+    checks.require(owner is not None, "ax", "to belong to a figure", "one that was removed", way_out)
     return owner, ax
 
 
@@ -634,13 +625,8 @@ def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
     ):
         raise TypeError(f"Expected 'graphs' to be a trace, or a graph or None per layer (got {type(graphs).__name__}).")
     layers = [(number, graph) for number, graph in enumerate(layer_graphs) if graph is not None]
-    if not layers:
-        raise ValueError(
-            "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."
-        )
+    checks.require(layers, "graphs", "to hold the graph of a layer", "none", "Full attention has no graph to draw.")
     counts = [graph.num_sequences for _, graph in layers]
-    if len({*counts}) > 1:
-        raise ValueError(
-            f"Expected 'graphs' of the same sequences (got {counts} in the layers). Pass those of one batch."
-        )
+    way_out = "Pass those of one batch."
+    checks.require(len({*counts}) <= 1, "graphs", "of the same sequences", f"{counts} in the layers", way_out)
     return layers

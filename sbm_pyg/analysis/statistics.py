@@ -147,11 +147,8 @@ def graph_statistics(
     graph = graph.to("cpu")
     heads, sequences, num_queries, num_keys = graph.heads, graph.num_sequences, graph.num_queries, graph.num_keys
     square = torch.equal(graph.query_ptr, graph.key_ptr)
-    if bipartite is False and not square:
-        raise ValueError(
-            f"Expected 'bipartite' to be True if sequences have different numbers of queries and keys (got N = "
-            f"{num_queries}, M = {num_keys}). Pass bipartite=True."
-        )
+    what, way_out = "to be True if sequences have different numbers of queries and keys", "Pass bipartite=True."
+    checks.require(bipartite is not False or square, "bipartite", what, f"N = {num_queries}, M = {num_keys}", way_out)
     split = not square if bipartite is None else bipartite
 
     group, key_group = (_row_groups(ptr, heads) for ptr in (graph.query_ptr, graph.key_ptr))  # b * H + h of each row
@@ -247,10 +244,8 @@ def to_networkx(
     check_graph(graph)
     if sbm is not None:
         check_model(sbm)
-    if view not in ("tokens", "bipartite"):
-        raise ValueError(
-            f"Expected 'view' to be 'tokens' or 'bipartite' (got {view!r}). Pass head='all' for all heads at once."
-        )
+    way_out = "Pass head='all' for all heads at once."
+    checks.require(view in ("tokens", "bipartite"), "view", "to be 'tokens' or 'bipartite'", repr(view), way_out)
     result = graph.to_networkx(sequence, head, bipartite=view == "bipartite")
     if sbm is None:
         return result
@@ -292,11 +287,9 @@ def _labels(graph: AttentionGraph, communities: Communities) -> tuple[Array, Arr
             "They are numbers of communities."
         )
     for name, labels, size in zip(("queries", "keys"), pair, (graph.num_queries, graph.num_keys), strict=True):
-        if labels.shape != (graph.heads, size):
-            raise ValueError(
-                f"Expected 'communities' of the {name} to be [{graph.heads}, {size}] (got {list(labels.shape)}). "
-                "They number the community of each token in each head."
-            )
+        what = f"of the {name} to be [{graph.heads}, {size}]"
+        way_out = "They number the community of each token in each head."
+        checks.require(labels.shape == (graph.heads, size), "communities", what, labels.shape, way_out)
     query, key = (labels.cpu().flatten().numpy() for labels in pair)
     return query, key
 

@@ -330,11 +330,9 @@ class BlockGraph(AttentionGraph):
             75.0
         """
         query_cut, key_cut = self.cuts
-        if not (query_cut.whole and key_cut.whole):
-            raise ValueError(
-                f"Expected 'graph' to have sequences of a multiple of {self.block_size} tokens (got a shorter block). "
-                "FlexAttention needs equal blocks: pad the sequences, or attend over the graph itself."
-            )
+        what = f"to have sequences of a multiple of {self.block_size} tokens"
+        way_out = "FlexAttention needs equal blocks: pad the sequences, or attend over the graph itself."
+        checks.require(query_cut.whole and key_cut.whole, "graph", what, "a shorter block", way_out)
         blocks, diagonal = self.blocks, self._diagonal
         shape, parts = (1, self.heads, query_cut.count), []
         for mask in (diagonal, ~diagonal):

@@ -252,14 +252,10 @@ class AttentionGraph(CompressedRows):
         store, source, target, head_name = _stores(data, edge_type)
         edges = store.get("edge_index")
         edges = store.get("adj_t") if edges is None else edges
-        if edges is None:
-            raise ValueError(
-                "Expected 'data' to have edges (got neither 'edge_index' nor 'adj_t'). "
-                "Add them, for example with the transform `SBMGraph`."
-            )
+        way_out = "Add them, for example with the transform `SBMGraph`."
+        checks.require(edges is not None, "data", "to have edges", "neither 'edge_index' nor 'adj_t'", way_out)
         sizes = (source.num_nodes, target.num_nodes)
-        if None in sizes:
-            raise ValueError("Expected 'data' to have nodes (got no number of nodes). Set `x` or `num_nodes`.")
+        checks.require(None not in sizes, "data", "to have nodes", "no number of nodes", "Set `x` or `num_nodes`.")
         head = store.get(head_name)
         for name, value in (("edge_index", edges), (head_name, head)):
             checks.kind(name, value, Tensor | SparseTensor | None, "a tensor", "Convert it with `torch.as_tensor`.")
@@ -301,10 +297,8 @@ class AttentionGraph(CompressedRows):
             )
         keys = [node for node in graph if not split or side[node] == 0]
         queries = [node for node in graph if side[node] == 1] if split else keys
-        if not keys or not queries:
-            raise ValueError(
-                f"Expected 'graph' to have keys and queries (got {len(keys)} and {len(queries)}). Add nodes."
-            )
+        what, way_out = "to have keys and queries", "Add nodes."
+        checks.require(keys and queries, "graph", what, f"{len(keys)} and {len(queries)}", way_out)
         if not split and {*keys} == {*range(len(keys))}:
             keys = queries = [*range(len(keys))]
         source, target = ({node: number for number, node in enumerate(nodes)} for nodes in (keys, queries))
@@ -377,11 +371,8 @@ class AttentionGraph(CompressedRows):
             )
         has_sequences = ptr is not None or batch is not None
         sides = resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device) if has_sequences else ()
-        if sides and not edge_index.same_offsets(*sides):
-            raise ValueError(
-                f"Expected 'edge_index' over the sequences of 'ptr' or 'batch' (got {edge_index}). "
-                "Build the graph with the `ptr` of these tokens."
-            )
+        what, way_out = "over the sequences of 'ptr' or 'batch'", "Build the graph with the `ptr` of these tokens."
+        checks.require(not sides or edge_index.same_offsets(*sides), "edge_index", what, edge_index, way_out)
         return edge_index.expand(heads)
 
     @classmethod
@@ -397,11 +388,8 @@ class AttentionGraph(CompressedRows):
         """
         check_tensor(mask, "mask", optional=False)
         require_values(mask, "mask")
-        if mask.dim() not in (2, 3, 4) or mask.numel() == 0:
-            raise ValueError(
-                f"Expected 'mask' to be [N, M], [H, N, M] or [B, H, N, M] (got {list(mask.shape)}). "
-                "Rows are queries; no dimension may be empty."
-            )
+        what, way_out = "to be [N, M], [H, N, M] or [B, H, N, M]", "Rows are queries; no dimension may be empty."
+        checks.require(mask.dim() in (2, 3, 4) and mask.numel() != 0, "mask", what, mask.shape, way_out)
         *before, num_queries, num_keys = mask.shape
         batch, heads = before[0] if len(before) == 2 else 1, before[-1] if before else 1
         flat = mask.reshape(batch, heads, num_queries, num_keys)
@@ -496,11 +484,8 @@ class AttentionGraph(CompressedRows):
         head = resolve_index(head, self.heads, "head")
         graph = self.head(head)
         if value is not None:
-            if value.dim() < 1 or value.size(0) != self.num_edges:
-                raise ValueError(
-                    f"Expected 'value' to be [{self.num_edges}, ...] (got {list(value.shape)}). "
-                    "It holds one entry per edge of all heads."
-                )
+            what, way_out = f"to be [{self.num_edges}, ...]", "It holds one entry per edge of all heads."
+            checks.require(value.dim() >= 1 and value.size(0) == self.num_edges, "value", what, value.shape, way_out)
             first = int(self.rowptr[head * self.num_queries])
             value = value[first : first + graph.num_edges]
         options = {"sparse_sizes": (self.num_queries, self.num_keys), "is_sorted": True, "trust_data": True}
@@ -541,21 +526,18 @@ class AttentionGraph(CompressedRows):
         checks.kind("data", data, Data | HeteroData, "Data or HeteroData", "`to_data()` makes a new one.")
         if isinstance(data, Data) and edge_type is not None:
             raise ValueError(f"Expected no 'edge_type' with Data (got {edge_type!r}). Data has one edge type.")
-        if isinstance(data, HeteroData) and not (isinstance(edge_type, tuple) and len(edge_type) == 3):
-            raise ValueError(
-                f"Expected 'edge_type' to be (source, relation, target) (got {edge_type!r}). Name the edges."
-            )
+        is_valid = not isinstance(data, HeteroData) or (isinstance(edge_type, tuple) and len(edge_type) == 3)
+        what, way_out = "to be (source, relation, target)", "Name the edges."
+        checks.require(is_valid, "edge_type", what, repr(edge_type), way_out)
         store: Any = data if edge_type is None else data[edge_type]
         target, source = (None, None) if edge_type is None else (edge_type[2], edge_type[0])
         for nodes, total, ptr in ((target, self.num_queries, self.query_ptr), (source, self.num_keys, self.key_ptr)):
             node_store: Any = data if nodes is None else data[nodes]
             if not any(name in node_store for name in ("num_nodes", "x", "pos", "batch", "ptr")):
                 continue  # PyG would infer the number of nodes from the edges
-            if node_store.num_nodes != total:
-                raise ValueError(
-                    f"Expected 'data' to have {total} nodes, one per token of the graph (got {node_store.num_nodes}). "
-                    "Build the graph over the nodes of 'data'."
-                )
+            what = f"to have {total} nodes, one per token of the graph"
+            way_out = "Build the graph over the nodes of 'data'."
+            checks.require(node_store.num_nodes == total, "data", what, node_store.num_nodes, way_out)
             data_ptr = stored_ptr(node_store)
             if data_ptr is not None and not torch.equal(data_ptr.cpu(), ptr.cpu()):
                 raise ValueError(
@@ -619,11 +601,9 @@ class AttentionGraph(CompressedRows):
         if head != "all":
             chosen = graph.head(resolve_index(head, self.heads, "head", ", or head='all' for a MultiDiGraph"))
         square = graph.num_queries == graph.num_keys
-        if bipartite is False and not square:
-            raise ValueError(
-                f"Expected 'bipartite' to be True or None if queries and keys differ in number (got {bipartite}, "
-                f"{graph.num_queries} and {graph.num_keys}). Leave it out."
-            )
+        is_valid = bipartite is not False or square
+        what, way_out = "to be True or None if queries and keys differ in number", "Leave it out."
+        checks.require(is_valid, "bipartite", what, f"{bipartite}, {graph.num_queries} and {graph.num_keys}", way_out)
         split = not square if bipartite is None else bipartite
         result: nx.DiGraph[Any] = nx.MultiDiGraph() if head == "all" else nx.DiGraph()
         if split:
@@ -647,10 +627,9 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     what = "a tensor [2, E], a sparse adjacency or an AttentionGraph"
     way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
     checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
-    if isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_bsr, torch.sparse_bsc):
-        raise TypeError(
-            f"Expected 'edge_index' to store single entries (got {adjacency.layout}). Convert it with `to_sparse_csr`."
-        )
+    is_valid = not isinstance(adjacency, Tensor) or adjacency.layout not in (torch.sparse_bsr, torch.sparse_bsc)
+    what, way_out = "to store single entries", "Convert it with `to_sparse_csr`."
+    checks.require(is_valid, "edge_index", what, adjacency.layout, way_out, TypeError)
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.dim() - adjacency.dense_dim() != 2:
             raise ValueError(

@@ -273,8 +273,7 @@ def resolve_ptr(
         TypeError: Offsets or sequence numbers are not an integer tensor.
         ValueError: The offsets do not describe N tokens.
     """
-    if ptr is not None and batch is not None:
-        raise ValueError(f"Expected '{name}' or 'batch' (got both). Leave one of them out.")
+    checks.require(ptr is None or batch is None, name, "or 'batch'", "both", "Leave one of them out.")
     ptr, batch = as_integers(ptr), as_integers(batch)
     check_tensor(ptr, name)
     check_tensor(batch, "batch")
@@ -410,8 +409,7 @@ def draw_seed(seed: int | None = None, generator: torch.Generator | None = None)
         ValueError: Both are given, or the seed does not fit into 64 bits.
     """
     if seed is not None:
-        if generator is not None:
-            raise ValueError("Expected 'seed' or 'generator' (got both). Leave one out.")
+        checks.require(generator is None, "seed", "or 'generator'", "both", "Leave one out.")
         return checks.seed(seed)
     checks.kind("generator", generator, torch.Generator | None, "a torch.Generator", "Pass a number as `seed`.")
     device = "cpu" if generator is None else generator.device

@@ -39,11 +39,8 @@ class CompressedRows:
             check_tensor(getattr(self, name), name, optional=name.endswith("_ptr"))
         check_sizes(self.num_queries, self.num_keys, self.heads)
         checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
-        if self.rowptr.dtype != torch.int64:
-            raise TypeError(
-                f"Expected 'rowptr' to be int64 (got {self.rowptr.dtype}). "
-                "Offsets of large graphs overflow int32: convert it with `.long()`."
-            )
+        way_out = "Offsets of large graphs overflow int32: convert it with `.long()`."
+        checks.require(self.rowptr.dtype == torch.int64, "rowptr", "to be int64", self.rowptr.dtype, way_out, TypeError)
         if self.col.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Expected 'col' to be int32 or int64 (got {self.col.dtype}). Call `.long()`.")
         rows = self.heads * self.num_queries + 1
@@ -52,8 +49,7 @@ class CompressedRows:
                 f"Expected 'rowptr' to be [H*N+1] = [{rows}] (got {list(self.rowptr.shape)}). "
                 "It holds one row per head and query, heads outermost."
             )
-        if self.col.dim() != 1:
-            raise ValueError(f"Expected 'col' to be [E] (got {list(self.col.shape)}). It holds the key of each edge.")
+        checks.require(self.col.dim() == 1, "col", "to be [E]", self.col.shape, "It holds the key of each edge.")
         self._fill_offsets()
         for name in ("query_ptr", "key_ptr"):
             if getattr(self, name).dtype != torch.int64:
@@ -591,11 +587,8 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
         check_tensor(value, name, optional=name == "edge_head")
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
             raise TypeError(f"Expected '{name}' to be int64 (got {value.dtype}). Call `.long()`.")
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(
-            f"Expected 'edge_index' to be [2, E] (got {list(edge_index.shape)}). "
-            "Row 0 holds keys (sources), row 1 queries (targets)."
-        )
+    what, way_out = "to be [2, E]", "Row 0 holds keys (sources), row 1 queries (targets)."
+    checks.require(edge_index.dim() == 2 and edge_index.size(0) == 2, "edge_index", what, edge_index.shape, way_out)
     key, query = edge_index.long()
     if edge_head is None:
         return key, query, torch.zeros_like(key)

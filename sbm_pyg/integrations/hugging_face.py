@@ -32,6 +32,7 @@ from transformers.trainer_utils import has_length
 
 from ..layers import named
 from ..layers.attention import AttentionConv
+from ..ops import checks
 from ..training.sparsifier import Sparsifier
 from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
 
@@ -62,10 +63,7 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
     """Undo :func:`add_sources`, see :func:`sbm_pyg.restore_attention`."""
     modules = model.named_modules()
     parts = {name: module for name, module in modules if NAME in module._modules or NAME in vars(module)}
-    if not parts:
-        raise ValueError(
-            f"Expected 'model' to have graph sources (got none in {type(model).__name__}). It is dense already."
-        )
+    checks.require(parts, "model", "to have graph sources", f"none in {type(model).__name__}", "It is dense already.")
     names = [name for name, module in parts.items() if getattr(module, NAME) is not None]
     for module in parts.values():
         delattr(module, NAME)
@@ -140,11 +138,9 @@ def _check_arguments(module: nn.Module) -> None:
             is_used = eval(expression, {}, {"self": module}) is not None
         except Exception:  # of other names, whose values only a call has
             is_used = True
-        if is_used:
-            raise ValueError(
-                f"Expected 'model' with attention that queries, keys, values and a mask define (got '{name}' of "
-                f"{type(module).__name__}, which changes its scores or its pairs). Choose another model."
-            )
+        what, way_out = "with attention that queries, keys, values and a mask define", "Choose another model."
+        got = f"'{name}' of {type(module).__name__}, which changes its scores or its pairs"
+        checks.require(not is_used, "model", what, got, way_out)
 
 
 def _as_json(value: Any) -> Any:
@@ -245,8 +241,7 @@ def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> Attention
     """An attention layer without projections, and with the source that the options describe."""
     source = options.pop("source", "sbm")
     fixed = sorted(SET_BY_MODEL & {*options})
-    if fixed:
-        raise TypeError(f"Expected 'options' without {fixed} (got them). The model sets them.")
+    checks.require(not fixed, "options", f"without {fixed}", "them", "The model sets them.", TypeError)
     if source == "sbm":
         density = options.pop("target_density", 1.0)
         layer = named.make_attention(source, -1, channels, heads, target_density=1.0, **options)
@@ -364,11 +359,8 @@ class SparsifierCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Call :meth:`Sparsifier.step <sbm_pyg.Sparsifier.step>`."""
         assert self.sparsifier is not None
-        if not self._losses:
-            raise ValueError(
-                "Expected 'model' to return its loss in training (got none). Pass labels, and no function that "
-                "computes another loss."
-            )
+        way_out = "Pass labels, and no function that computes another loss."
+        checks.require(self._losses, "model", "to return its loss in training", "none", way_out)
         losses = torch.stack(self._losses)
         if self._are_parts:  # of a mean over the tokens of all passes, and of all processes
             loss = losses.sum() * (args.world_size if args.average_tokens_across_devices else 1)

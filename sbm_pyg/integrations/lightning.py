@@ -12,6 +12,7 @@ from typing import Any
 import lightning
 from torch import Tensor
 
+from ..ops import checks
 from ..training.sparsifier import Sparsifier
 
 __all__ = ["SparsifierCallback"]
@@ -50,11 +51,9 @@ class SparsifierCallback(lightning.Callback):
         steps = self.options.get("total_steps")
         if steps is None:
             steps = trainer.estimated_stepping_batches
-            if not 0 < steps < math.inf:
-                raise ValueError(
-                    "Expected 'total_steps' for a trainer that does not know how many steps it will take (got none). "
-                    "Pass it, or `max_steps` to the trainer; `max_epochs` is enough for data with a length."
-                )
+            what = "for a trainer that does not know how many steps it will take"
+            way_out = "Pass it, or `max_steps` to the trainer; `max_epochs` is enough for data with a length."
+            checks.require(0 < steps < math.inf, "total_steps", what, "none", way_out)
             if steps == trainer.max_steps and len(trainer.optimizers) > 1:
                 raise ValueError(
                     f"Expected 'total_steps' with 'max_steps' and {len(trainer.optimizers)} optimizers (got none). The "

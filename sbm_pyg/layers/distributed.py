@@ -89,21 +89,13 @@ class HeadParallel(torch.nn.Module):
                 "`torch.distributed.init_process_group` first."
             )
         self.process_group = process_group
-        if conv.heads % self.processes:
-            raise ValueError(
-                f"Expected 'conv' with heads that are a multiple of {self.processes}, the number of processes (got "
-                f"{conv.heads}). Take more heads, or a group of fewer processes."
-            )
-        if conv.source is None:
-            raise ValueError(
-                "Expected 'conv' with a source (got None). Give it one, such as `PatternSource(patterns.full)` for "
-                "dense attention."
-            )
-        if conv.lin_edge is not None:
-            raise ValueError(
-                "Expected 'conv' without 'edge_dim' (got one). Processes share tokens, and edge features belong to a "
-                "given graph: attend to it on one process."
-            )
+        what = f"with heads that are a multiple of {self.processes}, the number of processes"
+        way_out = "Take more heads, or a group of fewer processes."
+        checks.require(not conv.heads % self.processes, "conv", what, conv.heads, way_out)
+        way_out = "Give it one, such as `PatternSource(patterns.full)` for dense attention."
+        checks.require(conv.source is not None, "conv", "with a source", "None", way_out)
+        way_out = "Processes share tokens, and edge features belong to a given graph: attend to it on one process."
+        checks.require(conv.lin_edge is None, "conv", "without 'edge_dim'", "one", way_out)
         bias = conv.score_bias
         if bias is not None and not (isinstance(bias, torch.nn.Module) and hasattr(bias, "head_dims")):
             raise ValueError(
@@ -196,10 +188,8 @@ class HeadParallel(torch.nn.Module):
         distributed.all_gather(table, row, group=self.process_group)
         counts, seeds, free, *others = torch.stack(table).T.tolist()
         for name, values in (("ptr", others[0]), ("sequence_ids", others[1])):
-            if len({*values}) > 1:
-                raise ValueError(
-                    f"Expected '{name}' to be the same on all processes (got others). It describes the tokens of all."
-                )
+            way_out = "It describes the tokens of all."
+            checks.require(len({*values}) <= 1, name, "to be the same on all processes", "others", way_out)
         if any(free) != all(free) or (not any(free) and len({*seeds}) > 1):
             passed = [None if is_free else number for number, is_free in zip(seeds, free, strict=True)]
             raise ValueError(
@@ -321,5 +311,4 @@ def _group(group: Any) -> Any:
 
 def _check_gathered(tensor: Tensor | None, name: str) -> None:
     """Raise ValueError if a parameter is in shards."""
-    if hasattr(tensor, "full_tensor"):  # a DTensor
-        raise ValueError(f"Expected '{name}' to be gathered (got a shard of it). {_SHARD_ABOVE}")
+    checks.require(not hasattr(tensor, "full_tensor"), name, "to be gathered", "a shard of it", _SHARD_ABOVE)

@@ -108,11 +108,8 @@ class SparseGPSConv(GPSConv):
             )
         way_out = "Build an SBMAttentionConv, or leave it out and pass `heads=` by name."
         checks.kind("attn", attn, AttentionConv, "an AttentionConv", way_out)
-        if not {*channel_pair(attn.in_channels)} <= {channels, -1}:
-            raise ValueError(
-                f"Expected 'attn' to take {channels} channels, as 'channels' says (got {attn.in_channels}). "
-                "Nodes enter both layers."
-            )
+        what, way_out = f"to take {channels} channels, as 'channels' says", "Nodes enter both layers."
+        checks.require({*channel_pair(attn.in_channels)} <= {channels, -1}, "attn", what, attn.in_channels, way_out)
         super().__init__(channels, conv, 1, dropout, act, act_kwargs, norm, norm_kwargs)
         self.heads, self.attn_type, self.attn = attn.heads, type(attn).__name__, attn
         self.lin_out = nn.Linear(attn.out_channels * (attn.heads if attn.concat else 1), channels)
@@ -150,11 +147,9 @@ class SparseGPSConv(GPSConv):
             ValueError: Attention has other sizes than torch's layer can have.
         """
         attn, width = self.attn, self.attn.heads * self.attn.out_channels
-        if width != self.channels or not attn.concat:
-            raise ValueError(
-                f"Expected 'attn' with concatenated heads of {self.channels} channels together, as PyG's layer has "
-                f"(got {attn}). It has no dense counterpart: leave it as it is."
-            )
+        what = f"with concatenated heads of {self.channels} channels together, as PyG's layer has"
+        way_out = "It has no dense counterpart: leave it as it is."
+        checks.require(width == self.channels and attn.concat, "attn", what, attn, way_out)
         attention = SBMMultiheadAttention(
             width, attn.heads, attn.dropout, attn.lin_query.bias is not None, batch_first=True, source=None
         )

@@ -113,18 +113,13 @@ class LearnedGraph(nn.Module):
         checks.number("probes", probes, "[0, inf]", "It is the mean number of probes per node.")
         parts = (source, *(getattr(source, name, None) for name in ("head", "scorer")))
         heads = max(heads, *(getattr(part, "heads", 1) for part in parts))
-        if heads != 1:
-            raise ValueError(
-                f"Expected 'source' with one head, as a convolution has one graph (got {heads}). Use heads=1."
-            )
+        checks.require(heads == 1, "source", "with one head, as a convolution has one graph", heads, "Use heads=1.")
         if getattr(source, "block_size", 1) != 1:
             raise ValueError(
                 f"Expected 'source' with block_size=1 (got {source.block_size}). Nodes of a graph have no order."
             )
-        if source.method == "fastrg":
-            raise ValueError(
-                "Expected 'source' with method='bernoulli' (got 'fastrg'). The gradient is derived for it."
-            )
+        way_out = "The gradient is derived for it."
+        checks.require(source.method != "fastrg", "source", "with method='bernoulli'", "'fastrg'", way_out)
         self.source, self.probes = source, probes
         self._unanswered = 0
 
@@ -227,12 +222,10 @@ class LearnedGraph(nn.Module):
 
     def _choose_among(self, among: Candidates, tokens: Tokens) -> Choice:
         """The choice of the source among candidates, without self-loops that are not candidates."""
-        if not isinstance(self.source, LearnedSource):
-            raise TypeError(
-                f"Expected 'source' to be a LearnedSource with 'candidates' (got {type(self.source).__name__}). "
-                "Its `predict` computes their probabilities."
-            )
-        choice = self.source.choose_among(tokens, among)
+        source: Any = self.source
+        way_out = "Its `predict` computes their probabilities."
+        checks.kind("source", source, LearnedSource, "a LearnedSource with 'candidates'", way_out)
+        choice: Choice = source.choose_among(tokens, among)
         if choice.forced is None:
             return choice
         return choice.select((choice.graph.lag != 0) | among.graph.contains(choice.graph.edge_index))

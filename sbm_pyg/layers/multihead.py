@@ -114,14 +114,10 @@ class SBMMultiheadAttention(nn.Module):
             raise TypeError(f"Expected 'dtype' to be one of {[*DTYPES]} (got {dtype!r}). Attention supports these.")
         if device is not None:
             checks.device(device)
-        if embed_dim % num_heads:
-            raise ValueError(
-                f"Expected 'embed_dim' to be a multiple of 'num_heads' (got {embed_dim} and {num_heads}). "
-                "Each head takes embed_dim / num_heads channels."
-            )
+        what, way_out = "to be a multiple of 'num_heads'", "Each head takes embed_dim / num_heads channels."
+        checks.require(not embed_dim % num_heads, "embed_dim", what, f"{embed_dim} and {num_heads}", way_out)
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
-            if value:
-                raise ValueError(f"Expected '{name}' to be False (got True). Append a token to keys and values.")
+            checks.require(not value, name, "to be False", "True", "Append a token to keys and values.")
         if not options.pop("concat", True):
             raise ValueError("Expected no 'concat' (got False). The output projection needs the concatenated heads.")
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
@@ -161,8 +157,7 @@ class SBMMultiheadAttention(nn.Module):
             "dtype": weight.dtype,
         }
         fixed = sorted({*arguments} & {*options})
-        if fixed:
-            raise TypeError(f"Expected 'options' without {fixed} (got them). The layer of torch sets them.")
+        checks.require(not fixed, "options", f"without {fixed}", "them", "The layer of torch sets them.", TypeError)
         made = cls(**arguments, **options)
         lins = (made.conv.lin_query, made.conv.lin_key, made.conv.lin_value)
         with torch.no_grad():
@@ -334,11 +329,9 @@ class SBMMultiheadAttention(nn.Module):
                 )
         dims = tokens["query"].dim()
         for name, x in tokens.items():
-            if x.dim() != dims or dims not in (2, 3):
-                raise ValueError(
-                    f"Expected '{name}' to have 3 dimensions, or 2 for one sequence, like the other tokens "
-                    f"(got {x.dim()}). See the docstring of SBMMultiheadAttention."
-                )
+            what = "to have 3 dimensions, or 2 for one sequence, like the other tokens"
+            way_out = "See the docstring of SBMMultiheadAttention."
+            checks.require(x.dim() == dims and dims in (2, 3), name, what, x.dim(), way_out)
             same = x.dtype == like.dtype or not like.is_floating_point()  # quantized weights check their inputs
             if not (same or (x.dtype in DTYPES and converts(x, like))):
                 raise TypeError(
@@ -378,8 +371,7 @@ class SBMMultiheadAttention(nn.Module):
         same = key.is_nested == value.is_nested
         if same and key.is_nested:
             same = torch.equal(cast(Tensor, real["key"]), cast(Tensor, real["value"]))
-        if not same:
-            raise ValueError("Expected 'value' to be nested like 'key' (got other lengths). Each key has one value.")
+        checks.require(same, "value", "to be nested like 'key'", "other lengths", "Each key has one value.")
         if key_padding_mask is not None:
             if key.is_nested:
                 raise ValueError(
@@ -472,11 +464,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     """A boolean mask: True where the mask is True or minus infinity."""
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        raise TypeError(
-            f"Expected '{name}' to be boolean or floating (got {mask.dtype}). "
-            "Convert it with `.bool()`, True = leave out; if it is 1 for tokens and 0 for padding, pass `mask == 0`."
-        )
+    way_out = "Convert it with `.bool()`, True = leave out; if it is 1 for tokens and 0 for padding, pass `mask == 0`."
+    checks.require(mask.is_floating_point(), name, "to be boolean or floating", mask.dtype, way_out, TypeError)
     masked = mask == -torch.inf
     is_valid = (masked | (mask == 0)).all()
     if not can_read(mask):
@@ -498,10 +487,8 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
             "or give its `values()` and `offsets()` to SBMAttentionConv as tokens and `ptr`."
         )
     lengths, channels = zip(*(part.shape for part in x.unbind()), strict=True)
-    if len({*channels}) > 1:
-        raise ValueError(
-            f"Expected '{name}' to have equal channels in all sequences (got {channels}). Convert them to one width."
-        )
+    way_out = "Convert them to one width."
+    checks.require(len({*channels}) <= 1, name, "to have equal channels in all sequences", channels, way_out)
     padded = torch.nested.to_padded_tensor(x, 0.0)
     return padded, torch.arange(padded.size(1), device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
 

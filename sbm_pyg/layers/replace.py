@@ -99,11 +99,8 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             continue
         attention = cast(nn.Module, layer.attn if isinstance(layer, GPSConv) else layer)
         shared = [part for part, parameter in attention.named_parameters() if owners[id(parameter)] > 1]
-        if shared:
-            raise ValueError(
-                f"Expected '{name}' to have weights of its own (got {shared} in two places). Copies would be trained "
-                "apart: give each place its own weights first."
-            )
+        way_out = "Copies would be trained apart: give each place its own weights first."
+        checks.require(not shared, name, "to have weights of its own", f"{shared} in two places", way_out)
         base = GPSConv if isinstance(layer, GPSConv) else nn.MultiheadAttention
         if type(layer).forward is not base.forward:
             raise ValueError(
@@ -172,11 +169,8 @@ def restore_attention(model: nn.Module) -> list[str]:
             option: getattr(conv, option) for option in ("is_causal", "score_bias", "rotary") if getattr(conv, option)
         }
         more |= {} if conv.normalizer == "softmax" else {"normalizer": conv.normalizer}
-        if more:
-            raise ValueError(
-                f"Expected '{name}' to compute what the dense layer does (got {more}). Dense attention would lose it: "
-                "use `to_torch` or `to_gps` of the layer if your model brings it."
-            )
+        way_out = "Dense attention would lose it: use `to_torch` or `to_gps` of the layer if your model brings it."
+        checks.require(not more, name, "to compute what the dense layer does", more, way_out)
     return _put(model, layers, {layer: _dense(layer) for layer in layers.values()})
 
 

@@ -59,8 +59,7 @@ class EncoderTrace:
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple) or not all(isinstance(choice, Choice | None) for choice in self.choices):
             raise TypeError(f"Expected 'choices' to be a tuple of Choice or None (got {repr(self.choices)[:80]}).")
-        if not self.choices:
-            raise ValueError("Expected 'choices' to hold one Choice or None per layer (got none). A model has layers.")
+        checks.require(self.choices, "choices", "to hold one Choice or None per layer", "none", "A model has layers.")
         if not isinstance(self.shape, tuple) or len(self.shape) != 2:
             raise TypeError(f"Expected 'shape' to be the numbers of sequences and heads, (B, H) (got {self.shape!r}).")
         for choice in self.choices:
@@ -220,10 +219,8 @@ class SequenceEncoder(Pretrained):
         channels = checks.integer("channels", channels, 1, SEE_DOCSTRING)
         heads = checks.integer("heads", heads, 1, SEE_DOCSTRING)
         if head_channels is None:
-            if channels % heads:
-                raise ValueError(
-                    f"Expected 'heads' to divide 'channels' (got {heads} and {channels}). Or pass 'head_channels'."
-                )
+            way_out = "Or pass 'head_channels'."
+            checks.require(not channels % heads, "heads", "to divide 'channels'", f"{heads} and {channels}", way_out)
             head_channels = channels // heads
         ffn_channels = 2 * channels if ffn_channels is None else ffn_channels
         if (num_tokens is None) == (in_channels is None):
@@ -249,11 +246,9 @@ class SequenceEncoder(Pretrained):
         names = attention_names()
         checks.kind("attention", attention, str | Callable, "a name or a factory", f"The names are {names}.")
         if isinstance(attention, str):
-            if attention not in names:
-                raise ValueError(
-                    f"Expected 'attention' to be one of {names} or a factory (got {attention!r}). "
-                    "A factory is called with (channels, head_channels, heads). See also `sbm_pyg.register_source`."
-                )
+            what = f"to be one of {names} or a factory"
+            way_out = "A factory is called with (channels, head_channels, heads). See also `sbm_pyg.register_source`."
+            checks.require(attention in names, "attention", what, repr(attention), way_out)
             options = dict(attention_options or {})
             if position_encoding == "alibi" and (attention == "dcmm" or "score_bias" in options):
                 raise ValueError(
@@ -269,11 +264,9 @@ class SequenceEncoder(Pretrained):
                 raise ValueError("Expected no 'is_causal' with a factory (got True). Make its layers causal.")
             if attention_options is not None:
                 raise ValueError("Expected no 'attention_options' with a factory (got some). Pass them to the factory.")
-            if position_encoding in ("rotary", "alibi"):
-                raise ValueError(
-                    "Expected 'position_encoding' to be 'learned' or 'none' with a factory "
-                    f"(got {position_encoding!r}). Give its layers a Rotary or an ALiBi."
-                )
+            is_outside, got = position_encoding in ("learned", "none"), repr(position_encoding)
+            what, way_out = "to be 'learned' or 'none' with a factory", "Give its layers a Rotary or an ALiBi."
+            checks.require(is_outside, "position_encoding", what, got, way_out)
             make = attention
         attentions = [make(channels, head_channels, heads) for _ in range(num_layers)]
         self.num_tokens: int | None = width if in_channels is None else None

@@ -126,11 +126,9 @@ class PairClassifier(_PoolingHead):
             ValueError: The two batches hold different numbers of sequences.
         """
         for name, pair in (("tokens", tokens), ("ptr", ptr), ("batch", batch), ("positions", positions)):
-            if not (isinstance(pair, tuple | list) and len(pair) == 2) and (pair is not None or name == "tokens"):
-                raise TypeError(
-                    f"Expected '{name}' to be a pair, of first and second sequences "
-                    f"(got {type(pair).__name__}). Pass both."
-                )
+            is_valid = (isinstance(pair, tuple | list) and len(pair) == 2) or (pair is None and name != "tokens")
+            what, way_out = "to be a pair, of first and second sequences", "Pass both."
+            checks.require(is_valid, name, what, type(pair).__name__, way_out, TypeError)
         ptrs, batches, positions_of = ptr or (None, None), batch or (None, None), positions or (None, None)
         tokens = (self.encoder.check_tokens(tokens[0]), self.encoder.check_tokens(tokens[1]))
         offsets = [
@@ -275,8 +273,7 @@ def mask_tokens(
     """
     checks.tensors(tokens=tokens)
     require_values(tokens, "tokens")
-    if tokens.dtype != torch.int64:
-        raise ValueError(f"Expected 'tokens' to be int64 (got {tokens.dtype}). They are token numbers.")
+    checks.require(tokens.dtype == torch.int64, "tokens", "to be int64", tokens.dtype, "They are token numbers.")
     mask_token = checks.integer("mask_token", mask_token, 0, "It is the number of the mask in the vocabulary.")
     num_tokens = checks.integer(
         "num_tokens", num_tokens, 1, "It is the number of tokens that random ones are drawn from."

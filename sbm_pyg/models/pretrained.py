@@ -19,6 +19,8 @@ from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..ops import checks
+
 __all__ = ["Pretrained"]
 
 WEIGHTS = "model.safetensors"
@@ -170,10 +172,8 @@ def _decode(value: Any) -> Any:
     if CLASS not in value:
         return value
     name = value.pop(CLASS)
-    if name not in CLASSES:
-        raise ValueError(
-            f"Expected '{CLASS}' to be one of {sorted(CLASSES)} (got {name!r}). Import the module that defines it."
-        )
+    way_out = "Import the module that defines it."
+    checks.require(name in CLASSES, CLASS, f"to be one of {sorted(CLASSES)}", repr(name), way_out)
     return CLASSES[name](**value)
 
 

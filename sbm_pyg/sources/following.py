@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ..ops import checks
 from ..ops.values import in_backward
 
 __all__ = ["FollowingSource", "sync_statistics"]
@@ -39,8 +40,7 @@ def sync_statistics(model: torch.nn.Module, process_group: Any = None) -> torch.
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its sources are set.")
+    checks.kind("model", model, torch.nn.Module, "a module", "Its sources are set.")
     for module in model.modules():
         if isinstance(module, FollowingSource):
             module.synced, module.process_group = True, process_group

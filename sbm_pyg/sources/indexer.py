@@ -206,10 +206,8 @@ class IndexProbability(EdgeProbability):
         key_sizes = (heads, tokens.num_keys, channels)
         checks.shape("key", key, key_sizes, "[H, M, D]", "It has the channels of a small head.")
         require_values(query, "query")
-        if min(small, channels) < 1:
-            raise ValueError(
-                f"Expected 'query' of at least one head and channel (got {list(query.shape)}). They score."
-            )
+        way_out = "They score."
+        checks.require(min(small, channels) >= 1, "query", "of at least one head and channel", query.shape, way_out)
         for name, x, shape, words in (("degree", degree, (count,), "[N]"), ("bias", bias, (heads,), "[H]")):
             if x is not None:
                 checks.tensors(**{name: x})
@@ -483,11 +481,9 @@ class IndexerSource(LearnedSource):
         checks.one_of("select", select, SELECT)
         if k is not None:
             k = checks.integer("k", k, 1, "It is the number of keys of each query.")
-        if select != "top_k" and k is not None:
-            raise ValueError(
-                f"Expected 'k' with select='top_k' alone (got k={k}, select={select!r}). Bernoulli draws have no fixed "
-                "number of keys; set 'target_density'."
-            )
+        what = "with select='top_k' alone"
+        way_out = "Bernoulli draws have no fixed number of keys; set 'target_density'."
+        checks.require(select == "top_k" or k is None, "k", what, f"k={k}, select={select!r}", way_out)
         checks.number("initial_density", initial_density, "(0, 1)", "It is the probability of an edge before training.")
         if exploration is not None:
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")

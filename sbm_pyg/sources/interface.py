@@ -364,8 +364,7 @@ class SourceGraph(BaseTransform):
 
     def _ones(self, data: Data) -> Tensor:
         """Ones in place of features that are not read, ``[H, N, 1]``."""
-        if data.num_nodes is None:
-            raise ValueError(f"Expected 'data' to have nodes (got {data.num_nodes}). Set `x` or `num_nodes`.")
+        checks.require(data.num_nodes is not None, "data", "to have nodes", data.num_nodes, "Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
         return torch.ones(1, 1, 1, device=device).expand(self.heads, data.num_nodes, 1)
 

@@ -102,8 +102,7 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
         k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
         k = torch.full_like(tokens.query_position, k)
     k = k.expand(tokens.num_queries) if k.dim() == 0 else k
-    if k.dtype != torch.int64:
-        raise TypeError(f"Expected 'k' to be int64 (got {k.dtype}). It counts keys.")
+    checks.require(k.dtype == torch.int64, "k", "to be int64", k.dtype, "It counts keys.", TypeError)
     checks.shape("k", k, (tokens.num_queries,), "[N]", "It is the number of keys of each query.")
     checks.same_device("query", query, k=k)
     if values.can_read(k):

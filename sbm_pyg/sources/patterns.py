@@ -467,10 +467,9 @@ class BoundRule:
             raise TypeError(f"Expected options of 'rule' (got {unknown}). It takes {[*parameters]}.")
         for p in [*parameters.values()][1:]:
             is_required = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            if is_required and p.name not in {*options, *supplied}:
-                raise TypeError(
-                    f"Expected '{p.name}' among the options of 'rule' (got {[*options]}). Give `{p.name}=...`."
-                )
+            is_valid = not is_required or p.name in {*options, *supplied}
+            what, way_out = "among the options of 'rule'", f"Give `{p.name}=...`."
+            checks.require(is_valid, p.name, what, [*options], way_out, TypeError)
         self.rule, self.options = rule, dict(options)
         self.supplied = [name for name in supplied if name in parameters and name not in options]
 

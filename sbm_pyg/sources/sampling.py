@@ -248,11 +248,9 @@ class SBMSource(LearnedSource, FollowingSource):
         checks.flag("detach", detach, "It says whether the model sends no gradient to queries and keys.")
         self.detach = detach
         checks.number("candidates", candidates, "[1, inf)", "It is a number of drawn edges for each one that is kept.")
-        if candidates > 1 and block_size > 1:
-            raise ValueError(
-                f"Expected 'candidates' to be 1 with blocks of tokens (got {candidates} with block_size={block_size}). "
-                "Scores are those of tokens: leave out one of the two."
-            )
+        way_out = "Scores are those of tokens: leave out one of the two."
+        got = f"{candidates} with block_size={block_size}"
+        checks.require(1 in (candidates, block_size), "candidates", "to be 1 with blocks of tokens", got, way_out)
         self.candidates = candidates
         self.row_group = checks.row_group(row_group, method)
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
@@ -492,11 +490,9 @@ class SBMGraph(BaseTransform):
         seed: int | None = None,
     ) -> None:
         three = isinstance(edge_type, tuple | list) and len(edge_type) == 3
-        if not three or not all(isinstance(name, str) for name in edge_type):
-            raise TypeError(
-                f"Expected 'edge_type' to be (source, relation, target), three names (got {edge_type!r}). "
-                "Leave it out for Data."
-            )
+        is_valid = three and all(isinstance(name, str) for name in edge_type)
+        what, way_out = "to be (source, relation, target), three names", "Leave it out for Data."
+        checks.require(is_valid, "edge_type", what, repr(edge_type), way_out, TypeError)
         checks.flag("is_causal", is_causal, "It says whether later keys are left out.")
         _check_budget(budget)
         self.is_causal = is_causal
@@ -512,11 +508,9 @@ class SBMGraph(BaseTransform):
                 f"Expected 'edge_type' to begin and end with a kind of nodes of the data, of {data.node_types} (got "
                 f"{self.edge_type}). Pass `edge_type=(source, relation, target)`."
             )
-        if isinstance(data, Batch):
-            raise ValueError(
-                "Expected 'data' to be single graphs (got a Batch, whose block matrices are stacked). Apply SBMGraph "
-                "before batching, as a `pre_transform` or `transform` of the dataset."
-            )
+        what = "to be single graphs"
+        way_out = "Apply SBMGraph before batching, as a `pre_transform` or `transform` of the dataset."
+        checks.require(not isinstance(data, Batch), "data", what, "a Batch, whose block matrices are stacked", way_out)
         target, source = (data[self.edge_type[2]], data[self.edge_type[0]]) if hetero else (data, data)
         query = _read(target, "query_membership", "[N, K] or [N, H, K]").transpose(0, 1)
         key = _read(source, "key_membership", "[N, K] or [N, H, K]").transpose(0, 1)
@@ -542,20 +536,17 @@ class SBMGraph(BaseTransform):
 
 def _read(store: Any, name: str, shape: str, rows: bool = True) -> Tensor:
     """Read an attribute of a store, with a row for each node if ``rows``, and give it a dimension for heads."""
-    value = getattr(store, name, None)
-    if value is None:
-        raise ValueError(
-            f"Expected 'data' to carry '{name}' (got none). Add it, or sample from features `x` by "
-            "`SourceGraph(SBMSource(head))`."
-        )
+    value: Any = getattr(store, name, None)
+    way_out = "Add it, or sample from features `x` by `SourceGraph(SBMSource(head))`."
+    checks.require(value is not None, "data", f"to carry '{name}'", "none", way_out)
     checks.tensors(**{name: value})
     checks.floating(**{name: value})
-    if value.dim() not in (2, 3):
-        raise ValueError(f"Expected '{name}' to be {shape} (got {list(value.shape)}). Nodes come first.")
+    checks.require(value.dim() in (2, 3), name, f"to be {shape}", value.shape, "Nodes come first.")
     has_nodes = rows and any(key in store for key in ("num_nodes", "x", "pos", "batch"))  # else PyG guesses, from edges
     if has_nodes and value.size(0) != store.num_nodes:
         raise ValueError(
             f"Expected '{name}' to have a row for each of the {store.num_nodes} nodes (got {list(value.shape)}). "
             "Its edges join nodes by number."
         )
-    return value.unsqueeze(1 if rows else 0) if value.dim() == 2 else value
+    result: Tensor = value.unsqueeze(1 if rows else 0) if value.dim() == 2 else value
+    return result

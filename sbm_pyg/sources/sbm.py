@@ -103,11 +103,8 @@ class SBM(EdgeProbability):
                     f"(got {tensor.dtype}). Convert one of them."
                 )
             checks.same_device("query_membership", query, **{name: tensor})
-            if tensor.dim() != 3:
-                raise ValueError(
-                    f"Expected '{name}' to have three dimensions (got {list(tensor.shape)}). "
-                    "Shapes are [H, N, K], [H, M, K] and [H, K, K]."
-                )
+            way_out = "Shapes are [H, N, K], [H, M, K] and [H, K, K]."
+            checks.require(tensor.dim() == 3, name, "to have three dimensions", tensor.shape, way_out)
         heads, num_queries, blocks = query.shape
         if blocks < 1 or heads < 1:
             raise ValueError(
@@ -445,11 +442,8 @@ def check_sbm(sbm: SBM) -> float:
     seen = {name: x for name, x in tensors.items() if can_read(x) and x.numel()}
     bounds = torch.stack([bound for x in seen.values() for bound in torch.aminmax(x)]).tolist() if seen else []
     for name, low, high in zip(seen, bounds[::2], bounds[1::2], strict=True):
-        if math.isnan(low) or math.isinf(high):
-            raise ValueError(
-                f"Expected '{name}' to be finite (got NaN or inf). "
-                "Look for them in the tokens ('x', or 'query' and 'key'), then for a diverged loss."
-            )
+        way_out = "Look for them in the tokens ('x', or 'query' and 'key'), then for a diverged loss."
+        checks.require(not math.isnan(low) and not math.isinf(high), name, "to be finite", "NaN or inf", way_out)
         if low < 0:
             raise ValueError(f"Expected '{name}' to be non-negative (got {low:.4g}). Use a sigmoid or softmax.")
         largest[name] = high
@@ -553,16 +547,10 @@ class SBMHead(torch.nn.Module):
         sizes = {"channels": channels, "heads": heads, "num_clusters": num_clusters}
         usual = "The paper has 32 channels and 128 blocks."
         channels, heads, num_clusters = (checks.integer(*size, 1, usual) for size in sizes.items())
-        if cluster_init not in CLUSTER_INITS:
-            raise ValueError(
-                f"Expected 'cluster_init' to be 'kaiming' or 'orthogonal' (got {cluster_init!r}). "
-                "The paper has 'kaiming'."
-            )
-        if parameterization not in PARAMETERIZATIONS:
-            raise ValueError(
-                f"Expected 'parameterization' to be one of {[*PARAMETERIZATIONS]} (got {parameterization!r}). "
-                "See the docstring of SBMHead."
-            )
+        what, way_out = "to be 'kaiming' or 'orthogonal'", "The paper has 'kaiming'."
+        checks.require(cluster_init in CLUSTER_INITS, "cluster_init", what, repr(cluster_init), way_out)
+        what, way_out = f"to be one of {[*PARAMETERIZATIONS]}", "See the docstring of SBMHead."
+        checks.require(parameterization in PARAMETERIZATIONS, "parameterization", what, repr(parameterization), way_out)
         checks.number("initial_density", initial_density, "(0, 1)", "It is an edge's probability at first.")
         checks.number("temperature", temperature, "[1e-06, inf]", "Memberships harden as it goes to 0.")
         checks.flag("tied", tied, "It says whether keys take the queries' memberships.")
@@ -570,11 +558,9 @@ class SBMHead(torch.nn.Module):
         few = "It is a number of small models whose product is taken."
         groups = checks.integer("groups", groups, 1, few)
         checks.number("groups", groups, "[1, 16]", few)
-        if groups > 1 and parameterization not in PRODUCTS:
-            raise ValueError(
-                f"Expected 'parameterization' to be 'assortative' or 'overlapping' with groups={groups} "
-                f"(got {parameterization!r}). Others are not products; leave out 'groups'."
-            )
+        what, got = f"to be 'assortative' or 'overlapping' with groups={groups}", repr(parameterization)
+        way_out = "Others are not products; leave out 'groups'."
+        checks.require(groups <= 1 or parameterization in PRODUCTS, "parameterization", what, got, way_out)
         clusters = groups * _clusters_per_group(num_clusters, groups)
         self.channels, self.heads, self.num_clusters, self.cluster_init = channels, heads, num_clusters, cluster_init
         self.parameterization, self.initial_density = parameterization, initial_density

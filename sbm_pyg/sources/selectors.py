@@ -144,8 +144,7 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     tokens = pairs.detached(tokens)
     query, key = tokens.query, tokens.key
     buckets = checks.integer("num_buckets", num_buckets, 2, "Half of them are the opposites of the others.")
-    if buckets % 2:
-        raise ValueError(f"Expected 'num_buckets' to be even (got {num_buckets}). Half are the others' opposites.")
+    checks.require(not buckets % 2, "num_buckets", "to be even", num_buckets, "Half are the others' opposites.")
     checks.memory("num_buckets", buckets * tokens.heads * max(tokens.num_keys, tokens.num_queries, query.size(2)), 10,
                   query.device, "Take fewer buckets.", "numbers")  # fmt: skip
     size = min(checks.integer("chunk_size", chunk_size, 1, "It is the number of keys of a chunk."), tokens.num_keys)

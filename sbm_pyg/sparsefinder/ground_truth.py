@@ -100,16 +100,12 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
     """
     checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     convs = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
-    if not convs:
-        raise ValueError(
-            f"Expected 'model' to have AttentionConv layers (got {type(model).__name__}, which has none). Full "
-            "attention is one over `PatternSource(patterns.full)`."
-        )
+    way_out = "Full attention is one over `PatternSource(patterns.full)`."
+    checks.require(convs, "model", "to have AttentionConv layers", f"{type(model).__name__}, which has none", way_out)
     if isinstance(layers, str):
         raise TypeError(f"Expected 'layers' to be a collection of names (got {layers!r}). Write `[{layers!r}]`.")
     unknown = [name for name in layers or () if name not in convs]
-    if unknown:
-        raise ValueError(f"Expected 'layers' among {[*convs]} (got {unknown}). They are names of AttentionConv layers.")
+    checks.require(not unknown, "layers", f"among {[*convs]}", unknown, "They are names of AttentionConv layers.")
     chosen = convs if layers is None else {name: convs[name] for name in layers}
     for name, conv in chosen.items():
         if conv.normalizer == "softmax":
@@ -117,11 +113,9 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
                 f"Expected 'model' with sparse normalizers (got softmax in layer {name!r}). It gives all edges a "
                 "weight; build the layer with normalizer='entmax15', or leave it out of 'layers'."
             )
-        if conv.lin_edge is not None:
-            raise ValueError(
-                f"Expected 'model' without edge features (got an 'edge_dim' in layer {name!r}). Its weights do not "
-                "follow from queries and keys; leave it out of 'layers'."
-            )
+        what = "without edge features"
+        way_out = "Its weights do not follow from queries and keys; leave it out of 'layers'."
+        checks.require(conv.lin_edge is None, "model", what, f"an 'edge_dim' in layer {name!r}", way_out)
         if conv.training:
             raise ValueError(f"Expected 'model' to be in evaluation (got layer {name!r} in training). Call `eval()`.")
     samples: dict[str, list[Sample]] = {name: [] for name in chosen}
@@ -238,15 +232,12 @@ def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None =
         (1.0, 0.0)
     """
     checks.tensors(group=group)
-    if group.dtype != torch.int64 or group.dim() not in (2, 3) or 0 in group.shape:
-        raise ValueError(
-            f"Expected 'group' to be [H, M] or [H, M, m] int64 (got {list(group.shape)} {group.dtype}). It numbers the "
-            "group of each key."
-        )
+    is_valid = group.dtype == torch.int64 and group.dim() in (2, 3) and (0 not in group.shape)
+    what, way_out = "to be [H, M] or [H, M, m] int64", "It numbers the group of each key."
+    checks.require(is_valid, "group", what, f"{list(group.shape)} {group.dtype}", way_out)
     count = checks.integer("num_groups", num_groups, 1, "It is the number of groups.")
     low, high = (int(bound) for bound in torch.aminmax(group))
-    if low < 0 or high >= count:
-        raise ValueError(f"Expected 'group' in 0..{count - 1} (got {low} to {high}). Raise 'num_groups'.")
+    checks.require(low >= 0 and high < count, "group", f"in 0..{count - 1}", f"{low} to {high}", "Raise 'num_groups'.")
     if group.dim() == 3:
         return torch.stack([group_entropy(column, count, graph) for column in group.unbind(2)], 1)
     heads, keys = group.shape

@@ -121,8 +121,7 @@ def _check_points(x: Tensor) -> None:
     checks.tensors(x=x)
     checks.floating(x=x)
     checks.shape("x", x, (None, None, None), "[H, N, r]", "Heads come first.")
-    if x.numel() == 0:
-        raise ValueError(f"Expected 'x' of at least one head, token and channel (got {list(x.shape)}). Project tokens.")
+    checks.require(x.numel() != 0, "x", "of at least one head, token and channel", x.shape, "Project tokens.")
 
 
 def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
@@ -207,8 +206,7 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
 
 def _check_top(top: int, count: int) -> int:
     top = checks.integer("top", top, 1, "It is the number of clusters of a token.")
-    if top > count:
-        raise ValueError(f"Expected 'top' to be at most {count}, the number of centroids (got {top}). Lower it.")
+    checks.require(top <= count, "top", f"to be at most {count}, the number of centroids", top, "Lower it.")
     return top
 
 

@@ -182,15 +182,12 @@ def fit_projection(
 
     checks.kind("projection", projection, Projection, "a Projection", "Make one.")
     checks.kind("samples", samples, Sequence, "a sequence", "Each pass goes over all of them: make a list.")
-    if not samples:
-        raise ValueError("Expected 'samples' to be at least one (got none). Each is a triple of query, key and graph.")
+    checks.require(samples, "samples", "to be at least one", "none", "Each is a triple of query, key and graph.")
     checks.integer("epochs", epochs, 1, "It is the number of passes.")
     checks.number("learning_rate", learning_rate, "(0, inf)", "It is the rate of Adam.")
-    if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in projection.parameters())):
-        raise ValueError(
-            "Expected 'projection' to have gradients (got none: its parameters are frozen, or gradients are off). Fit "
-            "it outside of `torch.no_grad()` and `torch.inference_mode()`."
-        )
+    has_gradients = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in projection.parameters())
+    what, way_out = "to have gradients", "Fit it outside of `torch.no_grad()` and `torch.inference_mode()`."
+    checks.require(has_gradients, "projection", what, "none: its parameters are frozen, or gradients are off", way_out)
     seed = checks.seed(seed)
     random = torch.Generator().manual_seed(seed % 2**63)
     optimizer = torch.optim.Adam(projection.parameters(), learning_rate)
@@ -248,14 +245,10 @@ def fit_centroids(
     if block_size is not None:
         block_size = checks.integer("block_size", block_size, 1, "It is the number of tokens of a block.")
     parts = [torch.cat(_points(projection, sample, at, block_size), 1) for at, sample in enumerate(samples)]
-    if not parts:
-        raise ValueError("Expected 'samples' to be at least one (got none). Each is a pair of query and key.")
+    checks.require(parts, "samples", "to be at least one", "none", "Each is a pair of query and key.")
     points = torch.cat(parts, 1)
-    if points.size(1) < num_clusters:
-        raise ValueError(
-            f"Expected 'num_clusters' to be at most {points.size(1)}, the points of all samples (got {num_clusters}). "
-            "Give more samples."
-        )
+    what, way_out = f"to be at most {points.size(1)}, the points of all samples", "Give more samples."
+    checks.require(points.size(1) >= num_clusters, "num_clusters", what, num_clusters, way_out)
     start = checks.seed(seed) % 2**32
     numbers = points.cpu().to(torch.promote_types(points.dtype, torch.float32))  # numpy has no bfloat16
     fitted = [cluster.KMeans(num_clusters, n_init=1, random_state=start).fit(head.numpy()) for head in numbers]
@@ -278,15 +271,12 @@ def _points(projection: Projection, sample: tuple[Any, ...], at: int, block_size
     points = projection(query, key)
     if block_size is None:
         return [*points]
-    if not graphs:
-        raise ValueError("Expected 'samples' with graphs for 'block_size' (got pairs). Graphs say where sequences end.")
+    checks.require(graphs, "samples", "with graphs for 'block_size'", "pairs", "Graphs say where sequences end.")
     (graph,) = graphs
     check_graph(graph, f"graph of samples[{at}]")
-    if (graph.num_queries, graph.num_keys) != (query.size(1), key.size(1)):
-        raise ValueError(
-            f"Expected 'samples[{at}]' with a graph over {query.size(1)} queries and {key.size(1)} keys (got {graph}). "
-            "It is that of its tokens."
-        )
+    fits = (graph.num_queries, graph.num_keys) == (query.size(1), key.size(1))
+    what, way_out = f"with a graph over {query.size(1)} queries and {key.size(1)} keys", "It is that of its tokens."
+    checks.require(fits, f"samples[{at}]", what, graph, way_out)
     ptrs = (graph.query_ptr, graph.key_ptr)
     return [block_means(x, ptr, block_size)[0] for x, ptr in zip(points, ptrs, strict=True)]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..ops import checks
 from ..ops.values import in_backward
 
 __all__ = ["AuxiliaryLosses", "Passes", "auxiliary_loss", "mean_weights"]
@@ -47,8 +48,7 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
         >>> loss = conv(torch.randn(30, 16)).square().mean() + auxiliary_loss(conv)
         >>> loss.backward()
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected 'model' to be a module (got {type(model).__name__}). Its submodules are searched.")
+    checks.kind("model", model, torch.nn.Module, "a module", "Its submodules are searched.")
     stores = (getattr(module, "auxiliary_losses", None) for module in model.modules())
     losses = [loss for store in stores if isinstance(store, AuxiliaryLosses) for loss in store.take()]
     if losses:
@@ -159,11 +159,9 @@ class AuxiliaryLosses:
         assert self.passes is not None
         device = out.device.type
         is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        if self.passes.scaler is None and is_half:
-            raise ValueError(
-                "Expected 'scaler' with autocast to float16 (got None). Pass the GradScaler of the loss: "
-                "`Sparsifier(model, density, total_steps, scaler=scaler)`."
-            )
+        what = "with autocast to float16"
+        way_out = "Pass the GradScaler of the loss: `Sparsifier(model, density, total_steps, scaler=scaler)`."
+        checks.require(self.passes.scaler is not None or not is_half, "scaler", what, "None", way_out)
         joined: Tensor = _Join.apply(out, loss, self)
         if joined.grad_fn is not None:
             self._nodes.add(joined.grad_fn)

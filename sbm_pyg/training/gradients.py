@@ -181,10 +181,8 @@ def attach_local_expectation(
     checks.number("exploration", exploration, "[0, 1]", "It is what was added to each probability.")
     checks.number("weight", weight, "(-inf, inf)", "It is a factor of the gradient, 1 for all queries.")
     readable = values.can_read_without_sync(chance) and can_read(chance)
-    if readable and not bool(((chance >= 0) & (chance <= 1)).all()):
-        raise ValueError(
-            "Expected 'chance' in [0, 1] (got a number outside). It is the second result of `draw_probes`."
-        )
+    got, way_out = "a number outside", "It is the second result of `draw_probes`."
+    checks.require(not readable or bool(((chance >= 0) & (chance <= 1)).all()), "chance", "in [0, 1]", got, way_out)
     if type(probes) is not type(graph) or probes.block_size != graph.block_size:
         raise ValueError(
             f"Expected 'probes' to be pairs of blocks of {graph.block_size} tokens, as 'graph' is (got {probes}). "

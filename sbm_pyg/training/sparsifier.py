@@ -147,11 +147,8 @@ class Sparsifier:
         several = isinstance(keep_dense, Iterable) and not isinstance(keep_dense, str)
         names = [*keep_dense] if several else [keep_dense]
         unknown = [name for name in names if name not in modules]
-        if unknown or not several:
-            raise ValueError(
-                f"Expected 'keep_dense' to be names of modules of 'model' (got {unknown or keep_dense!r}). Pass a list "
-                "of names as in `model.named_modules()`."
-            )
+        what, way_out = "to be names of modules of 'model'", "Pass a list of names as in `model.named_modules()`."
+        checks.require(not unknown and several, "keep_dense", what, repr(unknown or keep_dense), way_out)
         inside = {
             name: [module for module in modules[name].modules() if isinstance(module, DensitySource)] for name in names
         }
@@ -209,8 +206,7 @@ class Sparsifier:
                 "Step the last one, and make a new one for each training."
             )
         value = checks.scalar("loss", loss, "Take the mean of several losses.")
-        if not math.isfinite(value):
-            raise ValueError(f"Expected 'loss' to be finite (got {value}). Look for a step that diverged.")
+        checks.require(math.isfinite(value), "loss", "to be finite", value, "Look for a step that diverged.")
         self._check_optimizer()
         was_trial, was_sparse = self._is_trial, self.is_sparse
         if self._was_sparse and not was_sparse:
@@ -308,8 +304,7 @@ class Sparsifier:
         """
         checks.kind("state", state, Mapping, "a dict", "It is the `state_dict()` of a Sparsifier.")
         missing = [name for name in self.state_dict() if name not in state]
-        if missing:
-            raise ValueError(f"Expected 'state' of a Sparsifier (got none of {missing}). Save its `state_dict()`.")
+        checks.require(not missing, "state", "of a Sparsifier", f"none of {missing}", "Save its `state_dict()`.")
         what = "It is a part of `state_dict()`."
         for name in ("steps", "since_trial"):
             checks.integer(name, state[name], 0, what)
