@@ -167,7 +167,7 @@ def _torch_sparse() -> str | None:
 
 
 def _processor() -> dict[str, Any]:
-    """What numba compiles for; without it the machine that Python names, and nothing more."""
+    """Name and vector instructions of the processor that numba compiles for; without numba, its name alone."""
     if not cpu.INSTALLED:
         return {"processor": platform.machine(), "instructions": "unknown"}
     import llvmlite.binding

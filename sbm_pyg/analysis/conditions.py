@@ -311,7 +311,7 @@ def _without_loop(graph: AttentionGraph) -> tuple[int, ...]:
 
 
 def _unreached(union: AttentionGraph) -> tuple[int, int] | None:
-    """Two tokens without a walk from the first to the second, or None."""
+    """Find two tokens without a walk from the first to the second; None if there are no such tokens."""
     count, labels = scipy_sparse().csgraph.connected_components(union.to_scipy(), connection="strong")
     if count == 1:
         return None

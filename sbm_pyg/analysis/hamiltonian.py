@@ -308,7 +308,7 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
 
 
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
-    """A path matches n - 1 tokens to different predecessors; two unmatched tokens lead to a set with too few."""
+    """Find tokens with too few predecessors: a path gives n - 1 tokens different predecessors, by a matching."""
     rows = _matrix(n, into, tokens)
     mate, follower = np.empty((2, n), np.int32)  # the predecessor of each token, and its successor
     match(rows.indptr, rows.indices, mate, follower)  # scipy's takes exponential time on shuffled grids

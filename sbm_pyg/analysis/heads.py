@@ -183,7 +183,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
 @contextmanager
 def _watch(model: nn.Module, see: Callable[[str, AttentionConv, Choice, _Inputs, _Filter], None]) -> Iterator[None]:
-    """Show each call of an attention layer to a function: the graph, and queries, keys and values, rotated."""
+    """Call a function with the graph and the rotated queries, keys and values of each call of an attention layer."""
     checks.kind("model", model, nn.Module, "a module", "It has attention layers.")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, AttentionConv)}
     way_out = "Replace its attention first, e.g. by `replace_attention`."
@@ -203,7 +203,7 @@ def _attend(
     layer: AttentionConv, attend: Callable[..., Any], see: Callable[..., None], query: Tensor, key: Tensor,
     value: Tensor, *graph: Any, returns: Returns = OUTPUT_ONLY, **options: Any,
 ) -> Any:  # fmt: skip
-    """Call ``attend`` of a layer, and show what it attended over."""
+    """Call ``attend`` of a layer, and pass its choice and inputs to ``see``."""
     way_out = "Weights with edge features come from the layer itself: pass `return_attention_weights=True` to it."
     checks.require(options.get("edge_attr") is None, "model", "to call its layers without 'edge_attr'", "some", way_out)
     with_choice = Returns(returns.graph, True, returns.attention_weights)

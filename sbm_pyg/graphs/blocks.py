@@ -119,7 +119,7 @@ class BlockGraph(AttentionGraph):
 
     @classmethod
     def _trusted(cls, *arguments: Any, **options: Any) -> Any:
-        """Rows of tokens make an :class:`AttentionGraph`."""
+        """Make an :class:`AttentionGraph`, as rows of tokens have no blocks."""
         return AttentionGraph._trusted(*arguments, **options)
 
     def with_blocks(self, blocks: AttentionGraph) -> BlockGraph:

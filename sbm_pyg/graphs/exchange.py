@@ -73,7 +73,7 @@ def _constants(graph: AttentionGraph) -> tuple[Any, ...]:
 
 
 def _unflatten(inputs: Iterable[Any], constants: tuple[Any, ...], kind: type[AttentionGraph]) -> AttentionGraph:
-    """Inputs are checked if they have values: a trace passes symbols, and functions over trees pass any object."""
+    """Make a graph of inputs, checked if they have values: a trace passes symbols, and other code any object."""
     values = [*inputs]
 
     def has_value(name: str, x: Any) -> bool:

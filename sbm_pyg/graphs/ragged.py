@@ -98,7 +98,7 @@ class Tokens:
         self._check_sequences()
 
     def _check_sequences(self) -> None:
-        """Refuse tokens of one side whose sequences differ from those of the other, and wrong numbers of sequences."""
+        """Raise ValueError for wrong `sequence_ids`, or if the sequences of queries differ from those of equal keys."""
         ptrs = (self.query_ptr, self.key_ptr)
         if not self.bipartite and ptrs[0] is not ptrs[1] and _differ(self.num_queries, self.num_keys, ptrs):
             raise ValueError(

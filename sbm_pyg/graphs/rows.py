@@ -230,7 +230,7 @@ class CompressedRows:
         return self
 
     def _explain(self, row: int) -> None:
-        """Raise the error of an invalid row, or of invalid first and last offsets."""
+        """Raise ValueError with what is wrong in an invalid row, or in the first and last offsets."""
         first, last = int(self.rowptr[0]), int(self.rowptr[-1])
         start, end = self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0)
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:

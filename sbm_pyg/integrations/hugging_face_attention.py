@@ -246,7 +246,7 @@ def _read_values(mask: Tensor, queries: int, keys: int) -> MaskPairs:
 
 
 def _as_it_is(mask: Tensor, queries: int) -> MaskPairs:
-    """The pairs of a mask whose values nothing reads."""
+    """Return the pairs of a mask without reading its values."""
     if isinstance(mask, PairMask):
         if mask.size(2) == queries:
             return mask.pairs
@@ -548,5 +548,5 @@ class GraphAttention(nn.Module):
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave the target density to the extra state."""
+    """Remove the target density from a state dict, since the extra state has it."""
     state.pop(f"{prefix}conv.source.target_density", None)

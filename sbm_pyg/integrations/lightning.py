@@ -85,7 +85,7 @@ class SparsifierCallback(lightning.Callback):
         self._state = {}
 
     def _steps(self, trainer: Any, pl_module: Any, is_over: bool) -> int:
-        """Steps of the optimizer before a batch, or after it; batches, if these end a training that steps by itself."""
+        """Count the optimizer's steps before a batch or after it; count batches if these end a manual training."""
         assert self.sparsifier is not None
         ends_by_steps = len(trainer.optimizers) == 1 and self.sparsifier.total_steps == trainer.max_steps
         if pl_module.automatic_optimization or ends_by_steps:

@@ -181,7 +181,7 @@ class HeadParallel(torch.nn.Module):
     def _agree(
         self, x: Tensor, ptr: Tensor | None, sequence_ids: Tensor | None, seed: int | None
     ) -> tuple[list[int], int]:
-        """The number of tokens of each process, and the seed of all; what they have must be alike."""
+        """Gather the number of tokens of each process and the common seed; check that arguments are equal."""
         drawn, batch = draw_seed(seed), (_digest(ptr), _digest(sequence_ids))
         row = torch.tensor([x.size(0), drawn, seed is None, *batch], device=x.device)
         table = [torch.empty_like(row) for _ in range(self.processes)]
@@ -299,7 +299,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _digest(x: Tensor | None) -> int:
-    """A number that differs between most tensors of integers; -1 for None."""
+    """Hash a tensor of integers to one number; None gives -1."""
     if not isinstance(x, Tensor):
         return -1
     return int((x.long().flatten() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) & 2**62 - 1

@@ -79,7 +79,7 @@ class Rotary(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1).to(x.dtype)
 
     def _width_of(self, channels: int) -> int:
-        """Number of rotated channels of heads of so many.
+        """Return how many channels are rotated in heads of ``channels`` channels.
 
         Raises:
             ValueError: It is odd, or there are fewer.
@@ -140,7 +140,7 @@ class ALiBi(nn.Module):
         return torch.exp2(-8 / power * torch.where(count < power, count + 1, count - power + 0.5))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ALiBi:
-        """Make the slopes anew, since conversions would round them and `to_empty` leaves them open."""
+        """Recompute the slopes, which conversions round and `to_empty` leaves without values."""
         super()._apply(fn, recurse)
         self.slope = self._slopes(self.slope.device)
         return self

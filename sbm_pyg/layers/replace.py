@@ -194,7 +194,7 @@ def _joined(parent: str, child: str) -> str:
 
 
 def _replace_in_transformers(models: Mapping[str, nn.Module], source: str, options: Mapping[str, Any]) -> list[str]:
-    """Add sources to all models, or, if one cannot take them, to none."""
+    """Add sources to all models; if one refuses them, restore the others."""
     wing, layers = _wing(), []
     changed: list[nn.Module] = []
     for name, model in models.items():
@@ -209,7 +209,7 @@ def _replace_in_transformers(models: Mapping[str, nn.Module], source: str, optio
 
 
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that :func:`replace_attention` makes, by all their names."""
+    """Return the layers made by :func:`replace_attention`, under every name that they have in the model."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, SBMMultiheadAttention | SparseGPSConv)}
 

@@ -23,7 +23,7 @@ __all__ = ["MaskedLM", "PairClassifier", "SequenceClassifier", "TokenClassifier"
 
 
 def _mean_pool(x: Tensor, ptr: Tensor, length: int | None) -> Tensor:
-    """Sum over the tokens of each sequence divided by their number, or by ``length``, ``[B, channels]``; 0 of none."""
+    """Sum the tokens of each sequence and divide by their number or ``length``: ``[B, channels]``, 0 without tokens."""
     lengths, wide = ptr.diff(), upcast(x)
     batch = torch.repeat_interleave(lengths, output_size=x.size(0))
     total = wide.new_zeros(lengths.numel(), x.size(1)).index_add(0, batch, wide)

@@ -178,7 +178,7 @@ def _decode(value: Any) -> Any:
 
 
 def _config(model: Pretrained) -> dict[str, Any]:
-    """The recorded arguments, without functions that are defaults, which the code has."""
+    """Return the recorded arguments, except functions that are defaults of the constructor."""
     config: Any = model._hub_mixin_config or {}
     defaults = {name: parameter.default for name, parameter in model._hub_mixin_init_parameters.items()}
     return {name: value for name, value in config.items() if not callable(value) or defaults.get(name) is not value}

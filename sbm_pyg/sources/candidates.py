@@ -85,7 +85,7 @@ class CandidateProbability(EdgeProbability):
         return p if self.factor is None else p * self.factor.to(p.dtype)[graph.edge_row]
 
     def _mean(self, p: Tensor) -> Tensor:
-        """Mean of numbers of the candidates over those of each sequence, ``[B]``."""
+        """Average one number per candidate over the candidates of each sequence, ``[B]``."""
         count = self.candidates.edges_per_sequence[:, 0]
         sequence = torch.repeat_interleave(count, output_size=self.candidates.num_edges)
         return upcast(p).new_zeros(count.numel()).index_add(0, sequence, upcast(p)) / count.clamp(min=1)

@@ -64,7 +64,7 @@ class FollowingSource(torch.nn.Module):
     last_seed: Tensor
 
     def _follow_by(self, seen: Tensor) -> None:
-        """Add the buffers; ``seen`` are zeros in the shape of the statistics of a call."""
+        """Register the buffers; ``seen`` holds zeros in the shape of the statistics of one call."""
         self.register_buffer("seen", seen)
         self.register_buffer("last_seed", torch.zeros((), dtype=torch.int64, device=seen.device))
         self._states: dict[int, Tensor] = {}  # by seed
@@ -81,7 +81,7 @@ class FollowingSource(torch.nn.Module):
         super()._load_from_state_dict(*arguments)
 
     def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
-        """A new tensor: the state after an update with these statistics.
+        """Return the state after an update with these statistics, in a new tensor.
 
         It is unchanged where they are empty, and where ``counts``, ``[]`` bool, is False.
         """

@@ -232,7 +232,7 @@ class Choice:
         return self._forced_too(self.graph.with_blocks(blocks), forced)
 
     def _forced_too(self, graph: AttentionGraph, forced: Tensor) -> Choice:
-        """The choice over a graph with more edges, and a mask of those that are forced besides the ones it has."""
+        """Return the choice over a graph with more edges; ``forced`` marks edges to force besides its own."""
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
         return self._with(graph=graph, forced=forced)

@@ -336,11 +336,11 @@ class DensitySource(GraphSource):
 
     @property
     def _needs_density(self) -> bool:
-        """Whether nothing but a target density says how many edges there are."""
+        """Whether the source needs a target density to know how many edges to draw."""
         return False
 
     def _prepare(self) -> None:
-        """React to a target density that has just been set."""
+        """Update the source after its target density was set."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -358,7 +358,7 @@ class DensitySource(GraphSource):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _restore_density(self, density: float | None) -> None:
-        """Set the target density of a file; that of training is the Sparsifier's, and stays."""
+        """Set the target density that a file holds, and keep the schedule of the Sparsifier."""
         schedule = self.schedule
         self.target_density = density
         self.schedule = schedule

@@ -39,7 +39,7 @@ LEAST_BLOCK = 32  # keys of a block in causal routing
 
 
 def _of_pairs(rule: Rule) -> Rule:
-    """A rule that is called if there are pairs; without them, the graph has no edges."""
+    """Wrap a rule so that it is called only if there are pairs; otherwise the graph has no edges."""
 
     @wraps(rule)
     def choose(tokens: Tokens, *arguments: Any, **options: Any) -> AttentionGraph:

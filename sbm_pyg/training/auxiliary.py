@@ -175,7 +175,7 @@ class AuxiliaryLosses:
         return self._weight
 
     def _begin_pass(self) -> float:
-        """Count a backward pass, and make room for it in gradients that hold nothing but the mean over earlier ones.
+        """Count a backward pass, return its weight, and rescale gradients that are the mean over earlier passes.
 
         Calls of one pass share its weight. A step has as many passes as are known, or as the last step had. Where
         attention is dense, parameters of the source have gradients of this loss alone, so if there are more passes

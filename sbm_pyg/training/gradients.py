@@ -238,7 +238,7 @@ def _check_factors(probability: EdgeProbability, factors: tuple[Tensor, Tensor],
 def _check_attention(
     graph: AttentionGraph, query: Tensor, key: Tensor, value: Tensor | None = None, **per_edge: Tensor | None
 ) -> None:
-    """Refuse queries, keys and values that are not over the tokens of a graph, and numbers not of its edges."""
+    """Raise an error unless queries, keys and values fit the tokens of a graph, and per-edge numbers fit its edges."""
     checks.attention_tokens(query, key, value)
     sides = (("query", query, graph.num_queries, "[H, N, C]"), ("key", key, graph.num_keys, "[H, M, C]"))
     for name, x, tokens, symbols in sides:

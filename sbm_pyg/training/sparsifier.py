@@ -157,7 +157,7 @@ class Sparsifier:
         return [source for source in density_sources if source not in dense], dense
 
     def _join_losses(self, model: torch.nn.Module) -> list[AuxiliaryLosses]:
-        """Let the auxiliary losses of all layers join their backward passes, and return what keeps them."""
+        """Attach the auxiliary losses of all layers to the passes of this training, and return their stores."""
         of_source: dict[torch.nn.Module, list[AuxiliaryLosses]] = {}
         for part in model.modules():
             losses = getattr(part, "auxiliary_losses", None)
@@ -332,12 +332,12 @@ class Sparsifier:
             self.load_state_dict(previous.state_dict())
 
     def _move_to(self, steps: int, passes: int | None) -> None:
-        """Be where a trainer is, before a step of so many backward passes."""
+        """Set the count of steps to the trainer's, before a step of ``passes`` backward passes."""
         self.steps, self.passes = steps, passes
         self.set_density()
 
     def _logs(self) -> dict[str, float]:
-        """What a trainer logs: the losses that there are, and the density of training."""
+        """Return what a trainer logs: the losses measured so far, and the density of training."""
         losses = {"loss_dense": self._dense, "loss_sparse": self._sparse}
         return {name: x for name, x in losses.items() if not math.isnan(x)} | {"target_density": self.next_density}
 
@@ -364,7 +364,7 @@ class Sparsifier:
 
 
 def _mix(old: float, new: float, momentum: float) -> float:
-    """A running mean after one more number; the number itself if there was none."""
+    """Update a running mean with one more number; the first number is the mean itself."""
     return new if math.isnan(old) else momentum * old + (1 - momentum) * new
 
 
