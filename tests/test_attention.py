@@ -848,3 +848,10 @@ def test_edge_features_that_do_not_fit_are_refused() -> None:
     for message, call in calls:
         with pytest.raises((TypeError, ValueError), match=f"^Expected {message}"):
             call()
+
+
+@pytest.mark.parametrize("value", [None, 3, [1.0]])
+def test_values_are_a_tensor(value: Any) -> None:
+    query = torch.randn(1, 3, 2)
+    with pytest.raises(TypeError, match="Expected 'value' to be a tensor"):
+        AttentionConv(4, 2).attend(query, query, value, patterns.full(3))
