@@ -266,7 +266,7 @@ def test_errors() -> None:
         (lambda: AttentionConv(6, 4, source=cast(Any, graph)), TypeError,
          r"Expected 'source' to be a GraphSource \(got Att"),
         (lambda: AttentionConv(6, 4)(x), ValueError,
-         r"Expected 'edge_index' \(got None, and the layer has no source: "),
+         r"Expected 'edge_index' \(got None, and the layer has no source\)"),
         (lambda: AttentionConv(6, 4, source=Doubtful(graph))(x), TypeError, "Expected 'source' to return a Choice"),
         (lambda: AttentionConv(6, 4, 3, Doubtful(Choice(graph.expand(2))))(x), ValueError, "have 1 or 3 heads"),
         (lambda: AttentionConv(6, 4, estimator="loud"), ValueError, "Expected 'estimator' to be one of"),

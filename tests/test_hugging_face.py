@@ -861,7 +861,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(TypeError, match=r"Expected 'options' to be what a config can save .*function"):
         replace_attention(model, score_bias=lambda *_: 0)
     refuses(lambda: replace_attention(model, dropout=0.1), "Expected 'options' without ['dropout']", TypeError)
-    refuses(lambda: replace_attention(model, source=None), "Expected 'num_clusters' to be a number (got None)")
+    refuses(lambda: replace_attention(model, num_clusters=None), "Expected 'num_clusters' to be an int", TypeError)
     assert model.config.sbm is None
     assert not sources(model)
     replace_attention(model, num_clusters=np.int64(4), target_density=np.float32(0.25), window=np.int64(0))
