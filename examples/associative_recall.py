@@ -80,13 +80,13 @@ def main(arguments: list[str] | None = None) -> None:
             tokens, ptr, places, values = make_data(200, *size, torch.Generator().manual_seed(2**32))
             with torch.no_grad():
                 logits, *graphs = model.eval()(tokens, ptr, seed=0)
-            right = float((logits[places].argmax(1) == values).double().mean())
+            accuracy = float((logits[places].argmax(1) == values).double().mean())
             density = torch.stack([graph.density.mean(0) for graph in graphs])
-            print(f"{sparsifier}: accuracy {right:.2%}, densities {density.mean(1).numpy().round(3)}")
+            print(f"{sparsifier}: accuracy {accuracy:.2%}, densities {density.mean(1).numpy().round(3)}")
     if options.save:
-        words = [f"--{name} {each}" for name, each in vars(options).items() if each != parser.get_default(name)]
+        words = [f"--{name} {value}" for name, value in vars(options).items() if value != parser.get_default(name)]
         task = f"associative recall: `python examples/associative_recall.py {' '.join(words)}`"
-        results = {"test accuracy": right, "density": density.mean()}
+        results = {"test accuracy": accuracy, "density": density.mean()}
         model.save_pretrained(options.save, model_card_kwargs={"task": task, "results": results})
     if options.pictures:
         analysis.plots.plot_losses(sparsifier.history).savefig(f"{options.pictures}/losses.png")

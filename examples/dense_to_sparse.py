@@ -50,10 +50,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.fields(Run)
     command.option("threads", 1, above=0)
     command.option("output", Path("runs/dense_to_sparse"))
-    given = command.read(arguments)
+    args = command.read(arguments)
     words = "'length' of at least 32 for recall, eight pairs and places of eight questions"
-    command.require(given.model != "recall" or given.length >= 32, words, given.length)
-    return given
+    command.require(args.model != "recall" or args.length >= 32, words, args.length)
+    return args
 
 
 MASKED, RECALLED = 0.15, 8  # part of the tokens to guess; questions of a sequence
@@ -121,11 +121,11 @@ def language(run: Run, texts: Texts) -> tuple[int, Batch, Batch, int]:
         random = torch.Generator().manual_seed(2**32 * seed + number)
         start = torch.randint(len(source) - run.length, (run.batch_size, 1), generator=random)
         tokens = source[start + torch.arange(run.length)]
-        asked = torch.rand(tokens.shape, generator=random) < MASKED
+        is_question = torch.rand(tokens.shape, generator=random) < MASKED
         kind = torch.rand(tokens.shape, generator=random)
         other = torch.randint(mask, tokens.shape, generator=random)
         shown = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, other, tokens))
-        return torch.where(asked, shown, tokens), asked, tokens
+        return torch.where(is_question, shown, tokens), is_question, tokens
 
     return mask + 1, partial(batch, texts[0], run.seed + 1), partial(batch, texts[1], 0), 20
 
@@ -138,8 +138,8 @@ def recall(run: Run) -> tuple[int, Batch, Batch, int]:
         random = torch.Generator().manual_seed(2**32 * seed + 2 * number + (split == "test"))
         size = (run.length, RECALLED)
         tokens, places, answers, _ = task.make(*size, task.num_tokens, run.batch_size, random)
-        asked = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, places, True)
-        return tokens, asked, torch.zeros_like(tokens).scatter(1, places, answers)
+        is_question = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, places, True)
+        return tokens, is_question, torch.zeros_like(tokens).scatter(1, places, answers)
 
     return task.num_tokens, partial(batch, "train", run.seed + 1), partial(batch, "test", 0), 20
 
@@ -177,21 +177,21 @@ def train(run: Run, texts: Texts | None, folder: Path) -> list[Row]:
 
     def answer(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of a batch."""
-        tokens, asked, answers = part
-        logits = model(tokens)[asked]
-        right = (logits.argmax(1) == answers[asked]).double().mean()
-        return cross_entropy(logits, answers[asked]), right
+        tokens, is_question, answers = part
+        logits = model(tokens)[is_question]
+        accuracy = (logits.argmax(1) == answers[is_question]).double().mean()
+        return cross_entropy(logits, answers[is_question]), accuracy
 
     def measure() -> list[Row]:
         torch.manual_seed(0)  # of graphs
         is_torch = run.method in ("trained", "dense")
         with nullcontext(HeadTable()) if is_torch else compare_heads(model) as table:
-            found = [answer(test(number)) for number in range(count)]
+            results = [answer(test(number)) for number in range(count)]
         heads = table.heads
         if heads:
             write_text(folder / f"{run.file}.txt", f"{table}\n")
         density = sum(head.density for head in heads) / len(heads) if heads else 1.0
-        loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*found, strict=True))
+        loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*results, strict=True))
         return [run.known | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
 
     def losses(step: int) -> Tensor:
@@ -216,34 +216,34 @@ def report(rows: list[Row]) -> str:
     """A table: means over seeds, and what is lost against dense attention, seed by seed."""
     dense = {(row["task"], row["seed"]): row["test_loss"] for row in rows if row["run"] == "dense"}
     lines = []
-    for task, name, mine in groups(rows, "task", "run"):
-        lost = [row["test_loss"] - dense[task, row["seed"]] for row in mine if (task, row["seed"]) in dense]
+    for task, name, run_rows in groups(rows, "task", "run"):
+        lost = [row["test_loss"] - dense[task, row["seed"]] for row in run_rows if (task, row["seed"]) in dense]
         loss, accuracy, density = (
-            fmean(row[key] for row in mine) for key in ("test_loss", "accuracy", "density_of_graphs")
+            fmean(row[key] for row in run_rows) for key in ("test_loss", "accuracy", "density_of_graphs")
         )
         more = deviation(lost, 4, "+") if lost else ""
-        lines.append([task, name, len(mine), f"{loss:.4f}", more, f"{100 * accuracy:.2f}", f"{100 * density:.1f}"])
+        lines.append([task, name, len(run_rows), f"{loss:.4f}", more, f"{100 * accuracy:.2f}", f"{100 * density:.1f}"])
     header = ["model", "run", "seeds", "test loss", "more than dense", "accuracy, %", "density, %"]
     return markdown(header, lines)
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
-    own = fields_of(Run, given)
-    own |= {"task": given.model}
-    texts, known = None, {}
-    if given.model == "language":
-        given.train, given.test = stdlib_files()
-        known = checksums(train=given.train, test=given.test)
-        texts = encode(read_files(given.train), read_files(given.test), given.vocabulary)
-    own |= {"steps": max(1, given.steps // PART)}
+def work(args: argparse.Namespace) -> Iterator[Path]:
+    options = fields_of(Run, args)
+    options |= {"task": args.model}
+    texts, input_checksums = None, {}
+    if args.model == "language":
+        args.train, args.test = stdlib_files()
+        input_checksums = checksums(train=args.train, test=args.test)
+        texts = encode(read_files(args.train), read_files(args.test), args.vocabulary)
+    options |= {"steps": max(1, args.steps // PART)}
     runs = []
-    for seed in given.seeds:
-        others = [Run(**own | {"method": arm, "seed": seed}) for arm in given.arms]
+    for seed in args.seeds:
+        others = [Run(**options | {"method": arm, "seed": seed}) for arm in args.arms]
         runs += [trained_run(others[0]), *others]
-    settings = settings_of(runs[0], given.model) | known
-    train_missing(given.output, "dense_to_sparse", settings, runs, lambda run: train(run, texts, given.output))
-    print(report(finished(given.output)))
-    yield from given.output.glob("*.txt")
+    settings = settings_of(runs[0], args.model) | input_checksums
+    train_missing(args.output, "dense_to_sparse", settings, runs, lambda run: train(run, texts, args.output))
+    print(report(finished(args.output)))
+    yield from args.output.glob("*.txt")
 
 
 main = program(parse, work)

@@ -34,11 +34,11 @@ def communities(tokens: int, blocks: int, density: float) -> SBM:
 
 def describe(graph: AttentionGraph, sbm: SBM) -> str:
     """What a graph of one head and one sequence can carry, each answer with its evidence."""
-    known = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "community"
-    inside = sum(known.nodes[key]["community"] == known.nodes[query]["community"] for key, query in known.edges)
+    network = analysis.to_networkx(graph, sbm=sbm)  # edges carry "probability", nodes "community"
+    inside = sum(network.nodes[key]["community"] == network.nodes[query]["community"] for key, query in network.edges)
     return f"""{graph}
-  edges inside a block   {inside / max(known.number_of_edges(), 1):.1%}
-  strongly connected     {nx.is_strongly_connected(known)}
+  edges inside a block   {inside / max(network.number_of_edges(), 1):.1%}
+  strongly connected     {nx.is_strongly_connected(network)}
   Hamiltonian path       {analysis.hamiltonian_path(graph, time_limit=5)}
   universal (sample)     {analysis.universality(graph, self_loops=True, time_limit=5).holds}"""
 

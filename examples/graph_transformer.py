@@ -85,11 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
                 sparsifier.step(loss)
         key, label, edge_index, batch, root, answer = make_data(1000, options.depth, held_out)
         with torch.no_grad():
-            right = (model.eval()(key, label, edge_index, batch, root).argmax(1) == answer).double().mean()
+            accuracy = (model.eval()(key, label, edge_index, batch, root).argmax(1) == answer).double().mean()
             if attention := isinstance(layer := model.layers[0], SparseGPSConv):
                 graph = layer.attn(model.key(key) + model.label(label), batch=batch, return_graph=True)[1]
         words = f"{float(graph.density.mean()):8.1%}" if attention else "    none"
-        print(f"{arm:<8} {len(model.layers):6} {float(right):9.1%} {words}")
+        print(f"{arm:<8} {len(model.layers):6} {float(accuracy):9.1%} {words}")
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ LENGTH, MARKS, PADDING, FIRST = 32, (2, 3), 0, 1
 
 def make_data(count: int) -> list[dict[str, torch.Tensor]]:
     """Sequences of half to full length that begin with the same token, and have one of two marks somewhere."""
-    found = []
+    examples = []
     for _ in range(count):
         length, label = int(torch.randint(LENGTH // 2, LENGTH + 1, ())), int(torch.randint(2, ()))
         tokens = torch.randint(4, 16, (LENGTH,))
         tokens[0], tokens[int(torch.randint(1, length, ()))] = FIRST, MARKS[label]
         real = torch.arange(LENGTH) < length
         tokens[~real] = PADDING
-        found.append({"input_ids": tokens, "attention_mask": real.long(), "labels": torch.tensor(label)})
-    return found
+        examples.append({"input_ids": tokens, "attention_mask": real.long(), "labels": torch.tensor(label)})
+    return examples
 
 
 def train(model: Any, data: list[Any], options: argparse.Namespace, callbacks: list[Any]) -> None:
@@ -56,12 +56,12 @@ def train(model: Any, data: list[Any], options: argparse.Namespace, callbacks: l
 @torch.no_grad()
 def evaluate(model: Any, data: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
     """Accuracy, and the part of the pairs of real tokens that have a weight."""
-    batch = {name: torch.stack([each[name] for each in data]) for name in data[0]}
+    batch = {name: torch.stack([example[name] for example in data]) for name in data[0]}
     torch.manual_seed(0)  # of the graphs
     out = model.eval()(**batch, output_attentions=True)
     real = batch["attention_mask"].bool()
     pairs = (real[:, None, :, None] & real[:, None, None]).expand_as(out.attentions[0])
-    weights = torch.stack([each[pairs] for each in out.attentions])
+    weights = torch.stack([layer_weights[pairs] for layer_weights in out.attentions])
     return float((out.logits.argmax(-1) == batch["labels"]).float().mean()), float((weights > 0).float().mean())
 
 

@@ -69,15 +69,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     if any(word.startswith("--corpus") for word in (sys.argv[1:] if arguments is None else arguments)):
         command.set_defaults(**CODE)
-    given = command.read(arguments)
-    if given.corpus:
-        command.require(not (given.train or given.test), "no files with 'corpus'", "both", "Leave one of them out.")
-        given.train, given.test = stdlib_files()
-    command.require_files(train=given.train or [], test=given.test or [])
-    if given.save:
-        command.attempt(check_model_folder, "save", given.save)
-    given.usual = {name: command.get_default(name) for name in vars(given)}
-    return given
+    args = command.read(arguments)
+    if args.corpus:
+        command.require(not (args.train or args.test), "no files with 'corpus'", "both", "Leave one of them out.")
+        args.train, args.test = stdlib_files()
+    command.require_files(train=args.train or [], test=args.test or [])
+    if args.save:
+        command.attempt(check_model_folder, "save", args.save)
+    args.usual = {name: command.get_default(name) for name in vars(args)}
+    return args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,38 +138,38 @@ class LanguageModel(Pretrained):
     def complete(self, tokens: list[int], count: int) -> list[int]:
         """Those of ``count`` more tokens that the model takes for the most probable ones."""
         require(len(tokens), "'tokens' to have one at least", 0, "Begin with a word.")
-        found = [*tokens]
+        continued = [*tokens]
         for _ in range(count):
-            logits = self(torch.tensor([found[-self.run.length :]]))
-            found.append(int(logits[0, -1].argmax()))
-        return found[len(tokens) :]
+            logits = self(torch.tensor([continued[-self.run.length :]]))
+            continued.append(int(logits[0, -1].argmax()))
+        return continued[len(tokens) :]
 
 
-def save(run: Run, texts: Texts, given: argparse.Namespace) -> None:
+def save(run: Run, texts: Texts, args: argparse.Namespace) -> None:
     """Saves the model of a run that has ended with 16 bits a weight, its tokenizer and a card."""
-    path = checkpoint(run, given.output)
+    path = checkpoint(run, args.output)
     state = read_state(path, dataclasses.asdict(run))
     if not state:
         raise ValueError(f"Expected the checkpoint of a run to save (got no {path}). Remove its rows from rows.csv.")
     model = LanguageModel(len(texts.width), **dataclasses.asdict(run))
     model.model.load_state_dict(state["model"])
     row, loops = state["rows"][-1], 2 / (run.length + 1)  # the share of self-loops, beyond which densities are measured
-    words = "source code of Python's standard library" if given.corpus else "texts"
+    words = "source code of Python's standard library" if args.corpus else "texts"
     results = {"test, bits per byte": row["bits_per_byte"]}
     for layer in range(run.layers):
         share = row[f"density_{layer}"]
         results[f"density of layer {layer}"] = share + (1 - share) * loops
-    task = f"{words}: `python examples/language_model.py {options_to_repeat(run, given)}`"
+    task = f"{words}: `python examples/language_model.py {options_to_repeat(run, args)}`"
     tokenizer = None if texts.tokenizer is None else texts.tokenizer.to_str(pretty=True)
-    save_pretrained(given.save, model.half(), tokenizer, task=task, results=results)
+    save_pretrained(args.save, model.half(), tokenizer, task=task, results=results)
 
 
-def options_to_repeat(run: Run, given: argparse.Namespace) -> str:
+def options_to_repeat(run: Run, args: argparse.Namespace) -> str:
     """The options of a command line that trains this run: its texts, its choices, and what is not usual."""
-    files = ((name, " ".join(path.name for path in getattr(given, name))) for name in ("train", "test"))
-    options = {"corpus": given.corpus} if given.corpus else dict(files)
+    files = ((name, " ".join(path.name for path in getattr(args, name))) for name in ("train", "test"))
+    options = {"corpus": args.corpus} if args.corpus else dict(files)
     options |= {"methods": run.method, "densities": f"{run.density:g}", "steps": run.steps, "seeds": run.seed}
-    options |= {name: value for name, value in fields_of(Run, given).items() if value != given.usual[name]}
+    options |= {name: value for name, value in fields_of(Run, args).items() if value != args.usual[name]}
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
@@ -204,7 +204,9 @@ def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
         recall = torch.cat(bits)
         row = run.known | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
         row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
-        return [row | {f"density_{layer}": fmean(each) for layer, each in enumerate(zip(*shares, strict=True))}]
+        return [
+            row | {f"density_{layer}": fmean(densities) for layer, densities in enumerate(zip(*shares, strict=True))}
+        ]
 
     return fit(model, sparsifier, run, checkpoint(run, folder), losses, measure)
 
@@ -213,32 +215,32 @@ def report(rows: list[Row]) -> str:
     """A table: means over seeds, and what is lost against full attention, seed by seed."""
     ends = {name: {seed: rows[-1] for seed, rows in seeds.items()} for name, seeds in by(rows, "run", "seed").items()}
     full, lines = ends.get("full", {}), []
-    for name, mine in ends.items():
-        lost = [row["bits_per_byte"] - full[seed]["bits_per_byte"] for seed, row in mine.items() if seed in full]
+    for name, seed_ends in ends.items():
+        lost = [row["bits_per_byte"] - full[seed]["bits_per_byte"] for seed, row in seed_ends.items() if seed in full]
         layers = [key for key in rows[0] if key.startswith("density_")]
-        density = " / ".join(f"{100 * fmean(row[key] for row in mine.values()):.1f}" for key in layers)
-        means = [f"{fmean(row[key] for row in mine.values()):.4f}" for key in ("bits_per_byte", "bits_recalled")]
-        lines.append([name, len(mine), *means, deviation(lost, 4, "+") if lost else "", density])
+        density = " / ".join(f"{100 * fmean(row[key] for row in seed_ends.values()):.1f}" for key in layers)
+        means = [f"{fmean(row[key] for row in seed_ends.values()):.4f}" for key in ("bits_per_byte", "bits_recalled")]
+        lines.append([name, len(seed_ends), *means, deviation(lost, 4, "+") if lost else "", density])
     header = ["run", "seeds", "bits per byte", "bits per recalled token", "lost, bits per byte", "densities, %"]
     return markdown(header, lines)
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
-    own = fields_of(Run, given)
-    kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
-    for method in given.methods:
+def work(args: argparse.Namespace) -> Iterator[Path]:
+    options = fields_of(Run, args)
+    kinds = [(m, d) for m in args.methods for d in ([1.0] if m.partition(":")[0] in DENSE else args.densities)]
+    for method in args.methods:
         options_of(method)  # mistakes before the first run
-    texts = encode(read_files(given.train), read_files(given.test), given.vocabulary)
+    texts = encode(read_files(args.train), read_files(args.test), args.vocabulary)
     for text, name in zip(texts[:2], ("train", "test"), strict=True):
-        words = f"'{name}' of more than {given.length} tokens"
-        require(len(text) > given.length, words, len(text), "Give a longer text.")
-    runs = [Run(*kind, seed, **own) for seed in given.seeds for kind in kinds]
-    settings = {**settings_of(runs[0]), **checksums(train=given.train, test=given.test)}
-    train_missing(given.output, "language_model", settings, runs, lambda run: train(run, texts, given.output))
-    print(report(finished(given.output)))
-    if given.save:
-        save(runs[0], texts, given)
-        yield given.save
+        words = f"'{name}' of more than {args.length} tokens"
+        require(len(text) > args.length, words, len(text), "Give a longer text.")
+    runs = [Run(*kind, seed, **options) for seed in args.seeds for kind in kinds]
+    settings = {**settings_of(runs[0]), **checksums(train=args.train, test=args.test)}
+    train_missing(args.output, "language_model", settings, runs, lambda run: train(run, texts, args.output))
+    print(report(finished(args.output)))
+    if args.save:
+        save(runs[0], texts, args)
+        yield args.save
 
 
 main = program(parse, work)

@@ -61,12 +61,12 @@ def train(edges: Callable, learned: LearnedGraph, options: argparse.Namespace, n
     x, ptr, group, label = make_data(64, codes, torch.Generator().manual_seed(2**32))
     with torch.no_grad():
         edge_index, edge_weight, choice = edges(x, ptr, group, 0)
-        right, words = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0), ""
+        is_correct, words = (conv(x, edge_index, edge_weight)[:, 0] > 0) == (label > 0), ""
         if choice is not None and choice.probability is not None:
             pairs = (full := patterns.full(None, ptr=ptr)).select(full.lag != 0)
             p, same = choice.probability.on(pairs).clamp(max=1), group[pairs.edge_index].diff(dim=0)[0] == 0
             words = f", p {float(p[same].mean()):.3f} in a group and {float(p[~same].mean()):.3f} between groups"
-    return float(right.double().mean()), edge_index.size(1) / len(x), words
+    return float(is_correct.double().mean()), edge_index.size(1) / len(x), words
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -90,9 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
         "true": lambda x, ptr, group, seed: of_groups(group),
     }  # fmt: skip
     for name, edges in arms.items():
-        accuracy, found, words = train(edges, learned, options, name)
-        degree = degree or found
-        print(f"{name:<8} accuracy {accuracy:.1%}, {found:.1f} edges per node{words}")
+        accuracy, edges_per_node, words = train(edges, learned, options, name)
+        degree = degree or edges_per_node
+        print(f"{name:<8} accuracy {accuracy:.1%}, {edges_per_node:.1f} edges per node{words}")
 
 
 if __name__ == "__main__":

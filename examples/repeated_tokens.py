@@ -112,8 +112,8 @@ def evaluate(model: TokenClassifier, settings: Settings) -> dict[str, float]:
     logits, trace = model.eval()(numbers.flatten(), ptr, seed=settings.seed, return_trace=True)
     model.train()
     logits = logits.view(labels.shape)
-    loss, right = binary_cross_entropy_with_logits(logits, labels), (logits > 0) == (labels > 0)
-    row = {"loss": float(loss), "accuracy": float(right.float().mean())}
+    loss, is_correct = binary_cross_entropy_with_logits(logits, labels), (logits > 0) == (labels > 0)
+    row = {"loss": float(loss), "accuracy": float(is_correct.float().mean())}
     row |= {"density": float(trace.density.mean()), "expected_density": float(trace.expected_density.mean())}
     equal, apart = numbers[:8, :, None] == numbers[:8, None], ~torch.eye(settings.tokens).bool()
     p = torch.ones(equal.shape)
@@ -142,7 +142,9 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
 def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     """Trains one model, or goes on from its checkpoint, and returns its curve."""
     model, rates = make_model(settings), (settings.learning_rate, settings.learning_rate * settings.sbm_rate)
-    parameters = [[p for name, p in model.named_parameters() if (".source." in name) == own] for own in (False, True)]
+    parameters = [
+        [p for name, p in model.named_parameters() if (".source." in name) == of_source] for of_source in (False, True)
+    ]
     optimizer = torch.optim.Adam([{"params": part} for part in parameters])
     if state := read_state(checkpoint, asdict(settings)):
         model.load_state_dict(state["model"])
@@ -167,15 +169,15 @@ def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     return rows
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
-    chosen = {**(SPARSE if given.sparse else {}), "steps": given.steps, "seed": given.seed}
-    settings = replace(QUICK if given.quick else Settings(), **chosen)
-    with claim(given.output, "repeated_tokens", settings_of(settings)):
-        kinds = {name: (given.output / f"{name}.ckpt", replace(settings, attention=name)) for name in given.models}
+def work(args: argparse.Namespace) -> Iterator[Path]:
+    chosen = {**(SPARSE if args.sparse else {}), "steps": args.steps, "seed": args.seed}
+    settings = replace(QUICK if args.quick else Settings(), **chosen)
+    with claim(args.output, "repeated_tokens", settings_of(settings)):
+        kinds = {name: (args.output / f"{name}.ckpt", replace(settings, attention=name)) for name in args.models}
         curves = {name: train(*kind) for name, kind in kinds.items()}
-        write_text(given.output / "curves.json", json.dumps(curves, indent=1) + "\n")
-        save_figure(given.output / "curves.png", draw(curves), dpi=150)
-    print(f"curves, figure and checkpoints: {given.output}")
+        write_text(args.output / "curves.json", json.dumps(curves, indent=1) + "\n")
+        save_figure(args.output / "curves.png", draw(curves), dpi=150)
+    print(f"curves, figure and checkpoints: {args.output}")
     yield from ()
 
 

@@ -40,13 +40,13 @@ def make_data(count: int) -> list[Data]:
 @torch.no_grad()
 def evaluate(model: SequenceClassifier, loader: DataLoader) -> tuple[float, float]:
     """Accuracy, and mean density of the sampled graphs."""
-    right, density = 0, []
+    hits, density = 0, []
     for number, batch in enumerate(loader):
         logits, trace = model.eval()(batch.x, batch.ptr, seed=number, return_trace=True)
-        right += int((logits.argmax(-1) == batch.y).sum())
+        hits += int((logits.argmax(-1) == batch.y).sum())
         density.append(float(trace.density.mean()))
     model.train()
-    return right / len(loader.dataset), sum(density) / len(density)
+    return hits / len(loader.dataset), sum(density) / len(density)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -258,7 +258,9 @@ def hsa_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tenso
         parts = [slice(begin, min(begin + size, i + 1)) for begin in begins]
         read = torch.stack([(k[part] @ q[i] * scale).softmax(0) @ v[part] for part in parts])
         landmarks = [k[part].mean(0) @ source.key[head] for part in parts[:-1]]
-        score = torch.stack([(q[i] @ source.query[head]) @ each * scale for each in landmarks] + [source.own[head]])
+        score = torch.stack(
+            [(q[i] @ source.query[head]) @ each * scale for each in landmarks] + [source.own_score[head]]
+        )
         best = sorted(range(own), key=lambda b: -float(score[b].detach()))[:3]
         chosen = [*best, own]
         rows.append(score[chosen].softmax(0) @ read[chosen])
@@ -293,7 +295,7 @@ def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.Monk
     else:
         monkeypatch.setattr(rivals, "room", lambda *_: 3.0)
         if name == "hsa":
-            source.own.data.normal_()
+            source.own_score.data.normal_()
     ptr = torch.tensor([0, 11, 18])
     x = torch.randn(18, 12, dtype=torch.float64, requires_grad=True)
     out, graph = conv(x, ptr=ptr, return_graph=True)

@@ -20,9 +20,9 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 29_410,
+    "lines of sbm_pyg": 29_420,
     "lines of sbm_pyg/ops": 11_460,
-    "lines of examples": 13_250,
+    "lines of examples": 13_320,
     "lines of tests": 35_570,
     "rooms of sbm_pyg": 10,
     "arrows between rooms": 32,
@@ -30,7 +30,7 @@ MARKS = {
     "options of SBMAttentionConv": 14,
     "refusing lines of sbm_pyg, %": 5.8,
     "vague local names of sbm_pyg, %": 0.1,
-    "vague local names of examples, %": 5.7,
+    "vague local names of examples, %": 0.1,
 }
 SLACK = 0.02  # how far a measure may lie below its mark before the mark has to follow
 VAGUE = {

@@ -50,45 +50,45 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.folder(
         "runs/arena", "of rows.csv, checkpoints and pictures; --report takes --tasks, --choosers, --starts ..."
     )
-    given = command.read(arguments)
-    right = 0 < min(given.densities) <= max(given.densities) < 1
-    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
-    other = [task for task in given.tasks or () if not (task in TASKS or Path(task).is_file())]
+    args = command.read(arguments)
+    is_valid = 0 < min(args.densities) <= max(args.densities) < 1
+    command.require(is_valid, "'densities' in (0, 1)", args.densities, "Full attention is 'full'.")
+    other = [task for task in args.tasks or () if not (task in TASKS or Path(task).is_file())]
     words = f"'tasks' among {', '.join(TASKS)}, or files of text"
     command.require(not other, words, ", ".join(other), "See --help.")
-    served = given.experiment == "served"
-    given.asked = {cell for cell, name in CELLS.items() if getattr(given, name) is not command.get_default(name)}
-    given.asked |= {"task", "method"} if served else set()
-    given.tasks = given.tasks or (list(SERVED) if served else ["recall"])
-    given.methods = given.methods or (["full", "random", "sbm"] if served else list(methods.METHODS))
-    if all(method.partition(":")[0].endswith(".py") for method in given.methods):
-        given.methods = ["full", "random", *given.methods]
-    return given
+    served = args.experiment == "served"
+    args.asked = {cell for cell, name in CELLS.items() if getattr(args, name) is not command.get_default(name)}
+    args.asked |= {"task", "method"} if served else set()
+    args.tasks = args.tasks or (list(SERVED) if served else ["recall"])
+    args.methods = args.methods or (["full", "random", "sbm"] if served else list(methods.METHODS))
+    if all(method.partition(":")[0].endswith(".py") for method in args.methods):
+        args.methods = ["full", "random", *args.methods]
+    return args
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
     names: list[str] = []
-    for method in given.methods:
+    for method in args.methods:
         methods.check(method)  # mistakes before the first run
-        twin = None if given.no_twins else methods.twin_of(method)
+        twin = None if args.no_twins else methods.twin_of(method)
         names += [name for name in (method, twin) if name and name not in names]
     runs = []
-    for seed in given.seeds if not given.report else ():
-        for task in given.tasks:
+    for seed in args.seeds if not args.report else ():
+        for task in args.tasks:
             usual = tasks.find(task)
-            own = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, given).items()}
+            options = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, args).items()}
             for name in names:
-                kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in given.starts for d in given.densities]
-                runs += [train.Run(task, name, start, density, seed, **own) for start, density in kinds]
+                kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in args.starts for d in args.densities]
+                runs += [train.Run(task, name, start, density, seed, **options) for start, density in kinds]
     if runs:
-        train.train_all(runs, given.output)
-    rows = finished(given.output)
-    if given.report:
-        wanted = {cell: getattr(given, name) for cell, name in CELLS.items()} | {"method": names}
-        rows = report.select(rows, {cell: wanted[cell] for cell in wanted if cell in given.asked})
+        train.train_all(runs, args.output)
+    rows = finished(args.output)
+    if args.report:
+        cells = {cell: getattr(args, name) for cell, name in CELLS.items()} | {"method": names}
+        rows = report.select(rows, {cell: cells[cell] for cell in cells if cell in args.asked})
     print(report.tables(rows))
-    yield from report.draw(rows, given.output)
+    yield from report.draw(rows, args.output)
 
 
 main = program(parse, work)

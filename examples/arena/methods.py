@@ -47,8 +47,8 @@ class SparseOnly(Local):
 
 def load(method: str) -> type[GraphSource]:
     """The class of ``FILE.py:CLASS``, a :class:`~sbm_pyg.GraphSource`."""
-    file, _, rest = method.partition(":")
-    path, name = Path(file), rest.partition(":")[0]
+    file, _, class_and_options = method.partition(":")
+    path, name = Path(file), class_and_options.partition(":")[0]
     way_out = "Name it as in mine.py:MySource."
     require(path.is_file(), "'--chooser' to name a file that exists", repr(file), way_out)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -56,11 +56,13 @@ def load(method: str) -> type[GraphSource]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, GraphSource)):
-        there = [key for key, value in inspect.getmembers(module, inspect.isclass) if value.__module__ == path.stem]
-        raise ValueError(f"Expected {name!r} to be a GraphSource in {file} (got {found}; there are {there}). {way_out}")
-    return found
+    source = getattr(module, name, None)
+    if not (isinstance(source, type) and issubclass(source, GraphSource)):
+        names = [key for key, value in inspect.getmembers(module, inspect.isclass) if value.__module__ == path.stem]
+        raise ValueError(
+            f"Expected {name!r} to be a GraphSource in {file} (got {source}; there are {names}). {way_out}"
+        )
+    return source
 
 
 def _own(method: str, channels: int, heads: int, density: float) -> tuple[GraphSource, Any]:
@@ -130,9 +132,9 @@ def check(method: str) -> None:
         _own(method, 8, 1, 0.5)
         return
     name = method.removesuffix(f":{FROZEN}")
-    known = ", ".join(METHODS)
+    names = ", ".join(METHODS)
     require(
-        name.partition(":")[0] in METHODS, f"'--choosers' among {known}, or FILE.py:CLASS", repr(method), "See --help."
+        name.partition(":")[0] in METHODS, f"'--choosers' among {names}, or FILE.py:CLASS", repr(method), "See --help."
     )
     if name not in WITHOUT_OPTIONS:
         hybrid.options_of(METHODS.get(name, name))

@@ -25,30 +25,30 @@ Key = tuple[str, str, float]  # method, start and density
 Ends = dict[Key, dict[int, list[Row]]]  # the last rows of each run, one of each size, by seed
 
 
-def select(rows: Rows, wanted: Mapping[str, Sequence[Any]]) -> Rows:
+def select(rows: Rows, values_of: Mapping[str, Sequence[Any]]) -> Rows:
     """The rows whose cells are among those that are wanted; full attention comes with every start and density."""
 
     def fits(row: Row) -> bool:
         free = ("start", "density") if row["method"] == "full" else ()
-        return all(row[cell] in values for cell, values in wanted.items() if cell not in free)
+        return all(row[cell] in values for cell, values in values_of.items() if cell not in free)
 
-    found = [row for row in rows if fits(row)]
-    words = ", ".join(f"{cell} {' or '.join(map(str, values))}" for cell, values in wanted.items())
+    selected = [row for row in rows if fits(row)]
+    words = ", ".join(f"{cell} {' or '.join(map(str, values))}" for cell, values in values_of.items())
     require(
-        found,
+        selected,
         "'output' to hold finished runs of what --report is asked for",
         f"none with {words}",
         "Leave out --report to make them.",
     )
-    return found
+    return selected
 
 
 def ends_of(rows: Sequence[Row]) -> Ends:
     """The last rows of each run of one task."""
-    found: Ends = {}
+    ends: Ends = {}
     for method, start, density, seed, run in groups(rows, "method", "start", "density", "seed"):
-        found.setdefault((method, start, density), {})[int(seed)] = last(run)
-    return found
+        ends.setdefault((method, start, density), {})[int(seed)] = last(run)
+    return ends
 
 
 def _score(rows: Sequence[Row]) -> float:
@@ -75,10 +75,10 @@ def gain(ends: Ends, key: Key) -> tuple[float, float, int] | None:
     return -mean if is_text(next(iter(other.values()))[0]["task"]) else mean, half, len(pairs)
 
 
-def _gain_text(found: tuple[float, float, int] | None, digits: int) -> str:
-    if found is None:
+def _gain_text(estimate: tuple[float, float, int] | None, digits: int) -> str:
+    if estimate is None:
         return ""
-    mean, half, count = found
+    mean, half, count = estimate
     return f"{mean:+.{digits}f} (one seed)" if count < 2 else f"{mean:+.{digits}f} ± {half:.{digits}f}"
 
 
@@ -99,12 +99,12 @@ def _label(key: Key) -> str:
 def tables(rows: Sequence[Row]) -> str:
     """One table in Markdown for each task; several sizes of a test stand in one cell, from the first to the last."""
     parts = []
-    for task, some in by(rows, "task").items():
-        ends, lines, digits = ends_of(some), [], _digits(task)
+    for task, task_rows in by(rows, "task").items():
+        ends, lines, digits = ends_of(task_rows), [], _digits(task)
         for key, seeds in ends.items():
             runs = [*seeds.values()]
             sizes = zip(*([row["accuracy"] for row in run] for run in runs), strict=True)
-            several = " / ".join(f"{100 * fmean(each):.1f}" for each in sizes)
+            several = " / ".join(f"{100 * fmean(accuracies):.1f}" for accuracies in sizes)
             shown = extent([_score(run) for run in runs], digits) if len(runs[0]) == 1 else several
             layers = sorted(name for name in runs[0][0] if name.startswith("density_"))
             first = [run[0] for run in runs]
@@ -123,12 +123,12 @@ def tables(rows: Sequence[Row]) -> str:
 
 def overview(rows: Sequence[Row]) -> str:
     """Two tables over all tasks for each start: mean scores at each density, and gains over frozen twins at the density in the middle."""
-    tasks = {task: ends_of(some) for task, some in by(rows, "task").items()}
+    tasks = {task: ends_of(task_rows) for task, task_rows in by(rows, "task").items()}
     keys = [key for ends in tasks.values() for key in ends]
     densities = sorted({density for method, _, density in keys if method != "full"})
     if len(tasks) < 2 or not densities:
         return ""
-    asked, middle = " / ".join(f"{100 * density:g}" for density in densities), densities[len(densities) // 2]
+    percents, middle = " / ".join(f"{100 * density:g}" for density in densities), densities[len(densities) // 2]
     methods = [*dict.fromkeys(method for method, *_ in keys if not method.endswith(FROZEN))]
     header = ["method", *(f"{task}, bits" if is_text(task) else task for task in tasks)]
     parts = []
@@ -138,7 +138,7 @@ def overview(rows: Sequence[Row]) -> str:
             shown.append([m, *(_scores(task, ends, m, start, densities) for task, ends in tasks.items())])
             gains.append([m, *(_gain_text(gain(ends, (m, start, middle)), _digits(t)) for t, ends in tasks.items())])
         gains = [line for line in gains if any(line[1:])]
-        parts.append(f"## {', '.join(tasks)}: accuracy in percent, {asked} % of the pairs asked, {start} at first")
+        parts.append(f"## {', '.join(tasks)}: accuracy in percent, {percents} % of the pairs asked, {start} at first")
         parts.append(markdown(header, shown))
         if gains:
             parts.append(f"Points over the frozen twin at {100 * middle:g} %:\n\n{markdown(header, gains)}")
@@ -156,8 +156,8 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """One picture for each task, and one of the experiment with tokens that serve, if it is there."""
     figures: dict[str, Figure] = {}
     served: dict[int, Ends] = {}
-    for task, some in by(rows, "task").items():
-        ends, lengths = ends_of(some), {row["length"] for row in some}
+    for task, task_rows in by(rows, "task").items():
+        ends, lengths = ends_of(task_rows), {row["length"] for row in task_rows}
         if task.startswith("served-"):
             served[int(task.partition("-")[2])] = ends
         else:
@@ -185,10 +185,10 @@ def _ranks(task: str, ends: Ends) -> Figure:
             twin = [_score(run) for run in ends.get((twin_of(name) or "", start, density), {}).values()]
             if values and twin:
                 axes.plot([fmean(twin), fmean(values)], [place, place], color="0.7", lw=2, zorder=1)
-            for each, look in ((twin, {"mfc": "white"}), (values, {})):
-                if each:
-                    axes.plot(each, [place] * len(each), "o", color="tab:blue", alpha=0.25, ms=4, zorder=2)
-                    axes.plot(fmean(each), place, "o", color="tab:blue", ms=8, zorder=3, **look)
+            for scores, look in ((twin, {"mfc": "white"}), (values, {})):
+                if scores:
+                    axes.plot(scores, [place] * len(scores), "o", color="tab:blue", alpha=0.25, ms=4, zorder=2)
+                    axes.plot(fmean(scores), place, "o", color="tab:blue", ms=8, zorder=3, **look)
         axes.set_yticks(range(len(names)), [_name(name) for name in reversed(names)])
         title = f"{task}: {100 * density:g} % of the pairs, {start} at first"
         axes.set(
@@ -206,7 +206,7 @@ def _lengths(task: str, ends: Ends) -> Figure:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     for number, (key, seeds) in enumerate(ends.items()):
-        sizes = [fmean(100 * row["accuracy"] for row in each) for each in zip(*seeds.values(), strict=True)]
+        sizes = [fmean(100 * row["accuracy"] for row in rows) for rows in zip(*seeds.values(), strict=True)]
         axes.plot([row["length"] for row in next(iter(seeds.values()))], sizes, label=_label(key), **style(number))
     axes.set(xscale="log", xlabel="tokens of a test sequence", ylabel="accuracy (%)", ylim=(-3, 103), title=task)
     bare(axes)
@@ -220,8 +220,8 @@ def _served(tasks: dict[int, Ends]) -> Figure:
     axes = figure.subplots()
     keys = [*dict.fromkeys(key for ends in tasks.values() for key in ends)]
     for number, key in enumerate(keys):
-        there = [(number, ends[key]) for number, ends in sorted(tasks.items()) if key in ends]
-        points = [(number, [_score(run) for run in seeds.values()]) for number, seeds in there]
+        ends_of_numbers = [(number, ends[key]) for number, ends in sorted(tasks.items()) if key in ends]
+        points = [(number, [_score(run) for run in seeds.values()]) for number, seeds in ends_of_numbers]
         look: dict[str, Any] = style(number) | {"linestyle": "--" if key[0].endswith(FROZEN) else "-"}
         plot_extent(axes, points, label=_label(key), **look)
     words = f"stored values that answer a question, of {max(tasks)}"

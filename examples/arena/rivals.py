@@ -66,8 +66,8 @@ class Blocks:
         ptr = offsets(-(-tokens.key_ptr.diff() // SIZE))
         self.count = int(ptr[-1])
         self.of_key = ptr[tokens.key_sequence] + tokens.key_position // SIZE  # [M]
-        self.own = (tokens.query_position // SIZE).repeat(tokens.heads)  # number of earlier blocks, [H*N]
-        rowptr, self.row = offsets(self.own), torch.repeat_interleave(self.own)
+        self.own_block = (tokens.query_position // SIZE).repeat(tokens.heads)  # number of earlier blocks, [H*N]
+        rowptr, self.row = offsets(self.own_block), torch.repeat_interleave(self.own_block)
         self.position = torch.arange(len(self.row)) - rowptr[self.row]  # of the block in its sequence
         col = ptr[tokens.query_sequence].repeat(tokens.heads)[self.row] + self.position
         self.pairs = AttentionGraph(rowptr, col, tokens.num_queries, self.count, tokens.heads, tokens.query_ptr, ptr)
@@ -78,19 +78,19 @@ class Blocks:
         few = max(1, round(room(self.tokens, density)))
         return torch.ops.sbm_pyg.segment_top_k(score.detach(), rowptr, torch.full_like(rowptr[1:], few))[1]
 
-    def choose(self, kept: Tensor) -> tuple[AttentionGraph, Tensor]:
+    def choose(self, pairs: Tensor) -> tuple[AttentionGraph, Tensor]:
         """The graph of the keys of pairs, by their numbers or a mask, and of those of the block of the query up to the query.
 
         Also returns for each edge the number of its pair or, in the block of the query, the number of all pairs plus its row.
         """
         tokens = self.tokens
-        row = torch.cat([self.row[kept], torch.arange(len(self.own))])
+        row = torch.cat([self.row[pairs], torch.arange(len(self.own_block))])
         start = tokens.key_ptr[tokens.query_sequence].repeat(tokens.heads)[row]
-        first = start + SIZE * torch.cat([self.position[kept], self.own])
+        first = start + SIZE * torch.cat([self.position[pairs], self.own_block])
         last = start + tokens.query_position.repeat(tokens.heads)[row]
         graph = graph_of_ranges(tokens, row, first, torch.minimum(first + SIZE, last + 1))
         row, block = graph.edge_row, tokens.key_position[graph.col] // SIZE
-        return graph, torch.where(block == self.own[row], len(self.row) + row, self.pairs.rowptr[row] + block)
+        return graph, torch.where(block == self.own_block[row], len(self.row) + row, self.pairs.rowptr[row] + block)
 
 
 class Dash(GraphSource):
@@ -122,16 +122,16 @@ class Dash(GraphSource):
         )
         score = ops.edge_dot(tokens.query, mean, blocks.pairs.rows)
         share = ops.segment_entmax(score * scale * self.log_factor.exp(), ptr=blocks.pairs.rowptr)
-        kept = share > 0
+        is_kept = share > 0
         log_share = share.clamp(min=LEAST_PRIOR).log()
-        none = score.new_zeros(len(blocks.own))
-        count = none.index_add(0, blocks.row, kept.to(score)).clamp(min=1)
-        log_mean = none.index_add(0, blocks.row, log_share * kept) / count
-        graph, part = blocks.choose(kept)
+        none = score.new_zeros(len(blocks.own_block))
+        count = none.index_add(0, blocks.row, is_kept.to(score)).clamp(min=1)
+        log_mean = none.index_add(0, blocks.row, log_share * is_kept) / count
+        graph, part = blocks.choose(is_kept)
         log_prior = torch.cat([log_share - log_mean[blocks.row], none])[part]
         if self.training and len(blocks.row):
-            wanted = max(LEAST_BLOCKS, room(tokens, self.density))
-            self.log_factor += RATE * (kept.sum() / (blocks.row.diff().count_nonzero() + 1) / wanted).log()
+            target = max(LEAST_BLOCKS, room(tokens, self.density))
+            self.log_factor += RATE * (is_kept.sum() / (blocks.row.diff().count_nonzero() + 1) / target).log()
         return Choice(graph, EdgePrior(graph, log_prior), independent=False)
 
 
@@ -153,21 +153,21 @@ class HSA(GraphSource):
         super().__init__()
         self.density = density
         self.query, self.key = (nn.Parameter(torch.randn(heads, channels, channels) * channels**-0.5) for _ in range(2))
-        self.own = nn.Parameter(torch.zeros(heads))
+        self.own_score = nn.Parameter(torch.zeros(heads))
 
     def forward(self, tokens: Tokens) -> Choice:
         blocks, scale = Blocks(tokens), tokens.query.size(2) ** -0.5
         landmark = block_means(tokens.key, tokens.key_ptr, SIZE)[0] @ self.key
         score = ops.edge_dot(tokens.query @ self.query, landmark, blocks.pairs.rows) * scale
-        kept = blocks.best(score, self.density)
-        graph, part = blocks.choose(kept)
+        pairs = blocks.best(score, self.density)
+        graph, part = blocks.choose(pairs)
         # softmax over the chosen blocks and the block of the query, whose row follows all pairs
-        row = torch.arange(len(blocks.own))
-        own = self.own.repeat_interleave(tokens.num_queries)
+        row = torch.arange(len(blocks.own_block))
+        own_score = self.own_score.repeat_interleave(tokens.num_queries)
         shares = score.new_zeros(len(score) + len(row))
-        chosen = torch.cat([kept, len(score) + row])
-        found = softmax(torch.cat([score[kept], own]), torch.cat([blocks.row[kept], row]))
-        shares = shares.index_put((chosen,), found)
+        chosen = torch.cat([pairs, len(score) + row])
+        block_shares = softmax(torch.cat([score[pairs], own_score]), torch.cat([blocks.row[pairs], row]))
+        shares = shares.index_put((chosen,), block_shares)
         # softmax within each block
         dot = ops.edge_dot(tokens.query, tokens.key, graph.rows) * scale
         most = torch.full_like(shares, -torch.inf).scatter_reduce(0, part, dot.detach(), "amax")[part]
@@ -194,17 +194,17 @@ class NSA(GraphSource):
 
     @torch.no_grad()
     def forward(self, tokens: Tokens) -> Choice:
-        blocks, every = Blocks(tokens), full(None, is_causal=True, heads=tokens.heads, ptr=tokens.query_ptr)
+        blocks, all_pairs = Blocks(tokens), full(None, is_causal=True, heads=tokens.heads, ptr=tokens.query_ptr)
         place = tokens.key_position
         pooled = torch.where(place[:, None] > 0, (tokens.key + tokens.key.roll(1, 1)) / 2, tokens.key)
-        score = ops.edge_dot(tokens.query, pooled, every.rows) * tokens.query.size(2) ** -0.5
-        row, last = every.edge_row, place[every.col]  # position of the second of the two keys
+        score = ops.edge_dot(tokens.query, pooled, all_pairs.rows) * tokens.query.size(2) ** -0.5
+        row, last = all_pairs.edge_row, place[all_pairs.col]  # position of the second of the two keys
         attention = softmax(score, row)
-        found = attention.new_zeros(len(blocks.row))
+        block_score = attention.new_zeros(len(blocks.row))
         for key in (last, last - 1):
-            early = (key >= 0) & (key // 2 < blocks.own[row])
-            found.index_add_(0, (blocks.pairs.rowptr[row] + key // 2)[early], attention[early])
-        return Choice(blocks.choose(blocks.best(found, self.density))[0])
+            early = (key >= 0) & (key // 2 < blocks.own_block[row])
+            block_score.index_add_(0, (blocks.pairs.rowptr[row] + key // 2)[early], attention[early])
+        return Choice(blocks.choose(blocks.best(block_score, self.density))[0])
 
 
 def room(tokens: Tokens, density: float) -> float:

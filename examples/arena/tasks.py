@@ -51,8 +51,8 @@ def two_hop(chains: int, spare: int, helped: int, num_tokens: int, count: int, r
     """
     names = 2 + distinct(count, 2 * chains + spare, num_tokens // 2 - 2, random)
     values = num_tokens // 2 + distinct(count, chains + spare, num_tokens - num_tokens // 2, random)
-    right = torch.cat([names[:, chains : 2 * chains], values], 1)
-    lines = torch.stack([names, torch.ones_like(names), right], 2)  # [S, 2P + D, 3], of x, of y, and spare
+    right_sides = torch.cat([names[:, chains : 2 * chains], values], 1)
+    lines = torch.stack([names, torch.ones_like(names), right_sides], 2)  # [S, 2P + D, 3], of x, of y, and spare
     order = _order(count, 2 * chains + spare, random)
     linked = order[:, : 2 * chains].view(count, 2, chains).sort(1, descending=True).values
     line = torch.cat([linked.flatten(1), order[:, 2 * chains :]], 1)  # where each stands
@@ -61,11 +61,11 @@ def two_hop(chains: int, spare: int, helped: int, num_tokens: int, count: int, r
     questions = torch.stack([names.gather(1, chain), torch.zeros_like(chain)], 2).flatten(1)
     places = (facts.size(1) + 2 * torch.arange(chains)).expand(count, -1)
     end = 3 * linked + 2  # of the lines of x and of y
-    found = Examples(torch.cat([facts, questions], 1), places, values.gather(1, chain), end[:, 1].gather(1, chain))
+    examples = Examples(torch.cat([facts, questions], 1), places, values.gather(1, chain), end[:, 1].gather(1, chain))
     if not helped:
-        return found
-    parts = ((places, end[:, 0]), (found.answers, values[:, :chains]), (found.sources, end[:, 1]))
-    return Examples(found.tokens, *(torch.cat(part, 1) for part in parts))
+        return examples
+    parts = ((places, end[:, 0]), (examples.answers, values[:, :chains]), (examples.sources, end[:, 1]))
+    return Examples(examples.tokens, *(torch.cat(part, 1) for part in parts))
 
 
 def copying(length: int, copied: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
@@ -100,11 +100,11 @@ def compression(length: int, slots: int, num_tokens: int, count: int, random: to
         num_tokens: Token 0, which stands last, then as many values for each slot, then 16 of the noise. A uniform guess among the values
             of a slot is right with probability slots / (num_tokens - 17).
     """
-    known = num_tokens - NOISE
-    choices = (known - 1) // slots  # values of a slot
+    num_symbols = num_tokens - NOISE
+    choices = (num_symbols - 1) // slots  # values of a slot
     answers = 1 + choices * torch.arange(slots) + torch.randint(choices, (count, slots), generator=random)
     sources = _order(count, length, random)[:, :slots]
-    data = torch.randint(known, num_tokens, (count, length), generator=random).scatter(1, sources, answers)
+    data = torch.randint(num_symbols, num_tokens, (count, length), generator=random).scatter(1, sources, answers)
     tokens = torch.cat([data, torch.zeros(count, 1, dtype=torch.int64)], 1)
     return Examples(tokens, torch.full((count, slots), length), answers, sources)
 
@@ -120,13 +120,13 @@ def noisy(slots: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
         num_tokens: Keys, then values, then 16 of the noise. A uniform guess is right with probability 2 / (num_tokens - 16), a guess
             among the values of the sequence with 1 / pairs.
     """
-    known = num_tokens - NOISE
-    keys = distinct(count, pairs, known // 2, random)
-    values = known // 2 + distinct(count, pairs, known - known // 2, random)
-    shown, asked = (2 * _order(count, slots, random)[:, :pairs] for _ in range(2))
-    tokens = torch.randint(known, num_tokens, (count, 4 * slots), generator=random)
-    tokens = tokens.scatter(1, shown, keys).scatter(1, shown + 1, values).scatter(1, asked + 2 * slots, keys)
-    return Examples(tokens, asked + 2 * slots, values, shown + 1)
+    num_symbols = num_tokens - NOISE
+    keys = distinct(count, pairs, num_symbols // 2, random)
+    values = num_symbols // 2 + distinct(count, pairs, num_symbols - num_symbols // 2, random)
+    shown, questions = (2 * _order(count, slots, random)[:, :pairs] for _ in range(2))
+    tokens = torch.randint(num_symbols, num_tokens, (count, 4 * slots), generator=random)
+    tokens = tokens.scatter(1, shown, keys).scatter(1, shown + 1, values).scatter(1, questions + 2 * slots, keys)
+    return Examples(tokens, questions + 2 * slots, values, shown + 1)
 
 
 def fuzzy(pairs: int, num_tokens: int, count: int, random: torch.Generator) -> Examples:
@@ -184,13 +184,13 @@ def served(slots: int, serving: int, num_tokens: int, count: int, random: torch.
     few = slots // serving
     keys = 1 + distinct(count, few, num_tokens // 2 - 1, random)
     values = num_tokens // 2 + distinct(count, few, num_tokens - num_tokens // 2, random)
-    stored, asked = (_order(count, slots, random) % few for _ in range(2))  # number of the pair in each slot
+    stored, pairs = (_order(count, slots, random) % few for _ in range(2))  # number of the pair in each slot
     facts = torch.stack([keys.gather(1, stored), values.gather(1, stored)], 2).flatten(1)
-    questions = torch.stack([keys.gather(1, asked), torch.zeros_like(asked)], 2).flatten(1)
+    questions = torch.stack([keys.gather(1, pairs), torch.zeros_like(pairs)], 2).flatten(1)
     places = (2 * slots + 2 * torch.arange(slots)).expand(count, -1)
     slots_of = stored.argsort(dim=1, stable=True).view(count, few, serving)  # of each pair
-    sources = 2 * slots_of.gather(1, asked[..., None].expand(-1, -1, serving)) + 1
-    return Examples(torch.cat([facts, questions], 1), places, values.gather(1, asked), sources)
+    sources = 2 * slots_of.gather(1, pairs[..., None].expand(-1, -1, serving)) + 1
+    return Examples(torch.cat([facts, questions], 1), places, values.gather(1, pairs), sources)
 
 
 def passages(
@@ -210,10 +210,10 @@ def passages(
     words = f"a text of more than {length} tokens to {'test on' if test else 'learn from'}"
     require(len(tokens) > length, words, len(tokens), "Give a longer text.")
     starts = torch.randint(len(tokens) - length, (count,), generator=random)
-    found = tokens[starts[:, None] + torch.arange(length + 1)]
+    windows = tokens[starts[:, None] + torch.arange(length + 1)]
     places = torch.arange(length).expand(count, -1)
-    sources = recalled(found)[:, 1:] if test else torch.full((count, length), -1)
-    return Examples(found[:, :-1], places, found[:, 1:], sources)
+    sources = recalled(windows)[:, 1:] if test else torch.full((count, length), -1)
+    return Examples(windows[:, :-1], places, windows[:, 1:], sources)
 
 
 @cache

@@ -105,9 +105,9 @@ class Clock:
     def take(self) -> float:
         """The median time of a training step, which ends where the next step or an evaluation begins."""
         self.step()
-        each = [1000 * (after - before) for before, after in zip(self.steps, self.steps[1:], strict=False)]
+        milliseconds = [1000 * (after - before) for before, after in zip(self.steps, self.steps[1:], strict=False)]
         self.steps = []
-        return statistics.median(each)
+        return statistics.median(milliseconds)
 
 
 def train(run: Run, folder: Path) -> list[Row]:
@@ -134,9 +134,9 @@ def train(run: Run, folder: Path) -> list[Row]:
             if sparsifier and not follows:  # a query has as many edges at each length
                 sparsifier.set_density(run.density * min(1.0, (trained - 1) / (length - 1)))
             clock.passes = 0.0
-            found = evaluate(model, test, max(1, min(32, TOKENS // length)))
-            known = {"length": length, "size": " x ".join(map(str, size))}
-            rows.append(run.known | known | found | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)})
+            scores = evaluate(model, test, max(1, min(32, TOKENS // length)))
+            columns = {"length": length, "size": " x ".join(map(str, size))}
+            rows.append(run.known | columns | scores | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)})
         if sparsifier:
             sparsifier.set_density()
         return rows

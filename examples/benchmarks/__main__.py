@@ -60,22 +60,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("channels", 32, "channels of each of the two heads", above=0)
     command.option("seconds", 15.0, "limit of one call, above which a peer is not timed", metavar="S", above=0)
     command.option("output", Path("runs/benchmarks"), "of rows.csv")
-    given = command.read(arguments)
-    if given.suite != "report":
-        command.attempt(check_folder, "output", given.output)
-    known: Sequence[str] = ()
-    if given.suite in TITLES:
-        known = [*SUITES[given.suite]]
-    usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(given.suite, {})
-    for name, value in (usual | {"peers": [name for name in known if name not in EXTRA]}).items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    unknown = [name for name in given.peers if name not in known]
-    command.require(not unknown, f"'peers' of {given.suite}", unknown, f"Choose from: {', '.join(known)}.")
-    right = min(given.tokens) > 0 and 0 <= min(given.densities) <= max(given.densities) <= 60
+    args = command.read(arguments)
+    if args.suite != "report":
+        command.attempt(check_folder, "output", args.output)
+    peers: Sequence[str] = ()
+    if args.suite in TITLES:
+        peers = [*SUITES[args.suite]]
+    usual = {"tokens": [4096], "densities": [1.0, 5.0, 10.0, 25.0], "blocks": [128]} | DEFAULTS.get(args.suite, {})
+    for name, value in (usual | {"peers": [name for name in peers if name not in EXTRA]}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    unknown = [name for name in args.peers if name not in peers]
+    command.require(not unknown, f"'peers' of {args.suite}", unknown, f"Choose from: {', '.join(peers)}.")
+    is_valid = min(args.tokens) > 0 and 0 <= min(args.densities) <= max(args.densities) <= 60
     words = "'tokens' above 0, and 'densities' of at most 60 percent"
-    command.require(right, words, f"{given.tokens}, {given.densities}")
-    return given
+    command.require(is_valid, words, f"{args.tokens}, {args.densities}")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

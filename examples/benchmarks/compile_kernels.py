@@ -64,10 +64,10 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
     def over_blocks(block_size: int, biased: bool, dropout: float) -> None:
         tokens, ptr = torch.zeros(2, 4 * block_size, width, dtype=dtype), torch.tensor([0, 4 * block_size])
         bias = torch.zeros(6, block_size, block_size, dtype=dtype) if biased else None
-        given = (*graph, ptr, ptr, block_size, True, bias, 0.5, dropout, 1)
-        out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *given)
-        layout, rest = (*graph, ptr, ptr, bias, out, sums), (block_size, True, 0.5, dropout, 1, biased)
-        cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *rest)
+        operands = (*graph, ptr, ptr, block_size, True, bias, 0.5, dropout, 1)
+        out, sums = cuda_blocks.block_attention(tokens, tokens, tokens, *operands)
+        layout, options = (*graph, ptr, ptr, bias, out, sums), (block_size, True, 0.5, dropout, 1, biased)
+        cuda_blocks.block_attention_backward(tokens, tokens, tokens, tokens, *layout, *options)
         sets = *graph, bias, *graph, bias
         cuda_blocks.block_effect(tokens, tokens, tokens, tokens, *sets, ptr, ptr, block_size, True, 0.5)
 
@@ -111,10 +111,10 @@ def row_ops(length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 
 def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The kernels that a call starts, with their arguments; none runs."""
-    found = []
+    launches = []
 
     def record(program: Any, count: Any, *arguments: Any, **options: Any) -> None:
-        found.append((program, arguments, options))
+        launches.append((program, arguments, options))
 
     with ExitStack() as changed:
         for module in [*sys.modules.values()]:
@@ -122,7 +122,7 @@ def started(call: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...], dict[st
                 changed.enter_context(patch.object(module, "launch", record))
         changed.enter_context(patch.object(cuda_rows, "launch", record))
         call()
-    return found
+    return launches
 
 
 def absent(target: int) -> Any:
@@ -174,13 +174,13 @@ def compile_all(
 def table(rows: Rows) -> str:
     """A line for each kernel and width, the most that any way to call it takes; widths that take the same share one."""
     targets = sorted({row["target"] for row in rows})
-    found: dict[tuple[Any, ...], dict[int, list[tuple[int, ...]]]] = {}
+    resources: dict[tuple[Any, ...], dict[int, list[tuple[int, ...]]]] = {}
     for row in rows:
         case = (f"`{row['kernel']}`", row["dtype"], row["edges"], row["warps"], row["width"])
-        asked = (row["registers"], row["shared"], row["spilled"])
-        found.setdefault(case, {}).setdefault(row["target"], []).append(asked)
+        usage = (row["registers"], row["shared"], row["spilled"])
+        resources.setdefault(case, {}).setdefault(row["target"], []).append(usage)
     lines: dict[tuple[Any, ...], list[int]] = {}
-    for (*which, width), of in found.items():
+    for (*which, width), of in resources.items():
         most = (", ".join(str(max(x)) for x in zip(*of[target], strict=True)) for target in targets)
         lines.setdefault((*which, *most), []).append(width)
     names = ("kernel", "type", "width", "edges", "warps", *(f"sm_{target}" for target in targets))

@@ -94,34 +94,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("steps", int, "of ListOps (default: those of the preset `paper`)", above=0)
     command.option("output", Path("runs/gpu"))
     command.add_argument("--markdown", action="store_true", help="measure nothing")
-    given = command.read(arguments)
-    whole = min(given.tokens) >= given.block_size and not any(count % given.block_size for count in given.tokens)
-    command.require(whole, f"'tokens' to be multiples of the block size, {given.block_size}", given.tokens)
-    right = 0 < min(given.densities) <= max(given.densities) <= 100
-    command.require(right, "'densities' in (0, 100] percent", given.densities)
-    if not given.markdown:
-        command.attempt(check_folder, "output", given.output)
-    return given
+    args = command.read(arguments)
+    whole = min(args.tokens) >= args.block_size and not any(count % args.block_size for count in args.tokens)
+    command.require(whole, f"'tokens' to be multiples of the block size, {args.block_size}", args.tokens)
+    is_valid = 0 < min(args.densities) <= max(args.densities) <= 100
+    command.require(is_valid, "'densities' in (0, 100] percent", args.densities)
+    if not args.markdown:
+        command.attempt(check_folder, "output", args.output)
+    return args
 
 
-def items(given: argparse.Namespace) -> Iterator[Item]:
+def items(args: argparse.Namespace) -> Iterator[Item]:
     """The items to be measured, the most useful ones first."""
     listed = [Item("contract", name) for name in CONTRACT if (ROOT / name).is_file()]
     listed += [Item("operations", "step", density=density) for density in (FIRST_DENSITY, 1.0)]
-    ends = ("", GRAPH) if given.device.startswith("cuda") else ("",)
-    first = [tokens for tokens in given.tokens if tokens in FIRST_SIZES]
+    ends = ("", GRAPH) if args.device.startswith("cuda") else ("",)
+    first = [tokens for tokens in args.tokens if tokens in FIRST_SIZES]
     for end, tokens in itertools.product(ends, first):
-        listed += [_timed("layers", peer, tokens, FIRST_DENSITY, given.dtype, end) for peer in FIRST_LAYERS]
+        listed += [_timed("layers", peer, tokens, FIRST_DENSITY, args.dtype, end) for peer in FIRST_LAYERS]
         blocks = () if end else ("sdpa", "blocks")
-        listed += [_timed("attention", peer, tokens, FIRST_DENSITY, given.dtype) for peer in blocks]
-    for tokens in given.tokens:
-        shares = sorted({x / 100 for x in given.densities} | {d / tokens for d in given.degrees if d < tokens})
+        listed += [_timed("attention", peer, tokens, FIRST_DENSITY, args.dtype) for peer in blocks]
+    for tokens in args.tokens:
+        shares = sorted({x / 100 for x in args.densities} | {d / tokens for d in args.degrees if d < tokens})
         for kind, peers in (("attention", ATTENTION), ("layers", (*LAYERS, *AS_TRAINED))):
-            listed += [_timed(kind, peer, tokens, share, given.dtype) for peer in peers for share in shares]
+            listed += [_timed(kind, peer, tokens, share, args.dtype) for peer in peers for share in shares]
     listed += [Item("tests", name) for name in TESTS if (ROOT / name).is_file()]
     listed += [Item("listops", "paper")]
     for item in dict.fromkeys(listed):
-        if item.kind in given.only and (item.peer in given.peers or item.kind not in ("attention", "layers")):
+        if item.kind in args.only and (item.peer in args.peers or item.kind not in ("attention", "layers")):
             yield item
 
 
@@ -135,16 +135,16 @@ class Inputs:
     Every device gets the same; a graph is made where it is used, since the CPU takes minutes for some hundred million edges.
     """
 
-    def __init__(self, given: argparse.Namespace, tokens: int, density: float, dtype: str, in_blocks: bool) -> None:
+    def __init__(self, args: argparse.Namespace, tokens: int, density: float, dtype: str, in_blocks: bool) -> None:
         random = torch.Generator().manual_seed(0)
-        shape = (given.heads, tokens, given.channels)
+        shape = (args.heads, tokens, args.channels)
         drawn = (torch.randn(shape, generator=random) for _ in range(4))
-        self.query, self.key, self.value, self.grad = (x.to(given.device, getattr(torch, dtype)) for x in drawn)
-        self.scale, self.block_size = given.channels**-0.5, given.block_size
-        count = tokens // given.block_size if in_blocks else tokens
+        self.query, self.key, self.value, self.grad = (x.to(args.device, getattr(torch, dtype)) for x in drawn)
+        self.scale, self.block_size = args.channels**-0.5, args.block_size
+        count = tokens // args.block_size if in_blocks else tokens
         degree = max(1, round(density * count))
-        graph = patterns.random(count, degree, heads=given.heads, seed=0, device=given.device)
-        self.graph = (BlockGraph(graph, given.block_size) if in_blocks else graph).to(given.device)
+        graph = patterns.random(count, degree, heads=args.heads, seed=0, device=args.device)
+        self.graph = (BlockGraph(graph, args.block_size) if in_blocks else graph).to(args.device)
 
     @property
     def leaves(self) -> list[Any]:
@@ -203,8 +203,8 @@ def _sparse(inputs: Inputs) -> Forward:
     def forward(query: Any, key: Any, value: Any) -> Any:
         flat = [x.flatten(0, 1) for x in (query, key, value)]
         score = (flat[0][index[0]] * flat[1][index[1]]).sum(1) * inputs.scale
-        known: Any = {"size": (heads * count,) * 2, "is_coalesced": True, "check_invariants": False}
-        weight = torch.sparse.softmax(torch.sparse_coo_tensor(index, score, **known), 1)
+        layout: Any = {"size": (heads * count,) * 2, "is_coalesced": True, "check_invariants": False}
+        weight = torch.sparse.softmax(torch.sparse_coo_tensor(index, score, **layout), 1)
         return torch.sparse.mm(weight, flat[2]).view_as(value)
 
     return forward
@@ -237,26 +237,26 @@ def _step(forward: Forward, inputs: Inputs) -> list[Any]:
 @cache
 def _check(words: str, peer: str) -> float:
     """Largest error of output and gradients over a few tokens, relative to the largest value of plain torch in float64."""
-    given = argparse.Namespace(**json.loads(words))
-    inputs = Inputs(given, 8 * given.block_size, 0.0 if peer in DENSE else 0.3, given.dtype, peer in OVER_BLOCKS)
-    found = [x.detach().double().cpu() for x in _step(BUILD[peer](inputs), inputs)]
+    args = argparse.Namespace(**json.loads(words))
+    inputs = Inputs(args, 8 * args.block_size, 0.0 if peer in DENSE else 0.3, args.dtype, peer in OVER_BLOCKS)
+    results = [x.detach().double().cpu() for x in _step(BUILD[peer](inputs), inputs)]
     query, key, value = (x.detach().double().cpu().requires_grad_() for x in inputs.leaves)
-    kept = torch.ones(1, 1, dtype=torch.bool) if peer in DENSE else inputs.graph.to("cpu").to_dense()
-    weight = (query @ key.mT * inputs.scale).masked_fill(~kept, -torch.inf).softmax(-1)
+    is_edge = torch.ones(1, 1, dtype=torch.bool) if peer in DENSE else inputs.graph.to("cpu").to_dense()
+    weight = (query @ key.mT * inputs.scale).masked_fill(~is_edge, -torch.inf).softmax(-1)
     out = weight @ value
     true = [out.detach(), *torch.autograd.grad(out, (query, key, value), inputs.grad.double().cpu())]
-    error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, true, strict=True))
-    limit = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}[given.dtype]
+    error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(results, true, strict=True))
+    limit = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}[args.dtype]
     if not error <= limit:
         raise ValueError(f"Expected results within {limit:g} of plain torch in float64 (got {error:.2g}).")
     return error
 
 
-def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
+def measure_attention(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of a peer, forward and with all gradients, after its check."""
-    words = {name: getattr(given, name) for name in ("heads", "channels", "block_size", "device")}
+    words = {name: getattr(args, name) for name in ("heads", "channels", "block_size", "device")}
     error = _check(json.dumps(words | {"dtype": item.dtype}), item.peer)
-    inputs = Inputs(given, item.tokens, item.density, item.dtype, item.peer in OVER_BLOCKS)
+    inputs = Inputs(args, item.tokens, item.density, item.dtype, item.peer in OVER_BLOCKS)
     forward = BUILD[item.peer](inputs)
 
     def infer() -> None:
@@ -264,13 +264,13 @@ def measure_attention(item: Item, given: argparse.Namespace) -> dict[str, Any]:
             forward(inputs.query, inputs.key, inputs.value)
 
     calls = {"forward": infer, "step": lambda: _step(forward, inputs)}
-    return {"error": error, "edges": inputs.graph.num_edges} | measure_calls(calls, given)
+    return {"error": error, "edges": inputs.graph.num_edges} | measure_calls(calls, args)
 
 
-def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace) -> dict[str, Any]:
+def measure_calls(calls: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds of each call, and the memory that the last one needs beyond what was there, in MiB."""
-    found: dict[str, Any] = {}
-    on_gpu = torch.device(given.device).type == "cuda"
+    measures: dict[str, Any] = {}
+    on_gpu = torch.device(args.device).type == "cuda"
     for name, call in calls.items():
         call()  # compiles
         if on_gpu:
@@ -281,27 +281,27 @@ def measure_calls(calls: dict[str, Callable[[], Any]], given: argparse.Namespace
         call()
         if on_gpu:
             torch.cuda.synchronize()
-            found[f"{name}_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        if (took := time.perf_counter() - start) > given.seconds:
-            found |= {f"{name}_ms": 1e3 * took, "remark": f"{name} timed once"}
+            measures[f"{name}_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        if (took := time.perf_counter() - start) > args.seconds:
+            measures |= {f"{name}_ms": 1e3 * took, "remark": f"{name} timed once"}
             continue
         timed = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        measured = timed.blocked_autorange(min_run_time=min(0.5, given.seconds))
-        found |= {f"{name}_ms": 1e3 * measured.median, f"{name}_iqr_ms": 1e3 * measured.iqr}
-    return found
+        measured = timed.blocked_autorange(min_run_time=min(0.5, args.seconds))
+        measures |= {f"{name}_ms": 1e3 * measured.median, f"{name}_iqr_ms": 1e3 * measured.iqr}
+    return measures
 
 
-def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
+def measure_layers(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     """An evaluation and a training step of a whole layer, with projections, block model, sampling and attention.
 
     As a :class:`~sbm_pyg.Sparsifier` trains it: in the dense phase, or at the target density. Trained layers are causal
     and get the tokens of their models. A CUDA graph is captured after three calls, and its replays are timed.
     """
     torch.manual_seed(0)
-    peer, ptr = item.peer.removesuffix(GRAPH), torch.tensor([0, item.tokens], device=given.device)
-    layer, x = _make_layer(peer, item, given)
+    peer, ptr = item.peer.removesuffix(GRAPH), torch.tensor([0, item.tokens], device=args.device)
+    layer, x = _make_layer(peer, item, args)
     x = x.detach().requires_grad_()
-    half = torch.autocast(torch.device(given.device).type, getattr(torch, item.dtype), enabled=item.dtype != "float32")
+    half = torch.autocast(torch.device(args.device).type, getattr(torch, item.dtype), enabled=item.dtype != "float32")
     seed = {"seed": 1}  # the running mean stays as it is
 
     def infer() -> None:
@@ -316,30 +316,30 @@ def measure_layers(item: Item, given: argparse.Namespace) -> dict[str, Any]:
         (out.float().square().mean() + auxiliary_loss(layer)).backward()
 
     if peer == "sampling":
-        query, key = (torch.randn(given.heads, item.tokens, given.channels, device=given.device) for _ in range(2))
+        query, key = (torch.randn(args.heads, item.tokens, args.channels, device=args.device) for _ in range(2))
         tokens = Tokens(query, key, ptr, bipartite=False)
         with torch.no_grad():
-            return measure_calls({"forward": lambda: layer.source(tokens)}, given)
+            return measure_calls({"forward": lambda: layer.source(tokens)}, args)
     calls: dict[str, Callable[[], Any]] = {"forward": infer, "step": step}
     if peer != item.peer:
         calls = {name: _captured(call) for name, call in calls.items()}
-    return measure_calls(calls, given)
+    return measure_calls(calls, args)
 
 
-def _make_layer(peer: str, item: Item, given: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+def _make_layer(peer: str, item: Item, args: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     """A layer on the device, and its tokens."""
     if peer in AS_TRAINED:
-        conv, x = take(peer.removesuffix("-dense"), item.tokens, device=given.device)
+        conv, x = take(peer.removesuffix("-dense"), item.tokens, device=args.device)
         return (dense_twin(conv) if peer.endswith("-dense") else conv), x
-    width = given.heads * given.channels
+    width = args.heads * args.channels
     layer: Any
     if peer == "dense":
-        layer = FullAttention(width, given.channels, given.heads)
+        layer = FullAttention(width, args.channels, args.heads)
     else:
-        block_size = given.block_size if peer == "blocks" else 1
-        layer = make_attention("sbm", width, given.channels, given.heads, block_size=block_size, window=None)
+        block_size = args.block_size if peer == "blocks" else 1
+        layer = make_attention("sbm", width, args.channels, args.heads, block_size=block_size, window=None)
         layer.source.target_density = item.density or 1.0
-    return layer.to(given.device), torch.randn(item.tokens, width, device=given.device)
+    return layer.to(args.device), torch.randn(item.tokens, width, device=args.device)
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], None]:
@@ -356,28 +356,28 @@ def _captured(call: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure_operations(item: Item, given: argparse.Namespace) -> dict[str, Any]:
+def measure_operations(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     """Operations and reads of a step of a small layer; on a GPU also the waits of three steps, within our ops too."""
-    counts: dict[str, Any] = dict(count_step(item.density, given.device))
-    if torch.device(given.device).type == "cuda":
+    counts: dict[str, Any] = dict(count_step(item.density, args.device))
+    if torch.device(args.device).type == "cuda":
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                count_step(item.density, given.device)
+                count_step(item.density, args.device)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         counts["waits of three steps"] = len(waits)
     return counts
 
 
-def measure_tests(item: Item, given: argparse.Namespace, limit: float | None = None) -> dict[str, Any]:
+def measure_tests(item: Item, args: argparse.Namespace, limit: float | None = None) -> dict[str, Any]:
     """The result of a file of tests, stopped after so many seconds; what pytest writes is in the output folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", item.peer, "--tb=short", "-p", "no:cacheprovider"]
     command += ["-k", TESTS[item.peer]] if TESTS.get(item.peer) else []
     if find_spec("xdist"):  # most of the time goes into compiling kernels
         command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "load"]
-    log = given.output / f"{Path(item.peer).stem}.log"
+    log = args.output / f"{Path(item.peer).stem}.log"
     with log.open("w") as file:
         tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:
@@ -391,17 +391,17 @@ def measure_tests(item: Item, given: argparse.Namespace, limit: float | None = N
     return {"passed": passed, "said": lines[-1], "failed": failed[:50]}
 
 
-def measure_listops(item: Item, given: argparse.Namespace) -> dict[str, Any] | None:
+def measure_listops(item: Item, args: argparse.Namespace) -> dict[str, Any] | None:
     """ListOps with the settings of the paper, for as long as the slice lasts; None where it is to go on in the next one."""
-    folder = given.output / "listops"
+    folder = args.output / "listops"
     command = [sys.executable, "-m", "examples.lra", "train", "--output", str(folder.resolve())]
     if (folder / "settings.json").exists():
         command += ["--resume"]
     else:
-        command += ["--task", "listops", "--preset", item.peer, "--accelerator", str(given.device).partition(":")[0]]
-        command += [] if given.steps is None else ["--steps", str(given.steps)]
+        command += ["--task", "listops", "--preset", item.peer, "--accelerator", str(args.device).partition(":")[0]]
+        command += [] if args.steps is None else ["--steps", str(args.steps)]
     try:
-        done = subprocess.run(command, cwd=ROOT, check=False, timeout=max(30.0, given.until - time.monotonic()))
+        done = subprocess.run(command, cwd=ROOT, check=False, timeout=max(30.0, args.until - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None  # the next slice continues from what was saved
     result = folder / "results.json"
@@ -418,38 +418,38 @@ MEASURE: dict[str, Callable[[Item, argparse.Namespace], dict[str, Any] | None]] 
 
 def read(path: Path) -> Rows:
     """All results; a line that was cut by a kill is skipped."""
-    found = []
+    rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(line))
+            rows.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return rows
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures until the slice is over; returns how many items are left."""
-    path, begun = given.output / "results.jsonl", given.output / "begun.txt"
-    given.output.mkdir(parents=True, exist_ok=True)
+    path, begun = args.output / "results.jsonl", args.output / "begun.txt"
+    args.output.mkdir(parents=True, exist_ok=True)
     ended = {json.dumps(row["item"], sort_keys=True) for row in read(path)}
-    todo = [item for item in items(given) if json.dumps(dataclasses.asdict(item), sort_keys=True) not in ended]
+    todo = [item for item in items(args) if json.dumps(dataclasses.asdict(item), sort_keys=True) not in ended]
     tries = Counter(begun.read_text().splitlines() if begun.exists() else [])
-    given.until, left = time.monotonic() + 60 * given.minutes, len(todo)
-    on_gpu = torch.device(given.device).type == "cuda"
-    device = torch.cuda.get_device_name(given.device) if on_gpu else "CPU"
-    with torch.cuda.device(given.device) if on_gpu else nullcontext():
+    args.until, left = time.monotonic() + 60 * args.minutes, len(todo)
+    on_gpu = torch.device(args.device).type == "cuda"
+    device = torch.cuda.get_device_name(args.device) if on_gpu else "CPU"
+    with torch.cuda.device(args.device) if on_gpu else nullcontext():
         for item in tqdm(todo, desc="items", unit="item"):
-            if time.monotonic() > given.until:
+            if time.monotonic() > args.until:
                 break
             if tries[str(item)] < 2 or item.kind == "listops":  # which goes on where it was killed
                 with begun.open("a") as file:
                     file.write(f"{item}\n")
-                found = attempt(item, given)
+                result = attempt(item, args)
             else:
-                found = {"remark": "two slices were killed at it"}
-            if found is None:
+                result = {"remark": "two slices were killed at it"}
+            if result is None:
                 break
-            row = {"item": dataclasses.asdict(item), "device": device, "torch": torch.__version__, **found}
+            row = {"item": dataclasses.asdict(item), "device": device, "torch": torch.__version__, **result}
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             left -= 1
@@ -459,10 +459,10 @@ def run(given: argparse.Namespace) -> int:
     return left
 
 
-def attempt(item: Item, given: argparse.Namespace) -> dict[str, Any] | None:
+def attempt(item: Item, args: argparse.Namespace) -> dict[str, Any] | None:
     """A measurement, or the error that prevented it."""
     try:
-        return MEASURE[item.kind](item, given)
+        return MEASURE[item.kind](item, args)
     except Exception as error:  # a peer may fail in any way it likes, and Triton's errors are not RuntimeErrors
         return {"remark": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
@@ -473,8 +473,8 @@ def even(ours: dict[float, float], dense: float) -> float | None:
     >>> round(even({0.01: 1.0, 0.04: 4.0}, 2.0), 6)
     0.02
     """
-    known = sorted(ours.items())
-    for (low, fast), (high, slow) in itertools.pairwise(known):
+    times = sorted(ours.items())
+    for (low, fast), (high, slow) in itertools.pairwise(times):
         if fast <= dense <= slow and fast < slow:
             part = math.log(dense / fast) / math.log(slow / fast)
             return math.exp(math.log(low) + part * math.log(high / low))
@@ -483,8 +483,8 @@ def even(ours: dict[float, float], dense: float) -> float | None:
 
 def _cells(row: Row, stage: str) -> list[str]:
     """Milliseconds and memory of a stage, if they are known."""
-    found = {form: row.get(f"{stage}_{unit}") for unit, form in (("ms", ".4g"), ("mib", ".3g"))}
-    return ["" if value is None else f"{value:{form}}" for form, value in found.items()]
+    values = {form: row.get(f"{stage}_{unit}") for unit, form in (("ms", ".4g"), ("mib", ".3g"))}
+    return ["" if value is None else f"{value:{form}}" for form, value in values.items()]
 
 
 def comparison(kind: str, base: str, stage: str, tokens: int, rows: Rows) -> list[str]:
@@ -523,17 +523,17 @@ def markdown(results: Rows) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parse(arguments)
-    if given.markdown:
-        rows = read(given.output / "results.jsonl")
+    args = parse(arguments)
+    if args.markdown:
+        rows = read(args.output / "results.jsonl")
         if not rows:
-            given.fail(f"Expected 'output' to hold results (got none in {given.output}). Leave out --markdown.")
+            args.fail(f"Expected 'output' to hold results (got none in {args.output}). Leave out --markdown.")
         print(markdown(rows))
         return
-    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
-        given.fail("Expected 'device' to be there (got no CUDA). Try it with --device cpu --tokens 128 --seconds 1.")
-    with resumable(given.output):
-        left = run(given)
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        args.fail("Expected 'device' to be there (got no CUDA). Try it with --device cpu --tokens 128 --seconds 1.")
+    with resumable(args.output):
+        left = run(args)
     print(f"{left} items are left: run it again." if left else "Nothing is left; --markdown makes the page.")
 
 

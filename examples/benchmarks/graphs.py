@@ -73,11 +73,11 @@ def call(module: nn.Module, suite: str, x: Tensor, batch: Tensor) -> Tensor:
     return module.lin_out(module.attn(x)) if isinstance(module, SparseGPSConv) else module(x[None])[0]
 
 
-def sizes_of(given: argparse.Namespace, suite: str) -> list[int]:
+def sizes_of(args: argparse.Namespace, suite: str) -> list[int]:
     """Nodes of each graph; those of a batch grow by equal factors."""
-    steps = range(given.graphs)
-    many = [round(100 * (given.largest / 100) ** (step / (given.graphs - 1))) for step in steps]
-    return many if suite == "batch" else [given.nodes]
+    steps = range(args.graphs)
+    many = [round(100 * (args.largest / 100) ** (step / (args.graphs - 1))) for step in steps]
+    return many if suite == "batch" else [args.nodes]
 
 
 def turn(arm: str, suite: str, sizes: dict[str, list[int]]) -> dict[str, float]:
@@ -88,38 +88,38 @@ def turn(arm: str, suite: str, sizes: dict[str, list[int]]) -> dict[str, float]:
         batch = torch.repeat_interleave(torch.tensor(lengths))
         before, start = memory("VmRSS"), time.perf_counter()
         call(module, suite, x, batch).sum().backward()
-    found = {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": math.nan}
+    measures = {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": math.nan}
     if "edges" in arm and isinstance(module, SparseGPSConv):
         with torch.no_grad():
-            found["edges"] = module.attn(x, batch=batch, return_graph=True)[1].num_edges / (HEADS * len(x))
-    return found
+            measures["edges"] = module.attn(x, batch=batch, return_graph=True)[1].num_edges / (HEADS * len(x))
+    return measures
 
 
 def gate() -> None:
     """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
-    theirs = layer("GPSConv, multihead")
-    assert isinstance(theirs, GPSConv)
-    ours = SparseGPSConv.from_gps(theirs, source=None)
+    gps = layer("GPSConv, multihead")
+    assert isinstance(gps, GPSConv)
+    sparse_gps = SparseGPSConv.from_gps(gps, source=None)
     batch = torch.repeat_interleave(torch.tensor([9, 40, 21]))
-    found = []
-    for module in (theirs, ours):
+    results = []
+    for module in (gps, sparse_gps):
         x = torch.randn(70, CHANNELS, generator=torch.Generator().manual_seed(0)).requires_grad_()
         out = module(x, None, batch)
-        found.append([out, *torch.autograd.grad(out.sin().sum(), x)])
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), x)])
+    for result, reference in zip(*results, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+    args = parse(arguments)
     gate()
-    sizes = {suite: sizes_of(given, suite) for suite in given.suites}
-    turns = [{"suite": x, "arm": arm} for x in given.suites for _ in range(given.rounds) for arm in ARMS[x]]
-    rows = measure_turns(partial(turn, sizes=sizes), turns, MEASURED, given.csv)
+    sizes = {suite: sizes_of(args, suite) for suite in args.suites}
+    turns = [{"suite": x, "arm": arm} for x in args.suites for _ in range(args.rounds) for arm in ARMS[x]]
+    rows = measure_turns(partial(turn, sizes=sizes), turns, MEASURED, args.csv)
     for suite, arms in by(rows, "suite", "arm").items():
         table = []
-        for name, own in arms.items():
-            seconds, mib, edges = medians(own, MEASURED).values()
+        for name, rounds in arms.items():
+            seconds, mib, edges = medians(rounds, MEASURED).values()
             table.append([name, f"{seconds:.3g}", f"{mib:,.0f}", "" if math.isnan(edges) else f"{edges:.1f}"])
         print(f"{suite}: {len(sizes[suite])} graphs, {sum(sizes[suite]):,} nodes, the largest {max(sizes[suite]):,}")
         print(markdown(["arm", "seconds", "MiB", "edges per node and head"], table))

@@ -125,12 +125,12 @@ def _attention(
 
         def check() -> float:
             with torch.no_grad():
-                found = [forward(*leaves)]
+                results = [forward(*leaves)]
             out = forward(*leaves)
-            found += [out, *torch.autograd.grad(out, leaves, inputs.grad)]
+            results += [out, *torch.autograd.grad(out, leaves, inputs.grad)]
             exact = inputs.exact(masked)
             names = ("output", "output of a step", "query gradient", "key gradient", "value gradient", "gate gradient")
-            return compare({name: (x, y) for name, x, y in zip(names, found, [exact[0], *exact], strict=False)})
+            return compare({name: (x, y) for name, x, y in zip(names, results, [exact[0], *exact], strict=False)})
 
         return Work(check, calls(lambda: forward(*leaves), leaves, inputs.grad, inputs.num_edges))
 
@@ -212,13 +212,13 @@ def _shares(forward: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[
 
         def check() -> float:
             end = ptr[min(100, ptr.numel() - 1)]
-            some = scores[:end].detach().double().requires_grad_()
+            leaf = scores[:end].detach().double().requires_grad_()
             dense = {"softmax": torch.softmax, "entmax15": entmax.entmax15, "sparsemax": entmax.sparsemax}[name]
-            true = torch.cat([dense(row, -1) for row in some.tensor_split(ptr[1 : min(100, ptr.numel() - 1)])])
+            true = torch.cat([dense(row, -1) for row in leaf.tensor_split(ptr[1 : min(100, ptr.numel() - 1)])])
             out = forward(scores, ptr)
-            (found,) = torch.autograd.grad(out, scores, grad)
-            (wanted,) = torch.autograd.grad(true, some, grad[:end].double())
-            return compare({"share": (out[:end], true), "gradient": (found[:end], wanted)})
+            (gradient,) = torch.autograd.grad(out, scores, grad)
+            (true_gradient,) = torch.autograd.grad(true, leaf, grad[:end].double())
+            return compare({"share": (out[:end], true), "gradient": (gradient[:end], true_gradient)})
 
         return Work(check, calls(lambda: forward(scores, ptr), [scores], grad, grad.numel()))
 
@@ -250,13 +250,13 @@ def _layer(normalizer: str) -> Callable[[Case], Work]:
         x, grad = torch.randn(case.tokens, 64), torch.randn(case.tokens, case.heads * case.channels)
 
         def check() -> float:
-            few, edges, found = torch.randn(200, 64), patterns.random(200, 20, heads=case.heads, seed=0), []
+            few, edges, results = torch.randn(200, 64), patterns.random(200, 20, heads=case.heads, seed=0), []
             twin = deepcopy(conv).double()
             twin.fuse = False
             for layer, tokens in ((conv, few), (twin, few.double())):
                 out = layer(tokens, edges)
-                found.append([out, *torch.autograd.grad(out, layer.lin_query.weight, torch.ones_like(out))])
-            return compare({f"result {n}": (*pair,) for n, pair in enumerate(zip(*found, strict=True))})
+                results.append([out, *torch.autograd.grad(out, layer.lin_query.weight, torch.ones_like(out))])
+            return compare({f"result {n}": (*pair,) for n, pair in enumerate(zip(*results, strict=True))})
 
         return Work(check, calls(lambda: conv(x, graph), [*conv.parameters()], grad, graph.num_edges))
 

@@ -40,14 +40,14 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
     shared |= {"suite": suite, "group": group, "tokens": case.tokens, "density": case.density, "blocks": case.blocks}
     for name in peers:
         peer = SUITES[suite][name]
-        known = shared | {"peer": name, "label": peer.label, "remarks": peer.note, "status": ""}
-        mine = [known | {"stage": stage} | dict.fromkeys(FOUND, "") for stage in STAGES[suite]]
+        labels = shared | {"peer": name, "label": peer.label, "remarks": peer.note, "status": ""}
+        stage_rows = [labels | {"stage": stage} | dict.fromkeys(FOUND, "") for stage in STAGES[suite]]
         try:
             work = peer.build(case)
-            mine = [row for row in mine if row["stage"] in work.calls]
-            found = {"error": work.check(), **work.facts}
-            for row in mine:
-                row |= found
+            stage_rows = [row for row in stage_rows if row["stage"] in work.calls]
+            facts = {"error": work.check(), **work.facts}
+            for row in stage_rows:
+                row |= facts
                 ((seconds, _),) = _time(work.calls[row["stage"]], 1)
                 if seconds > cap:
                     row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
@@ -55,9 +55,9 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
                     turns.append((row, work.calls[row["stage"]], seconds, []))
         except Exception as failure:  # a peer may fail in any way; its row holds the error
             word = "REJECTED" if isinstance(failure, Rejected) else f"failed: {type(failure).__name__}"
-            for row in mine:
+            for row in stage_rows:
                 row["status"] = f"{word}: {str(failure).strip()[:120]}".splitlines()[0]
-        rows += mine
+        rows += stage_rows
     for number in range(ROUNDS):
         for _, call, seconds, times in turns[number:] + turns[:number]:
             total = min(max(int(cap / seconds), 1), REPEATS)
@@ -67,20 +67,20 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
             times += _time(call, repeats)
     for row, _, _, times in turns:
         milliseconds, edges = [1e3 * seconds for seconds, _ in times], statistics.mean(count for _, count in times)
-        some = milliseconds * 2 if len(times) == 1 else milliseconds
-        row["q1_ms"], row["median_ms"], row["q3_ms"] = statistics.quantiles(some, n=4, method="inclusive")
+        samples = milliseconds * 2 if len(times) == 1 else milliseconds
+        row["q1_ms"], row["median_ms"], row["q3_ms"] = statistics.quantiles(samples, n=4, method="inclusive")
         row |= {"edges": round(edges), "ns_per_edge": 1e6 * row["median_ms"] / max(round(edges), 1)}
     return rows
 
 
 def _time(call: Callable[[], int], repeats: int) -> Times:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # a busy machine takes turns
-    found = []
+    times = []
     for _ in range(repeats):
         start = clock()
         edges = call()
-        found.append((clock() - start, edges))
-    return found
+        times.append((clock() - start, edges))
+    return times
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
@@ -106,13 +106,13 @@ def measure_all(options: argparse.Namespace) -> Rows:
     options.output.mkdir(parents=True, exist_ok=True)
     for title, case in tqdm([*groups(options)], desc=options.suite, unit="table"):
 
-        def known(key: tuple[object, ...] = (options.suite, title, case.tokens, torch.get_num_threads())) -> Rows:
+        def stored_rows(key: tuple[object, ...] = (options.suite, title, case.tokens, torch.get_num_threads())) -> Rows:
             rows = [row for row in read(path) if (row["suite"], row["group"], row["tokens"], row["threads"]) == key]
             return [row for row in rows if row["peer"] in options.peers]
 
-        if {row["peer"] for row in known()} < {*options.peers}:
+        if {row["peer"] for row in stored_rows()} < {*options.peers}:
             add(path, measure(options.suite, title, options.peers, case, options.seconds))
-        result += known()
+        result += stored_rows()
     return result
 
 

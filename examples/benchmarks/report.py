@@ -97,11 +97,11 @@ def as_markdown(rows: Rows) -> str:
         chosen = [row for row in rows if row["suite"] == suite]
         page += ["", f"## {title}"] if chosen else []
         for group in dict.fromkeys(row["group"] for row in chosen):
-            mine = [{**row, "ratio": ratio(row, rows)} for row in chosen if row["group"] == group]
+            group_rows = [{**row, "ratio": ratio(row, rows)} for row in chosen if row["group"] == group]
             if suite == "growth":  # sizes of a peer side by side
-                mine.sort(key=lambda row: row["peer"])
+                group_rows.sort(key=lambda row: row["peer"])
             page += ["", f"### {group}", ""]
-            page += [markdown([*COLUMNS], [[cell(row) for cell in COLUMNS.values()] for row in mine])]
-            page += ["", *_exponents(mine)] if suite == "growth" else []
+            page += [markdown([*COLUMNS], [[cell(row) for cell in COLUMNS.values()] for row in group_rows])]
+            page += ["", *_exponents(group_rows)] if suite == "growth" else []
         page += ["", _summary(chosen)] if suite == "trained" and chosen else []
     return "\n".join(page)

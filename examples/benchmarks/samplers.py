@@ -79,8 +79,8 @@ def deviations(pairs: int, facts: dict[str, float], count: float, mean: float, v
 def _op(method: str, inflate: float = 1.0) -> Callable[[SBM], Callable[[int], int]]:
     def make(sbm: SBM) -> Callable[[int], int]:
         key, sequence_ids = sbm.key_membership * inflate, torch.arange(sbm.num_sequences)
-        known = (sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids)
-        return lambda seed: ops.sample_sbm(*known, seed, method)[1].numel()
+        operands = (sbm.rate, key, sbm.query_ptr, sbm.key_ptr, sequence_ids)
+        return lambda seed: ops.sample_sbm(*operands, seed, method)[1].numel()
 
     return make
 
@@ -128,13 +128,15 @@ def agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int 
     """Compare the layer over the full graph of a few tokens with its dense twin: output and gradients."""
     count = max(96 // block_size, 2)
     x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
-    every = BlockGraph(patterns.full(count), block_size) if block_size > 1 else patterns.full(count)
-    found, true = conv(x, every), full(x, ptr=torch.tensor([0, len(x)]))
-    pairs = {"output": (found, true)}
+    complete = BlockGraph(patterns.full(count), block_size) if block_size > 1 else patterns.full(count)
+    out, true = conv(x, complete), full(x, ptr=torch.tensor([0, len(x)]))
+    pairs = {"output": (out, true)}
     for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
-        leaves = ((found, conv.get_parameter(name)), (true, full.get_parameter(name)))
-        mine, its = (torch.autograd.grad(out, leaf, grad, retain_graph=True)[0] for out, leaf in leaves)
-        pairs[f"gradient to {name}"] = (mine, its)
+        leaves = ((out, conv.get_parameter(name)), (true, full.get_parameter(name)))
+        gradient, true_gradient = (
+            torch.autograd.grad(result, leaf, grad, retain_graph=True)[0] for result, leaf in leaves
+        )
+        pairs[f"gradient to {name}"] = (gradient, true_gradient)
     return compare(pairs)
 
 
@@ -191,9 +193,9 @@ def _layer(
             if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
                 raise Rejected(f"the gradient to {name} is missing, zero or not finite")
         if index is not None:
-            wanted, facts["expected"] = conv.heads * count * math.ceil(case.density * case.tokens), edges / pairs
-            if edges != wanted:
-                raise Rejected(f"it has {edges} edges instead of {wanted}")
+            num_edges, facts["expected"] = conv.heads * count * math.ceil(case.density * case.tokens), edges / pairs
+            if edges != num_edges:
+                raise Rejected(f"it has {edges} edges instead of {num_edges}")
             return error
         with torch.no_grad():
             choice = conv(x, ptr=ptr, return_choice=True)[1]
@@ -202,9 +204,9 @@ def _layer(
         # Drawn are pairs of blocks; the variance is below the mean, times the rows that share their draws.
         variance = expected * getattr(conv.source, "row_group", 1)
         deviations(pairs // block_size**2, facts, edges // block_size**2, expected, variance)
-        wanted = case.density + choice.exploration
-        if abs(facts["expected"] / wanted - 1) > 0.1:
-            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {wanted:.2%}")
+        target = case.density + choice.exploration
+        if abs(facts["expected"] / target - 1) > 0.1:
+            raise Rejected(f"it expects a density of {facts['expected']:.2%} instead of {target:.2%}")
         return error
 
     return Work(check, calls, facts)

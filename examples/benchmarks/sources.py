@@ -57,7 +57,7 @@ def sources(n: int) -> dict[str, Graph]:
     def small(rule: Callable[..., AttentionGraph], **options: object) -> Graph:
         return lambda tokens: rule(tokens.with_vectors(*projection(tokens.query, tokens.key)), **options)
 
-    found: dict[str, Graph] = {
+    graphs: dict[str, Graph] = {
         "top_k": lambda tokens: selectors.top_k(tokens, EDGES),
         "block_top_k": lambda tokens: selectors.block_top_k(tokens, 2, EDGES // 2),
         "lsh": lambda tokens: selectors.lsh(tokens, 64, EDGES // 2),
@@ -70,7 +70,7 @@ def sources(n: int) -> dict[str, Graph]:
     def of(source: GraphSource) -> Graph:
         return lambda tokens: source(tokens).graph
 
-    return found | {name: of(source.eval()) for name, source in modules.items()}
+    return graphs | {name: of(source.eval()) for name, source in modules.items()}
 
 
 def measure(graph: Graph, n: int) -> dict[str, float]:
@@ -95,25 +95,25 @@ def gate(name: str) -> None:
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    given = command.read(arguments)
+    args = command.read(arguments)
     torch.set_num_threads(1)
     rows = []
-    for name in tqdm(given.sources, unit="source"):
+    for name in tqdm(args.sources, unit="source"):
         gate(name)
         measure(sources(1024)[name], 1024)  # compiles kernels
-        for n in sorted(given.tokens):
+        for n in sorted(args.tokens):
             rows.append({"source": name, "tokens": n, **measure(sources(n)[name], n)})
-            if rows[-1]["seconds"] > given.seconds:
+            if rows[-1]["seconds"] > args.seconds:
                 break
-    write_csv(given.csv, rows)
+    write_csv(args.csv, rows)
     lines = []
-    for name in given.sources:
-        own = [row for row in rows if row["source"] == name]
-        last, past = own[-1], own[max(0, len(own) - 3)]
+    for name in args.sources:
+        source_rows = [row for row in rows if row["source"] == name]
+        last, past = source_rows[-1], source_rows[max(0, len(source_rows) - 3)]
         ratio = math.log(last["tokens"] / past["tokens"]) or math.nan
         growth = [math.log(max(last[x], 1e-9) / max(past[x], 1e-9)) / ratio for x in ("MiB", "seconds")]
         numbers = [f"{last['edges']:.1f}", f"{last['tokens']:,}", f"{last['seconds']:.3g}", f"{last['MiB']:.0f}"]
-        lines.append([name, *numbers, *(f"{each:.2f}" for each in growth), f"{LAWS[name]:g}"])
+        lines.append([name, *numbers, *(f"{exponent:.2f}" for exponent in growth), f"{LAWS[name]:g}"])
     header = ["source", "edges a token", "longest", "seconds", "MiB", "memory grows as N^", "time grows as N^", "law"]
     print(markdown(header, lines))
 

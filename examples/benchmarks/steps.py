@@ -37,12 +37,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, usual in {"vocabulary": 512, "channels": 64, "heads": 1, "layers": 2, "rounds": 8, "threads": 1}.items():
         command.option(name, usual, above=0)
     command.option("csv", Path("steps.csv"), "where to write")
-    given = command.read(arguments)
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
-    command.require(
-        max(given.lengths) <= given.batch_tokens, "'batch-tokens' of a sequence or more", given.batch_tokens
-    )
-    return given
+    args = command.read(arguments)
+    command.require(args.channels % args.heads == 0, "'heads' to divide 'channels'", args.heads)
+    command.require(max(args.lengths) <= args.batch_tokens, "'batch-tokens' of a sequence or more", args.batch_tokens)
+    return args
 
 
 WARM_UP = 3  # steps of each before time counts
@@ -51,16 +49,16 @@ WARM_UP = 3  # steps of each before time counts
 class Step:
     """Training steps of the model of a method on random tokens."""
 
-    def __init__(self, method: str, length: int, given: argparse.Namespace) -> None:
+    def __init__(self, method: str, length: int, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         kind, options = hybrid.options_of(method)
-        own = (kind, given.channels, given.heads, given.density, options)
-        layers = partial(hybrid.make_attention, *own)
-        self.model = hybrid.Recaller(given.vocabulary, given.channels, given.layers, layers)
+        options_of_layers = (kind, args.channels, args.heads, args.density, options)
+        layers = partial(hybrid.make_attention, *options_of_layers)
+        self.model = hybrid.Recaller(args.vocabulary, args.channels, args.layers, layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        size, random = (given.batch_tokens // length, length + 1), torch.Generator().manual_seed(length)
-        self.tokens = torch.randint(given.vocabulary, size, generator=random)
-        self.sources = [each for each in self.model.modules() if isinstance(each, DensitySource)]
+        size, random = (args.batch_tokens // length, length + 1), torch.Generator().manual_seed(length)
+        self.tokens = torch.randint(args.vocabulary, size, generator=random)
+        self.sources = [module for module in self.model.modules() if isinstance(module, DensitySource)]
 
     def loss(self, density: float, seed: int) -> torch.Tensor:
         """The loss at a target density, whose auxiliary losses remain to be added."""
@@ -79,55 +77,55 @@ class Step:
         return time.perf_counter() - began
 
 
-def measure(length: int, given: argparse.Namespace) -> list[Row]:
+def measure(length: int, args: argparse.Namespace) -> list[Row]:
     """A row for each method and phase."""
-    steps = {method: Step(method, length, given) for method in ("full", *given.methods)}
+    steps = {method: Step(method, length, args) for method in ("full", *args.methods)}
     full = dict(steps["full"].model.named_parameters())
-    for method in given.methods:  # the same model, whose sources are the only difference
+    for method in args.methods:  # the same model, whose sources are the only difference
         for name, parameter in steps[method].model.named_parameters():
             if name in full:
                 parameter.data.copy_(full[name])
         with torch.no_grad():
-            losses = [float(steps[each].loss(1.0, 0)) for each in ("full", method)]
+            losses = [float(steps[name].loss(1.0, 0)) for name in ("full", method)]
         if abs(losses[0] - losses[1]) > 1e-4 * losses[0]:
             raise ValueError(
                 f"Expected {method} at a target density of 1 to have the loss {losses[0]} (got {losses[1]})."
             )
-    phases = [("full", 1.0), *((method, density) for method in given.methods for density in (1.0, given.density))]
+    phases = [("full", 1.0), *((method, density) for method in args.methods for density in (1.0, args.density))]
     seconds: dict[tuple[str, float], list[float]] = {phase: [] for phase in phases}
     with flushed_subnormals():
-        for seed in tqdm(range(WARM_UP + given.rounds), desc=f"{length} tokens", unit="round"):
+        for seed in tqdm(range(WARM_UP + args.rounds), desc=f"{length} tokens", unit="round"):
             for phase in phases:
                 seconds[phase].append(steps[phase[0]](phase[1], seed))
-    middle = {phase: statistics.median(each[WARM_UP:]) for phase, each in seconds.items()}
+    middle = {phase: statistics.median(times[WARM_UP:]) for phase, times in seconds.items()}
     return [
         {
             "length": length,
             "method": method,
             "density": density,
-            "ms": 1e3 * each,
-            "over full": each / middle["full", 1.0],
+            "ms": 1e3 * median,
+            "over full": median / middle["full", 1.0],
         }
-        for (method, density), each in middle.items()
+        for (method, density), median in middle.items()
     ]
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     rows: list[Row] = []
-    for length in given.lengths:
-        rows += measure(length, given)
-        write_csv(given.csv, rows)
-        yield given.csv
+    for length in args.lengths:
+        rows += measure(length, args)
+        write_csv(args.csv, rows)
+        yield args.csv
     table = []
     for method, lengths in by(rows, "method", "length").items():
         parts = [
-            [each for each in own if (each["density"] == 1) == dense]
-            for own in lengths.values()
+            [row for row in length_rows if (row["density"] == 1) == dense]
+            for length_rows in lengths.values()
             for dense in (True, False)
         ]
         table.append([method, *(f"{part[0]['ms']:.0f} ({part[0]['over full']:.2f})" if part else "" for part in parts)])
     names = [
-        f"{length:,} tokens, {phase}" for length in given.lengths for phase in ("dense", f"{100 * given.density:g} %")
+        f"{length:,} tokens, {phase}" for length in args.lengths for phase in ("dense", f"{100 * args.density:g} %")
     ]
     print("Milliseconds of a step, and the part of that of full attention:")
     print(markdown(["method", *names], table))

@@ -82,10 +82,10 @@ def _chances(sbm: SBM, rows: Tensor) -> Tensor:
     return chance.masked_fill(torch.arange(chance.size(2)) > rows[:, None], 0) if sbm.is_causal else chance
 
 
-def _mask(graph: AttentionGraph, rows: Tensor, kept: Tensor | None = None) -> Tensor:
+def _mask(graph: AttentionGraph, rows: Tensor, is_kept: Tensor | None = None) -> Tensor:
     """Which pairs of some queries are edges, ``[H, R, N]``; with ``kept``, ``[E]``, those edges alone."""
     head, query = graph.edge_row // graph.num_queries, graph.edge_row % graph.num_queries
-    chosen = torch.isin(query, rows) if kept is None else torch.isin(query, rows) & kept
+    chosen = torch.isin(query, rows) if is_kept is None else torch.isin(query, rows) & is_kept
     mask = torch.zeros(graph.heads, len(rows), graph.num_keys, dtype=torch.bool)
     mask[head[chosen], torch.searchsorted(rows, query[chosen]), graph.col[chosen].long()] = True
     return mask
@@ -100,7 +100,7 @@ def _compare_counts(facts: dict[str, float], edges: Tensor, chance: Tensor, pair
 def _check_rows(conv: Any, x: Tensor, facts: dict[str, float]) -> float:
     """Compares edges of some queries with their probabilities, and outputs with plain torch over the same edges."""
     choice, rows = conv(x, seed=0, return_choice=True)[1], _few_rows(len(x))
-    edges, forced = (_mask(choice.graph, rows, kept) for kept in (None, choice.forced))
+    edges, forced = (_mask(choice.graph, rows, is_kept) for is_kept in (None, choice.forced))
     chance = _chances(choice.probability, rows).masked_fill(forced, 1)
     pairs = conv.heads * (int((rows + 1).sum()) if conv.is_causal else len(rows) * len(x))
     _compare_counts(facts, edges, chance, pairs)

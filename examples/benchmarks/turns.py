@@ -25,14 +25,14 @@ def memory(field: str) -> float:
 def measure_turns(turn: Callable[..., Row], turns: Sequence[Row], names: Sequence[str], csv: Path) -> Rows:
     """The rows of turns, which ``csv`` gets too: each with its numbers, by a function of it, which are NaN where that fails."""
     rows = []
-    for each in tqdm(turns, unit="turn"):
+    for turn_options in tqdm(turns, unit="turn"):
         try:
             with ProcessPoolExecutor(1, get_context("spawn"), warnings.simplefilter, ("ignore",)) as pool:
-                numbers = pool.submit(turn, **each).result()
+                numbers = pool.submit(turn, **turn_options).result()
         except Exception as error:  # of the process, too, if it was killed
-            print(f"{each} failed: {error!r}", file=sys.stderr)
+            print(f"{turn_options} failed: {error!r}", file=sys.stderr)
             numbers = dict.fromkeys(names, math.nan)
-        rows.append(each | numbers)
+        rows.append(turn_options | numbers)
         write_csv(csv, rows)
     return rows
 

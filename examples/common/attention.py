@@ -48,8 +48,8 @@ def make_attention(
     frozen, name = values.pop("frozen", 0), kind.removeprefix("dcmm").removeprefix("-") or "full"
     layer: dict[str, Any] = {"is_causal": is_causal}
     if biased:
-        own: dict[str, Any] = {option: values[option] for option in BIAS if option in values}
-        layer["score_bias"] = DCMMBias(width, heads, **_with_flags(own))
+        bias_options: dict[str, Any] = {option: values[option] for option in BIAS if option in values}
+        layer["score_bias"] = DCMMBias(width, heads, **_with_flags(bias_options))
         shared = ("num_clusters",) if name == "sbm" else ()
         values = {option: value for option, value in values.items() if option not in BIAS or option in shared}
     conv = named.make_attention(name, channels, width, heads, **layer, **layer_options(values))

@@ -60,25 +60,25 @@ class Command(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options of a command line; its ``fail`` ends the program with an error, and ``require`` does if a condition is not met."""
         sys.excepthook = stopped
-        given = self.parse_args(arguments)
-        given.fail = self.error
+        args = self.parse_args(arguments)
+        args.fail = self.error
         for name, word, inside, bound in self.bounds:
-            value = getattr(given, name.replace("-", "_"))
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None and not inside(each, bound):  # NaN is not
+            value = getattr(args, name.replace("-", "_"))
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not inside(number, bound):  # NaN is not
                     self.error(f"Expected '{name}' to be {word} {bound:g} (got {value}). See --help.")
-        channels, heads = (getattr(given, name, None) for name in ("channels", "heads"))
+        channels, heads = (getattr(args, name, None) for name in ("channels", "heads"))
         if channels and heads:
             self.require(channels % heads == 0, f"'heads' to divide 'channels' = {channels}", heads, "Take 1, 2 or 4.")
         for name, check in (("save", check_folder), ("csv", check_file), ("json", check_file)):  # written at the end
-            if isinstance(path := getattr(given, name, None), Path):
+            if isinstance(path := getattr(args, name, None), Path):
                 self.attempt(check, name, path)
-        return given
+        return args
 
-    def attempt(self, check: Callable[..., None], *given: Any) -> None:
+    def attempt(self, check: Callable[..., None], *args: Any) -> None:
         """Ends the program with an error if a check raises a ``ValueError``."""
         try:
-            check(*given)
+            check(*args)
         except ValueError as error:
             self.error(str(error))
 
@@ -125,22 +125,22 @@ def program(
     """
 
     def main(arguments: Sequence[str] | None = None) -> None:
-        given = parse(arguments)
-        if "threads" in given:
-            torch.set_num_threads(given.threads)
+        args = parse(arguments)
+        if "threads" in args:
+            torch.set_num_threads(args.threads)
         try:
-            paths = [*work(given)]
+            paths = [*work(args)]
         except ValueError as error:
-            given.fail(str(error))
+            args.fail(str(error))
         for path in paths:
             print(f"wrote {path}", file=sys.stderr)
 
     return main
 
 
-def fields_of(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+def fields_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:
     """The options that a dataclass has fields for, by their names."""
-    return {field.name: getattr(given, field.name) for field in dataclasses.fields(kind) if hasattr(given, field.name)}
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if hasattr(args, field.name)}
 
 
 def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -149,14 +149,14 @@ def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, 
     >>> read_method("sbm:probes=8", ("full", "sbm"), {"sbm": {"probes": 16.0, "estimator": "local"}})
     ('sbm', {'probes': 8.0, 'estimator': 'local'})
     """
-    kind, _, own = method.partition(":")
+    kind, _, text = method.partition(":")
     require(kind in methods, f"'methods' among {', '.join(methods)}", repr(kind), "See --help.")
     options = dict(usual.get(kind, {}))
-    for pair in filter(None, own.split(",")):
+    for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
         if name not in options or not value:
-            known = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
-            raise ValueError(f"Expected options of {kind!r} in 'methods' among {known} (got {method!r}).")
+            choices = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+            raise ValueError(f"Expected options of {kind!r} in 'methods' among {choices} (got {method!r}).")
         try:
             options[name] = type(options[name])(value)
         except ValueError:

@@ -22,10 +22,10 @@ def stdlib_files(train_bytes: int = 4_000_000, test_bytes: int = 300_000) -> tup
     Files that are not ASCII are left out, as are tests. Other versions of Python have other files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & {*path.relative_to(root).parts})
-    random.Random(0).shuffle(found)
-    test, train = _take(found, test_bytes), []
-    train = _take([path for path in found if path not in {*test}], train_bytes)
+    paths = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & {*path.relative_to(root).parts})
+    random.Random(0).shuffle(paths)
+    test, train = _take(paths, test_bytes), []
+    train = _take([path for path in paths if path not in {*test}], train_bytes)
     return train, test
 
 

@@ -174,7 +174,7 @@ def fit(
             torch.cuda.set_rng_state(random, number)
     saved = time.perf_counter()
     began = saved - seconds
-    every = evaluate_every or max(1, run.steps // run.evaluations)
+    evaluation_period = evaluate_every or max(1, run.steps // run.evaluations)
 
     def diverged(what: str) -> RunError:
         words = (
@@ -241,7 +241,7 @@ def fit(
             bar.update()
             if words := recorder.after_step(step):
                 bar.set_postfix_str(words)
-            evaluates = step % every == 0 or step == run.steps
+            evaluates = step % evaluation_period == 0 or step == run.steps
             if evaluates or stop or (step % save_every == 0 if save_every else late):
                 value = loss.item()
                 if not (math.isfinite(value) and is_finite()):
@@ -296,8 +296,8 @@ def train_missing(
     with claim(folder, program, settings):
         for run in runs:
             if not any(all(row[name] == value for name, value in run.known.items()) for row in read(path)):
-                known = {name: str(value) for name, value in run.known.items()}  # with all digits, to be found again
-                add(path, [row | known for row in train(run)])
+                columns = {name: str(value) for name, value in run.known.items()}  # with all digits, to be found again
+                add(path, [row | columns for row in train(run)])
 
 
 def file_name(*words: Any) -> str:

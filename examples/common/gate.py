@@ -14,9 +14,9 @@ class Rejected(Exception):
 def compare(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> float:
     """Largest relative error of (found, true) pairs; above the tolerance, or NaN, :class:`Rejected`."""
     worst = 0.0
-    for name, (found, true) in pairs.items():
+    for name, (out, true) in pairs.items():
         largest = float(true.detach().abs().max())  # 0 where no graph has an edge
-        error = float((found - true).detach().abs().max()) / (largest or 1.0)
+        error = float((out - true).detach().abs().max()) / (largest or 1.0)
         if not error <= TOLERANCE:
             raise Rejected(f"its {name} is off by {error:.1e} of the largest value")
         worst = max(worst, error)

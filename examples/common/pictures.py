@@ -50,8 +50,8 @@ def bare(*many: Any) -> None:
 def plot_extent(axes: Any, points: Iterable[tuple[float, Sequence[float]]], **look: Any) -> None:
     """A line through the means of the values at each place; a bar goes from the least of them to the largest."""
     places, values = zip(*points, strict=True)
-    means = [fmean(each) for each in values]
-    around = [[mean - min(each), max(each) - mean] for mean, each in zip(means, values, strict=True)]
+    means = [fmean(samples) for samples in values]
+    around = [[mean - min(samples), max(samples) - mean] for mean, samples in zip(means, values, strict=True)]
     axes.errorbar(places, means, yerr=[*zip(*around, strict=True)], capsize=3, **look)
 
 
@@ -61,8 +61,8 @@ def plain(method: str) -> tuple[str, str]:
     >>> plain("indexer:select=top_k,estimator=imitate,rate=0.004")
     ('indexer', 'top-k, imitate')
     """
-    kind, _, own = method.partition(":")
-    pairs = [pair.split("=") for pair in own.split(",") if pair and pair.split("=")[0] not in PACE]
+    kind, _, text = method.partition(":")
+    pairs = [pair.split("=") for pair in text.split(",") if pair and pair.split("=")[0] not in PACE]
     words = [value if name in PLAIN else f"{name} {value}" for name, value in pairs]
     return KINDS.get(kind, kind), ", ".join(words).replace("_", "-").replace("share", "share at once")
 
@@ -73,9 +73,9 @@ def name_of(run: str) -> str:
     >>> name_of("sbm:estimator=local 5 %")
     'block model (local) 5 %'
     """
-    method, _, rest = run.partition(" ")
+    method, _, ending = run.partition(" ")
     kind, options = plain(method)
-    return " ".join([kind, *([f"({options})"] if options else []), *([rest] if rest else [])])
+    return " ".join([kind, *([f"({options})"] if options else []), *([ending] if ending else [])])
 
 
 def title(text: str, level: int = 2) -> str:

@@ -55,9 +55,9 @@ def check_file(option: str, path: Path) -> None:
 def check_model_folder(option: str, folder: Path) -> None:
     """Raises a ``ValueError`` for a folder that holds other files than those of a saved model."""
     check_folder(option, folder)
-    there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if {*there} - {"README.md", "config.json", "model.safetensors", "tokenizer.json"}:
-        words = f"Expected '{option}' to be a new or empty folder, or that of a saved model (got {folder}, with {', '.join(there[:3])})."
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if {*names} - {"README.md", "config.json", "model.safetensors", "tokenizer.json"}:
+        words = f"Expected '{option}' to be a new or empty folder, or that of a saved model (got {folder}, with {', '.join(names[:3])})."
         raise ValueError(f"{words} Choose another one.")
 
 
@@ -147,9 +147,11 @@ def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN, needed:
     if not needed and not path.exists():
         return {}
     state = read_checkpoint(path, way_out)
-    known = state.get("run") if isinstance(state, dict) else None
-    if known != run:
-        other = [name for name, value in run.items() if not isinstance(known, dict) or known.get(name) != value]
+    stored_run = state.get("run") if isinstance(state, dict) else None
+    if stored_run != run:
+        other = [
+            name for name, value in run.items() if not isinstance(stored_run, dict) or stored_run.get(name) != value
+        ]
         words = f"Expected '{path}' to be of the settings of this run (got other {', '.join(other)})."
         raise RunError(f"{words} Take another --output, or delete it.")
     return state
@@ -185,15 +187,15 @@ NAMED = ("task", "data", "method", "attention", "density", "seed", "bias")
 
 def settings_of(run: Any, group: str = "", shared: Sequence[str] = (), named: Iterable[str] = NAMED) -> dict[str, Any]:
     """Settings of a run, a dataclass, that its rows do not name: of all runs of a folder, or of a group such as a task."""
-    found = {name: value for name, value in dataclasses.asdict(run).items() if name not in named}
-    of = {name: f" of {group}" if group and name not in shared else "" for name in found}
-    return {name.replace("_", "-") + of[name]: value for name, value in found.items()}
+    settings = {name: value for name, value in dataclasses.asdict(run).items() if name not in named}
+    of = {name: f" of {group}" if group and name not in shared else "" for name in settings}
+    return {name.replace("_", "-") + of[name]: value for name, value in settings.items()}
 
 
 def settings_of_all(runs: Sequence[Any], group: str, named: Iterable[str] = NAMED) -> dict[str, Any]:
     """The settings of all runs of a folder, each of its group: the task, say, in the field ``group``. All groups share the layers."""
-    each = (settings_of(run, getattr(run, group), ["layers"], named) for run in runs)
-    return {name: value for settings in each for name, value in settings.items()}
+    settings_of_runs = (settings_of(run, getattr(run, group), ["layers"], named) for run in runs)
+    return {name: value for settings in settings_of_runs for name, value in settings.items()}
 
 
 def random_word(*key: int) -> int:
@@ -203,10 +205,10 @@ def random_word(*key: int) -> int:
 
 def fingerprint(parts: Iterable[bytes]) -> str:
     """A short checksum of data that decide a run."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(hashlib.sha256(part).digest())
-    return found.hexdigest()[:16]
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:16]
 
 
 def checksums(**files: Sequence[Path]) -> dict[str, str]:
@@ -241,14 +243,14 @@ def claim(folder: Path, program: str, settings: Mapping[str, Any]) -> Iterator[N
         path, record = folder / SETTINGS, _folder(folder)
         if not record and (folder / "rows.csv").exists():
             raise _wrong(path, "what rows.csv was made with", "no such file", OTHER)
-        known = record.get("settings", {})
+        stored = record.get("settings", {})
         settings = {"program": program, **settings}
         for name, value in settings.items():
-            if known.get(name, value) != value:
-                words = f"Expected '{name}' to be {known[name]!r} as in {path} (got {value!r})."
+            if stored.get(name, value) != value:
+                words = f"Expected '{name}' to be {stored[name]!r} as in {path} (got {value!r})."
                 raise RunError(f"{words} Take another --output for other settings.")
-        if settings.keys() - known.keys():
-            write_record(path, {"settings": {**known, **settings}, "tables": record.get("tables", {})})
+        if settings.keys() - stored.keys():
+            write_record(path, {"settings": {**stored, **settings}, "tables": record.get("tables", {})})
         yield
 
 
@@ -262,8 +264,8 @@ def _folder(folder: Path) -> dict[str, Any]:
 
 def read_table(path: Path) -> str:
     """The text of a table; refused if the folder's settings have another checksum of it."""
-    text, known = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
-    if known is not None and _digest(text.encode()) not in known:
+    text, checksums = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
+    if checksums is not None and _digest(text.encode()) not in checksums:
         raise _wrong(path, WRITTEN, f"other bytes than {SETTINGS} says", AGAIN)
     return text
 

@@ -74,19 +74,19 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def by(rows: Iterable[Row], *keys: str) -> dict[Any, Any]:
     """Rows by the value of a key, in the order in which values come first; of several keys, a dictionary within another."""
-    found: dict[Any, Any] = {}
+    rows_of: dict[Any, Any] = {}
     for row in rows:
-        found.setdefault(row[keys[0]], []).append(row)
-    return {value: by(some, *keys[1:]) for value, some in found.items()} if keys[1:] else found
+        rows_of.setdefault(row[keys[0]], []).append(row)
+    return {value: by(value_rows, *keys[1:]) for value, value_rows in rows_of.items()} if keys[1:] else rows_of
 
 
 def groups(rows: Iterable[Row], *keys: str) -> Iterator[Any]:
     """The same as tuples, each of a value for every key and then the rows."""
-    for value, some in by(rows, keys[0]).items():
+    for value, value_rows in by(rows, keys[0]).items():
         if keys[1:]:
-            yield from ((value, *rest) for rest in groups(some, *keys[1:]))
+            yield from ((value, *group) for group in groups(value_rows, *keys[1:]))
         else:
-            yield value, some
+            yield value, value_rows
 
 
 def last(rows: Rows) -> Rows:

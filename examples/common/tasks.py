@@ -52,13 +52,13 @@ class Task:
 
     def examples(self, split: str, seed: int = 0) -> dict[tuple[int, ...], Examples]:
         """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
-        found = {}
+        examples = {}
         for number, (size, count) in enumerate(getattr(self, split).items()):
             random = torch.Generator().manual_seed(2**20 * seed + 2 * number if split == "train" else 2 * number + 1)
             counts = [1_000] * (count // 1_000) + [count % 1_000] * (count % 1_000 > 0)
             parts = [self.make(*size, self.num_tokens, part, random) for part in counts]
-            found[size] = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        return found
+            examples[size] = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return examples
 
 
 def distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
@@ -76,12 +76,12 @@ def mqar(length: int, pairs: int, num_tokens: int, count: int, random: torch.Gen
 
     What is left of a sequence are any tokens, or the last ``fillers`` of them, which then are no keys nor values.
     """
-    known = num_tokens - fillers
-    keys = 1 + distinct(count, pairs, known // 2 - 1, random)
-    values = known // 2 + distinct(count, pairs, known - known // 2, random)
+    num_symbols = num_tokens - fillers
+    keys = 1 + distinct(count, pairs, num_symbols // 2 - 1, random)
+    values = num_symbols // 2 + distinct(count, pairs, num_symbols - num_symbols // 2, random)
     law = POWER * torch.arange(1, (length - 2 * pairs) // 2 + 1, dtype=torch.float64) ** (POWER - 1)
     places = 2 * pairs + 2 * torch.multinomial(law.expand(count, -1), pairs, generator=random)
-    tokens = torch.randint(known if fillers else 0, num_tokens, (count, length), generator=random)
+    tokens = torch.randint(num_symbols if fillers else 0, num_tokens, (count, length), generator=random)
     tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
     sources = torch.arange(1, 2 * pairs, 2).expand(count, -1)
     return Examples(tokens.scatter(1, places, keys), places, values, sources)

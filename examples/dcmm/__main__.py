@@ -51,31 +51,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--pictures", metavar="CLASS", help=words)
     command.option("images", 3, "of a page of pictures", above=0)
     command.folder("runs/dcmm", "of rows.csv, checkpoints, figures and pages")
-    given = command.read(arguments)
+    args = command.read(arguments)
     words = "Pictures need the images and the runs that a report does not."
-    command.require(not (given.report and given.pictures is not None), "'pictures' without 'report'", "both", words)
-    return given
+    command.require(not (args.report and args.pictures is not None), "'pictures' without 'report'", "both", words)
+    return args
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports; or draws pictures."""
-    if not given.report:
-        theirs = model.sizes_of(model.read_weights(given.weights)) if given.weights else {}
-        sizes = {name: theirs.get(name, usual) for name, (usual, _) in SIZES.items()}
-        own = fields_of(train.Run, given) | {name: getattr(given, name) or size for name, size in sizes.items()}
-        own["size"] = given.size or theirs.get("size")
-        divides, words = own["channels"] % own["heads"] == 0, f"'heads' to divide 'channels' = {own['channels']}"
-        require(divides, words, own["heads"], "See --help.")
-        images = data.load(given.data, own["size"])
-        runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
-        if given.pictures is not None:
-            yield from pictures.draw_all(runs, images, given.pictures, given.images, given.output)
+    if not args.report:
+        sizes_of_weights = model.sizes_of(model.read_weights(args.weights)) if args.weights else {}
+        sizes = {name: sizes_of_weights.get(name, usual) for name, (usual, _) in SIZES.items()}
+        options = fields_of(train.Run, args) | {name: getattr(args, name) or size for name, size in sizes.items()}
+        options["size"] = args.size or sizes_of_weights.get("size")
+        divides, words = (
+            options["channels"] % options["heads"] == 0,
+            f"'heads' to divide 'channels' = {options['channels']}",
+        )
+        require(divides, words, options["heads"], "See --help.")
+        images = data.load(args.data, options["size"])
+        runs = [train.Run(method=method, seed=seed, **options) for seed in args.seeds for method in args.methods]
+        if args.pictures is not None:
+            yield from pictures.draw_all(runs, images, args.pictures, args.images, args.output)
             return
-        train.train_all(runs, images, given.output)
-    if given.pictures is None:
-        rows = finished(given.output)
+        train.train_all(runs, images, args.output)
+    if args.pictures is None:
+        rows = finished(args.output)
         print(report.tables(rows))
-        yield from report.draw(rows, given.output)
+        yield from report.draw(rows, args.output)
 
 
 main = program(parse, work)

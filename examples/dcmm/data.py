@@ -40,8 +40,8 @@ def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     enough = len(sizes) <= held_out <= len(labels) - len(sizes)
     require(enough, words, f"{share} of {len(labels)}", "Take 0.15, or give more images.")
     parts = train_test_split(np.arange(len(labels)), test_size=share, stratify=labels.numpy(), random_state=seed)
-    kept, held = (torch.from_numpy(part).sort().values for part in parts)
-    return kept, held
+    train_places, held_out_places = (torch.from_numpy(part).sort().values for part in parts)
+    return train_places, held_out_places
 
 
 def load(data: str, size: int | None = None) -> Images:
@@ -54,7 +54,7 @@ def load(data: str, size: int | None = None) -> Images:
     if data == "digits":
         digits = load_digits()
         images = torch.from_numpy((digits.images * 255 / 16).round().astype(np.uint8))[:, None]
-        found = _held_out(images, torch.from_numpy(digits.target).long(), tuple("0123456789"))
+        data_set = _held_out(images, torch.from_numpy(digits.target).long(), tuple("0123456789"))
     elif not folder.is_dir():
         raise ValueError(f"Expected 'data' to be 'digits' or a folder of images (got {data!r}). See --help.")
     elif any((place / IMAGE.parts[0]).exists() for place in (folder, *(folder / name for name in IMAGE.folders))):
@@ -62,19 +62,19 @@ def load(data: str, size: int | None = None) -> Images:
         parts = [read_batch(root / part) for part in IMAGE.parts]
         pixels = [torch.from_numpy(images.reshape(-1, 3, 32, 32)) for images, _ in parts]
         labels = [torch.from_numpy(labels) for _, labels in parts]
-        found = Images(torch.cat(pixels[:-1]), torch.cat(labels[:-1]), pixels[-1], labels[-1], CIFAR)
+        data_set = Images(torch.cat(pixels[:-1]), torch.cat(labels[:-1]), pixels[-1], labels[-1], CIFAR)
     else:
-        found = _read(folder, size or 64)
-    if size in (None, found.train.size(-1)):
-        return found
-    sized = [interpolate(x.float(), size, mode="bilinear", antialias=True) for x in (found.train, found.test)]
+        data_set = _read(folder, size or 64)
+    if size in (None, data_set.train.size(-1)):
+        return data_set
+    sized = [interpolate(x.float(), size, mode="bilinear", antialias=True) for x in (data_set.train, data_set.test)]
     train, test = (x.round().clamp(0, 255).byte() for x in sized)
-    return dataclasses.replace(found, train=train, test=test)
+    return dataclasses.replace(data_set, train=train, test=test)
 
 
 def _held_out(images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> Images:
-    kept, held = split(labels, 1 / 6, 0)
-    return Images(images[kept], labels[kept], images[held], labels[held], classes)
+    train_places, held_out_places = split(labels, 1 / 6, 0)
+    return Images(images[train_places], labels[train_places], images[held_out_places], labels[held_out_places], classes)
 
 
 def _read(folder: Path, size: int) -> Images:
@@ -83,8 +83,8 @@ def _read(folder: Path, size: int) -> Images:
     paths = [path for root in roots for path in sorted(root.glob("*/*")) if path.suffix.lower() in ENDINGS]
     tested = torch.tensor([path.parent.parent in roots[2:] for path in paths], dtype=torch.bool)
     classes = sorted({path.parent.name for path in paths if path.parent.parent not in roots[2:]})
-    there = f"{len(classes)} in {roots[0]}"
-    require(len(classes) >= 2, "'data' with images of two classes or more", there, "See --help.")
+    got = f"{len(classes)} in {roots[0]}"
+    require(len(classes) >= 2, "'data' with images of two classes or more", got, "See --help.")
     unknown = sorted({path.parent.name for path in paths} - {*classes})
     words = "'data' to have the classes of test in train"
     require(not unknown, words, f"{unknown} in test alone", "Add them, or remove them from test.")

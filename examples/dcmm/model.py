@@ -62,8 +62,8 @@ class Vision(nn.Module):
             number = itertools.count(1)
 
             def attention(channels: int, width: int, heads: int) -> nn.Module:
-                own = next(number) == layers or everywhere
-                return make_attention(method if own else "full", channels, width, heads)
+                is_chosen = next(number) == layers or everywhere
+                return make_attention(method if is_chosen else "full", channels, width, heads)
 
             return SequenceEncoder(
                 None, channels, in_channels=shape[0] * patch**2, num_layers=layers, heads=heads, ffn_channels=ffn,
@@ -72,7 +72,7 @@ class Vision(nn.Module):
 
         self.patch, self.side = patch, shape[1] // patch
         self.encoder = encoder(ffn)
-        extra = sum(x.numel() for name, x in self.encoder.named_parameters() if any(own in name for own in OWN))
+        extra = sum(x.numel() for name, x in self.encoder.named_parameters() if any(part in name for part in OWN))
         if equal and extra:
             narrow = ffn - round(extra / (layers * (2 * channels + 1)))
             words = f"'ffn' above {ffn - narrow}, as the method has {extra:,} parameters of its own"
@@ -88,8 +88,8 @@ class Vision(nn.Module):
     @property
     def attention(self) -> list[tuple[int, AttentionConv]]:
         """Number and attention of each block that has a graph or a bias."""
-        found = ((number, block.attention) for number, block in enumerate(self.encoder.layers))
-        return [(number, layer) for number, layer in found if isinstance(layer, AttentionConv)]
+        layers = ((number, block.attention) for number, block in enumerate(self.encoder.layers))
+        return [(number, layer) for number, layer in layers if isinstance(layer, AttentionConv)]
 
     def count(self) -> int:
         return sum(x.numel() for x in self.parameters())
@@ -147,31 +147,31 @@ def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 def load_weights(model: Vision, state: Mapping[str, Tensor]) -> None:
     """Takes over weights of ``timm``: all but those of the method, and of the head if classes differ; positions are interpolated."""
-    left, found = dict(state), {}
+    left, weights = dict(state), {}
     try:
         for part in ("weight", "bias"):
-            found[f"norm.{part}"] = left.pop(f"norm.{part}")
+            weights[f"norm.{part}"] = left.pop(f"norm.{part}")
             for number in range(len(model.encoder.layers)):
                 block, layer = f"blocks.{number}.", f"layers.{number}."
-                for theirs, ours in RENAMED.items():
-                    found[f"{layer}{ours}.{part}"] = left.pop(f"{block}{theirs}.{part}")
+                for timm_name, name in RENAMED.items():
+                    weights[f"{layer}{name}.{part}"] = left.pop(f"{block}{timm_name}.{part}")
                 thirds = left.pop(f"{block}attn.qkv.{part}").chunk(3)
-                found |= {f"{layer}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
-        found["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
-        found["token.bias"] = left.pop("patch_embed.proj.bias")
+                weights |= {f"{layer}{name}.{part}": third for name, third in zip(NAMES, thirds, strict=True)}
+        weights["token.weight"] = left.pop("patch_embed.proj.weight").flatten(1)
+        weights["token.bias"] = left.pop("patch_embed.proj.bias")
         token, places = left.pop("cls_token")[0], left.pop("pos_embed")[0]
     except KeyError as error:
         raise ValueError(f"Expected 'weights' of a plain ViT of timm (got no {error}). Take another model.") from None
-    first = token + places[:1] - found["token.bias"]  # to which the bias is added where there are no pixels
+    first = token + places[:1] - weights["token.bias"]  # to which the bias is added where there are no pixels
     grid = places[1:].T.unflatten(1, (math.isqrt(len(places) - 1), -1))[None]
     if grid.size(2) != model.side:
         grid = interpolate(grid, (model.side, model.side), mode="bicubic", antialias=True)
-    found["position.weight"] = torch.cat([first, grid[0].flatten(1).T])
+    weights["position.weight"] = torch.cat([first, grid[0].flatten(1).T])
     head = {part: left.pop(f"head.{part}", torch.empty(0)) for part in ("weight", "bias")}
     if left:
         raise ValueError(f"Expected 'weights' of a plain ViT of timm (got {min(left)!r} too). Take another model.")
     try:
-        model.encoder.load_state_dict(found, strict=False)
+        model.encoder.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         got = str(error).splitlines()[-1].strip()
         text = f"Expected 'weights' that fit (got {got}). Leave sizes to them, and take their colors."

@@ -33,9 +33,9 @@ class Look:
 
 def class_row(graph: AttentionGraph, weights: Tensor) -> Tensor:
     """Attention weights ``[E]`` of the first query to each key, ``[H, L]``."""
-    mine = graph.edge_row % graph.num_queries == 0
+    is_class_token = graph.edge_row % graph.num_queries == 0
     out = weights.new_zeros(graph.heads, graph.num_keys)
-    return out.index_put((graph.edge_head[mine], graph.col[mine].long()), weights[mine])
+    return out.index_put((graph.edge_head[is_class_token], graph.col[is_class_token].long()), weights[is_class_token])
 
 
 @torch.no_grad()
@@ -133,8 +133,8 @@ def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iter
 def draw_all(runs: list[Run], data: Images, name: str, count: int, folder: Path) -> list[Path]:
     """A page for each run whose method has a block model."""
     if name not in data.classes:
-        known = ", ".join(data.classes[:20])
-        raise ValueError(f"Expected 'pictures' to be a class of the images, among {known} (got {name!r}).")
+        names = ", ".join(data.classes[:20])
+        raise ValueError(f"Expected 'pictures' to be a class of the images, among {names} (got {name!r}).")
     paths = []
     for run in (run for run in runs if run.method != "full"):
         model = make_model(run, data)

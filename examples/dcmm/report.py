@@ -25,10 +25,10 @@ def tables(rows: Sequence[Row]) -> str:
     for data, runs in by(rows, "data", "run", "seed").items():
         lines = []
         for name, seeds in runs.items():
-            best = [tested(each) for each in seeds.values()]
+            best = [tested(seed_rows) for seed_rows in seeds.values()]
             numbers = [deviation([100 * row[key] for row in best]) for key in ("test", "validation")]
             step, density, idle = (fmean(row[key] for row in best) for key in ("step", "density", "idle"))
-            time = fmean(each[-1]["seconds"] / each[-1]["step"] for each in seeds.values())
+            time = fmean(seed_rows[-1]["seconds"] / seed_rows[-1]["step"] for seed_rows in seeds.values())
             dead = f"{100 * idle:.0f}" if idle == idle else ""
             cells = (f"{step:,.0f}", f"{100 * density:.1f}", dead, f"{time:.2g}")
             lines.append([name, len(seeds), f"{best[0]['parameters']:,.0f}", *numbers, *cells])
@@ -41,22 +41,24 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths = []
     for data, runs in by(rows, "data", "run", "seed").items():
         figure = Figure(figsize=(11, 4.5), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        validation_axes, test_axes = figure.subplots(1, 2, width_ratios=(2, 1))
         lowest = 91.0  # never so close that a few images look like a difference
         for number, (name, seeds) in enumerate(runs.items()):
             color = {"color": style(number)["color"]}
             steps = [row["step"] for row in next(iter(seeds.values()))]
-            curves = [[100 * row["validation"] for row in each] for each in seeds.values()]
+            curves = [[100 * row["validation"] for row in seed_rows] for seed_rows in seeds.values()]
             for curve in curves:
-                left.plot(steps, curve, **color, alpha=0.25, lw=0.8)
-            left.plot(steps, [fmean(values) for values in zip(*curves, strict=True)], **color, label=name_of(name))
-            tests = [100 * tested(each)["test"] for each in seeds.values()]
+                validation_axes.plot(steps, curve, **color, alpha=0.25, lw=0.8)
+            validation_axes.plot(
+                steps, [fmean(values) for values in zip(*curves, strict=True)], **color, label=name_of(name)
+            )
+            tests = [100 * tested(seed_rows)["test"] for seed_rows in seeds.values()]
             lowest = min(lowest, *tests)
-            right.plot([number] * len(tests), tests, "o", **color, alpha=0.6)
-            right.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, **color)
-        left.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(None, 100.5), title=data)
-        right.set(ylabel="accuracy in the test (%)", ylim=(lowest - 1, 100.5), xticks=[])
-        right.set_title("points are seeds, lines their means", fontsize="medium")
+            test_axes.plot([number] * len(tests), tests, "o", **color, alpha=0.6)
+            test_axes.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, **color)
+        validation_axes.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(None, 100.5), title=data)
+        test_axes.set(ylabel="accuracy in the test (%)", ylim=(lowest - 1, 100.5), xticks=[])
+        test_axes.set_title("points are seeds, lines their means", fontsize="medium")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
         paths.append(folder / f"{Path(data).name}.png")
         save_figure(paths[-1], figure, dpi=110)

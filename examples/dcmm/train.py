@@ -89,28 +89,28 @@ def cosine(time: float) -> float:
 @torch.no_grad()
 def evaluate(model: Vision, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Accuracy, and the mean density of the graphs."""
-    right, density = 0.0, 0.0
+    hits, density = 0.0, 0.0
     for at, part in enumerate(torch.arange(len(images)).split(EVALUATED)):
-        logits, found = model(images[part], seed=at)
-        right += float((logits.argmax(1) == labels[part]).sum())
-        density += len(part) * float(found)
-    return right / len(images), density / len(images)
+        logits, graph_density = model(images[part], seed=at)
+        hits += float((logits.argmax(1) == labels[part]).sum())
+        density += len(part) * float(graph_density)
+    return hits / len(images), density / len(images)
 
 
 @torch.no_grad()
 def idle(model: Vision, images: Tensor) -> float:
     """Share of the tokens, in all heads, whose degree in the bias is 0, so that it adds nothing; NaN without a bias."""
-    found: list[Tensor] = []
+    shares: list[Tensor] = []
 
     def look(bias: DCMMBias, inputs: tuple[Tensor, Tensor, AttentionGraph]) -> None:
-        found.append((bias.predict(*inputs[:2]).query_degree == 0).double().mean())
+        shares.append((bias.predict(*inputs[:2]).query_degree == 0).double().mean())
 
     with ExitStack() as after:
         for bias in (module for module in model.modules() if isinstance(module, DCMMBias)):
             after.callback(bias.register_forward_pre_hook(look).remove)
         for part in images.split(EVALUATED):
             model(part)
-    return float(torch.stack(found).mean()) if found else math.nan
+    return float(torch.stack(shares).mean()) if shares else math.nan
 
 
 def train(run: Run, data: Images, folder: Path) -> list[Row]:
@@ -118,20 +118,22 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
     density = options.get("density")
     sparsifier = make_sparsifier(model, density or 1.0, options["control"] if density else "none", run.steps)
-    kept, held = split(data.train_labels, run.validation, run.seed)
-    batch = min(run.batch_size, len(kept))
-    known = run.known | {"parameters": model.count()}
+    train_places, held_out_places = split(data.train_labels, run.validation, run.seed)
+    batch = min(run.batch_size, len(train_places))
+    columns = run.known | {"parameters": model.count()}
 
     def losses(step: int) -> Tensor:
-        epoch, place = divmod(step, len(kept) // batch)
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(run.seed + 2**32 * (epoch + 1)))
-        chosen = kept[order[place * batch :][:batch]]
+        epoch, place = divmod(step, len(train_places) // batch)
+        order = torch.randperm(
+            len(train_places), generator=torch.Generator().manual_seed(run.seed + 2**32 * (epoch + 1))
+        )
+        chosen = train_places[order[place * batch :][:batch]]
         logits = model(data.train[chosen], seed=run.steps * (run.seed + 1) + step)[0]
         return cross_entropy(logits, data.train_labels[chosen], label_smoothing=run.smoothing)
 
     def measure() -> list[Row]:
-        accuracy, density = evaluate(model, data.train[held], data.train_labels[held])
-        return [{**known, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
+        accuracy, density = evaluate(model, data.train[held_out_places], data.train_labels[held_out_places])
+        return [{**columns, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
     optimizer = make_optimizer(model, run, cosine)
     rows = fit(

@@ -56,23 +56,23 @@ def _sizes(command: Command, but: Sequence[str] = ()) -> None:
     for name, usual in PRESETS["small"].items():
         if name not in but:
             option = name.replace("_", "-")
-            own: dict[str, Any] = {"least" if name == "window" else "above": 0}
-            own = {"choices": POSITIONS} if name == "position_encoding" else own
-            command.option(option, type(usual), "(default: that of the preset)", **own)
+            limits: dict[str, Any] = {"least" if name == "window" else "above": 0}
+            limits = {"choices": POSITIONS} if name == "position_encoding" else limits
+            command.option(option, type(usual), "(default: that of the preset)", **limits)
 
 
 def _read(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     """The options, with the sizes of the preset where none are given."""
-    given = command.read(arguments)
-    for name, usual in PRESETS[given.preset].items():
-        if getattr(given, name, None) is None:
-            setattr(given, name, usual)
-    masking = getattr(given, "masking", 1.0)
+    args = command.read(arguments)
+    for name, usual in PRESETS[args.preset].items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, usual)
+    masking = getattr(args, "masking", 1.0)
     command.require(masking <= 1, "'masking' of at most 1", masking, "It is a part of the tokens.")
-    command.require(given.channels % given.heads == 0, "'heads' to divide 'channels'", given.heads)
+    command.require(args.channels % args.heads == 0, "'heads' to divide 'channels'", args.heads)
     words = "'vocabulary' of at least 300, 256 bytes and special tokens"
-    command.require(given.vocabulary >= 300, words, given.vocabulary)
-    return given
+    command.require(args.vocabulary >= 300, words, args.vocabulary)
+    return args
 
 
 def _texts(command: Command) -> None:
@@ -85,10 +85,10 @@ def _texts(command: Command) -> None:
 
 def _read_texts(command: Command, arguments: Sequence[str]) -> argparse.Namespace:
     """As :func:`_read`, with texts that are there."""
-    given = _read(command, arguments)
-    missing = [str(path) for path in (*given.texts, *(given.test or [])) if not path.exists()]
+    args = _read(command, arguments)
+    missing = [str(path) for path in (*args.texts, *(args.test or [])) if not path.exists()]
     command.require(not missing, "'texts' and 'test' to be files or folders", ", ".join(missing), "Give their paths.")
-    return given
+    return args
 
 
 def _tasks(command: Command) -> None:
@@ -98,19 +98,19 @@ def _tasks(command: Command) -> None:
     command.add_argument("--skip-damaged", action="store_true", help="leave lines out that are no examples")
 
 
-def _read_tasks(command: Command, given: argparse.Namespace) -> argparse.Namespace:
-    command.require(given.glue.is_dir(), "'glue' to be a folder", given.glue, "Give the folder of GLUE.")
-    return given
+def _read_tasks(command: Command, args: argparse.Namespace) -> argparse.Namespace:
+    command.require(args.glue.is_dir(), "'glue' to be a folder", args.glue, "Give the folder of GLUE.")
+    return args
 
 
 def parse_pretrain(arguments: Sequence[str]) -> argparse.Namespace:
     command = _command("pretrain", "Pretrains masked language models on texts.")
     _texts(command)
     _sizes(command)
-    given = _read_texts(command, arguments)
-    words = f"'batch-tokens' of at least length = {given.length}"
-    command.require(given.batch_tokens >= given.length, words, given.batch_tokens, "A batch holds whole pieces.")
-    return given
+    args = _read_texts(command, arguments)
+    words = f"'batch-tokens' of at least length = {args.length}"
+    command.require(args.batch_tokens >= args.length, words, args.batch_tokens, "A batch holds whole pieces.")
+    return args
 
 
 def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
@@ -122,11 +122,11 @@ def parse_finetune(arguments: Sequence[str]) -> argparse.Namespace:
         command.option(name, kind, "(default: that of the preset)", above=0)
     command.option("limit", int, "examples of train to take (default: all)", metavar="N", above=0)
     _sizes(command, but=("steps", "batch_tokens", "learning_rate", "masking"))
-    given = _read_tasks(command, _read(command, arguments))
-    for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[given.preset], strict=True):
-        if getattr(given, name) is None:
-            setattr(given, name, usual)
-    return given
+    args = _read_tasks(command, _read(command, arguments))
+    for name, usual in zip(("epochs", "batch_size", "tuning_rate"), TUNING[args.preset], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, usual)
+    return args
 
 
 def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
@@ -139,9 +139,9 @@ def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
         "save each model in 16 bits to a folder in DIR, with its tokenizer, for `SequenceClassifier.from_pretrained`"
     )
     command.add_argument("--save", type=Path, metavar="DIR", help=words)
-    given = _read_tasks(command, command.read(arguments))
-    given.limit = 1  # examples of train, which are not evaluated
-    return given
+    args = _read_tasks(command, command.read(arguments))
+    args.limit = 1  # examples of train, which are not evaluated
+    return args
 
 
 def parse_padding(arguments: Sequence[str]) -> argparse.Namespace:
@@ -158,53 +158,53 @@ def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
     return _command("table", "Prints the tables of what has ended, and draws the curves.").read(arguments)
 
 
-def work_pretrain(given: argparse.Namespace) -> Iterator[Path]:
-    for method in given.methods:
+def work_pretrain(args: argparse.Namespace) -> Iterator[Path]:
+    for method in args.methods:
         read_method(method, train.METHODS, train.OPTIONS)  # mistakes before the first run
-    tokenizer, texts = data.prepare(given)
-    own = fields_of(train.Run, given)
-    runs = [train.Run(method=method, seed=seed, **own) for seed in given.seeds for method in given.methods]
+    tokenizer, texts = data.prepare(args)
+    options = fields_of(train.Run, args)
+    runs = [train.Run(method=method, seed=seed, **options) for seed in args.seeds for method in args.methods]
     settings = settings_of(runs[0]) | {"checksum of texts": fingerprint(x.numpy().tobytes() for x in texts["train"])}
-    folder = given.output / "pretrain"
-    known = texts["test"][0]
-    bits = train.unigram_bits(known, tokenizer.get_vocab_size())
-    counts = f"{len(texts['train'][0]):,} tokens to learn from, {len(known):,} to test on"
+    folder = args.output / "pretrain"
+    test_tokens = texts["test"][0]
+    bits = train.unigram_bits(test_tokens, tokenizer.get_vocab_size())
+    counts = f"{len(texts['train'][0]):,} tokens to learn from, {len(test_tokens):,} to test on"
     print(f"{counts}; {bits:.2f} bits per token by frequency")
     train_missing(folder, "glue pretrain", settings, runs, lambda run: train.pretrain(run, texts, tokenizer, folder))
     yield folder / "rows.csv"
-    yield from report.report(given.output)
+    yield from report.report(args.output)
 
 
-def work_finetune(given: argparse.Namespace) -> Iterator[Path]:
-    for method in given.methods:
+def work_finetune(args: argparse.Namespace) -> Iterator[Path]:
+    for method in args.methods:
         read_method(method, train.METHODS, train.OPTIONS)
-    tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
-    for name in given.tasks:
-        folder = given.output / "finetune" / name
+    tokenizer = data.read_tokenizer(args.output, "Pretrain a model into this --output first.")
+    for name in args.tasks:
+        folder = args.output / "finetune" / name
         task = data.TASKS[name]
-        examples = data.read_task(given, task, tokenizer)
-        steps = given.epochs * -(-len(examples["train"]) // given.batch_size)
-        own = fields_of(train.FineTune, given)
-        own |= {"task": name, "steps": steps, "learning_rate": given.tuning_rate, "evaluations": given.epochs}
-        kinds = [{"method": method, "seed": seed} for seed in given.seeds for method in given.methods]
-        runs = [train.FineTune(**own | kind) for kind in kinds]
+        examples = data.read_task(args, task, tokenizer)
+        steps = args.epochs * -(-len(examples["train"]) // args.batch_size)
+        options = fields_of(train.FineTune, args)
+        options |= {"task": name, "steps": steps, "learning_rate": args.tuning_rate, "evaluations": args.epochs}
+        kinds = [{"method": method, "seed": seed} for seed in args.seeds for method in args.methods]
+        runs = [train.FineTune(**options | kind) for kind in kinds]
         shared = ("vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding", "dropout")
-        settings = settings_of(runs[0], f"{name}, scratch" if given.scratch else name, shared)
-        parts = [(each.tokens, each.ptr, each.labels) for each in examples.values()]
+        settings = settings_of(runs[0], f"{name}, scratch" if args.scratch else name, shared)
+        parts = [(encoded.tokens, encoded.ptr, encoded.labels) for encoded in examples.values()]
         settings |= {f"checksum of {name}": fingerprint(x.numpy().tobytes() for part in parts for x in part)}
-        settings |= {} if given.scratch else {f"pretrained-seed of {name}": given.pretrained_seed}
+        settings |= {} if args.scratch else {f"pretrained-seed of {name}": args.pretrained_seed}
         of = {"task": task, "data": examples, "num_tokens": tokenizer.get_vocab_size(), "folder": folder}
-        of |= {"pretrained": given.output / "pretrain", "pretrained_seed": given.pretrained_seed}
+        of |= {"pretrained": args.output / "pretrain", "pretrained_seed": args.pretrained_seed}
         train_missing(folder, "glue finetune", settings, runs, partial(train.finetune, **of))
         yield folder / "rows.csv"
-    yield from report.report(given.output)
+    yield from report.report(args.output)
 
 
-def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
-    tokenizer = data.read_tokenizer(given.output, "Pretrain a model into this --output first.")
+def work_evaluate(args: argparse.Namespace) -> Iterator[Path]:
+    tokenizer = data.read_tokenizer(args.output, "Pretrain a model into this --output first.")
     lines = []
-    for name in given.tasks:
-        task, folder = data.TASKS[name], given.output / "finetune" / name
+    for name in args.tasks:
+        task, folder = data.TASKS[name], args.output / "finetune" / name
         if not (paths := sorted(folder.glob("*.best.pt"))):
             raise ValueError(f"Expected '{folder}' to hold fine-tuned models (got none). Fine-tune one first.")
         sets: dict[int, dict[str, data.Examples]] = {}  # by the length of the models
@@ -212,11 +212,11 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
             run, model = train.load_best(path, task, tokenizer.get_vocab_size())
             title = path.name.removesuffix(".best.pt")
             scores: dict[str, Any] = {}  # rows of the dev sets
-            if given.save:
+            if args.save:
                 model = model.half().float()  # what is saved is what is evaluated
             if run.length not in sets:
-                given.length = run.length
-                sets[run.length] = data.read_task(given, task, tokenizer) | data.read_tests(given, task, tokenizer)
+                args.length = run.length
+                sets[run.length] = data.read_task(args, task, tokenizer) | data.read_tests(args, task, tokenizer)
                 del sets[run.length]["train"]
             for part, examples in sets[run.length].items():
                 guessed, densities = train.predict(model, examples)
@@ -230,28 +230,28 @@ def work_evaluate(given: argparse.Namespace) -> Iterator[Path]:
                 file.parent.mkdir(exist_ok=True)
                 write_text(file, "\n".join(["index\tprediction", *rows]) + "\n")
                 yield file
-            if given.save:
+            if args.save:
                 start = "from random weights" if run.scratch else "after pretraining"
                 command = f"python -m examples.glue finetune --tasks {name} --methods {run.method}"
                 text = f"{task.folder}, {start}: `{command}`; the tokenizer makes one sequence of a text or a pair"
                 results = {
                     f"{part}, {key}": row[key] for part, row in scores.items() for key in ("accuracy", "f1", "density")
                 }
-                yield data.save_model(given.save / title, model.half(), tokenizer, task=text, results=results)
+                yield data.save_model(args.save / title, model.half(), tokenizer, task=text, results=results)
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
 
-def work_padding(given: argparse.Namespace) -> Iterator[Path]:
-    given.seed = given.seeds[0]
-    tokenizer, texts = data.prepare(given)
-    rows = padding.measure(given, texts["train"], tokenizer, given.batches, given.batch_size)
+def work_padding(args: argparse.Namespace) -> Iterator[Path]:
+    args.seed = args.seeds[0]
+    tokenizer, texts = data.prepare(args)
+    rows = padding.measure(args, texts["train"], tokenizer, args.batches, args.batch_size)
     print(padding.table(rows))
-    write_csv(given.output / "padding.csv", rows)
-    yield given.output / "padding.csv"
+    write_csv(args.output / "padding.csv", rows)
+    yield args.output / "padding.csv"
 
 
-def work_table(given: argparse.Namespace) -> Iterator[Path]:
-    yield from report.report(given.output)
+def work_table(args: argparse.Namespace) -> Iterator[Path]:
+    yield from report.report(args.output)
 
 
 STAGES = {

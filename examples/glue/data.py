@@ -124,28 +124,28 @@ def read_glue(
     """
     lines = read_lines(path)
     names = next(lines, "").lstrip("\ufeff").split("\t")
-    wanted = (*task.texts, *([task.label] if labels else []))
-    missing = [name for name in wanted if name not in names]
+    columns = (*task.texts, *([task.label] if labels else []))
+    missing = [name for name in columns if name not in names]
     has_none = "Files of GLUE's test sets have no labels: take train and dev." if missing == [task.label] else ""
-    words, way_out = f"'{path}' to have the columns {', '.join(wanted)}", has_none or "Take the official files."
+    words, way_out = f"'{path}' to have the columns {', '.join(columns)}", has_none or "Take the official files."
     require(not missing, words, ", ".join(names)[:200], way_out)
-    places = [names.index(name) for name in wanted]
+    places = [names.index(name) for name in columns]
     texts: list[tuple[str, ...]] = []
     classes: list[int] = []
     for number, line in enumerate(lines, 2):
         cells = line.split("\t")
-        found = [cells[place].strip() for place in places] if len(cells) == len(names) else []
+        fields = [cells[place].strip() for place in places] if len(cells) == len(names) else []
         wrong = (
-            f"{len(cells)} cells, not {len(names)}" if not found
-            else f"the label {found[-1]!r}" if labels and found[-1] not in task.classes
-            else "an empty text" if not all(found) else ""
+            f"{len(cells)} cells, not {len(names)}" if not fields
+            else f"the label {fields[-1]!r}" if labels and fields[-1] not in task.classes
+            else "an empty text" if not all(fields) else ""
         )  # fmt: skip
         if wrong and not skip_damaged:
             words = f"Expected line {number} of '{path}' to be an example (got {wrong})."
             raise ValueError(f"{words} Mend it, or leave such lines out with --skip-damaged.")
         if not wrong:
-            texts.append(tuple(found[: len(task.texts)]))
-            classes.append(task.classes.index(found[-1]) if labels else 0)
+            texts.append(tuple(fields[: len(task.texts)]))
+            classes.append(task.classes.index(fields[-1]) if labels else 0)
     require(texts, f"'{path}' to have examples", "none", "Take the official files.")
     return texts, classes
 
@@ -173,31 +173,31 @@ def encode_documents(
 ) -> tuple[Tensor, Tensor]:
     """Tokens of documents, each between a start and a separator and cut into pieces of at most ``length``; and offsets."""
     start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
-    found, sizes = [], []
+    pieces, sizes = [], []
     while batch := list(islice(documents, 1000)):
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             ids = [start, *encoding.ids, end]
             # pieces of nearly equal size, rather than a short last one
             count = -(-len(ids) // length)
             cuts = [len(ids) * number // count for number in range(count + 1)]
-            found.append(torch.tensor(ids, dtype=torch.int32))
+            pieces.append(torch.tensor(ids, dtype=torch.int32))
             sizes += [after - before for before, after in pairwise(cuts)]
-    require(found, f"texts to hold documents for {name!r}", "none", "Empty lines separate them.")
-    return torch.cat(found), offsets(torch.tensor(sizes))
+    require(pieces, f"texts to hold documents for {name!r}", "none", "Empty lines separate them.")
+    return torch.cat(pieces), offsets(torch.tensor(sizes))
 
 
 def encode_examples(tokenizer: Any, texts: Sequence[tuple[str, ...]], classes: Sequence[int], length: int) -> Examples:
     """Tokens of examples: start, then each text and a separator. Longer pairs lose tokens at the end of their longest text."""
     start, end = (tokenizer.token_to_id(token) for token in (START, SEPARATOR))
     sides = [tokenizer.encode_batch([*side], add_special_tokens=False) for side in zip(*texts, strict=True)]
-    found = []
+    sequences = []
     for example in zip(*sides, strict=True):
         parts = [[*encoding.ids] for encoding in example]
         while sum(map(len, parts)) + len(parts) + 1 > length:
             max(parts, key=len).pop()
-        found.append([start, *(token for part in parts for token in (*part, end))])
-    tokens = torch.tensor([token for ids in found for token in ids], dtype=torch.int32)
-    return Examples(tokens, offsets(torch.tensor([*map(len, found)])), torch.tensor(classes))
+        sequences.append([start, *(token for part in parts for token in (*part, end))])
+    tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int32)
+    return Examples(tokens, offsets(torch.tensor([*map(len, sequences)])), torch.tensor(classes))
 
 
 def save_model(folder: Path, model: Pretrained, tokenizer: Any, **card: Any) -> Path:
@@ -206,10 +206,10 @@ def save_model(folder: Path, model: Pretrained, tokenizer: Any, **card: Any) -> 
     from tokenizers.processors import TemplateProcessing
 
     special = [(token, tokenizer.token_to_id(token)) for token in (START, SEPARATOR)]
-    own = Tokenizer.from_str(tokenizer.to_str())
+    copy = Tokenizer.from_str(tokenizer.to_str())
     single, pair = f"{START} $A {SEPARATOR}", f"{START} $A {SEPARATOR} $B {SEPARATOR}"
-    own.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    save_pretrained(folder, model, own.to_str(), **card)
+    copy.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    save_pretrained(folder, model, copy.to_str(), **card)
     return folder
 
 
@@ -237,58 +237,58 @@ class Stream:
         return take(self.tokens, self.ptr, self.order[first:last])
 
 
-def prepare(given: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
+def prepare(args: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
     """The tokeniser of a folder of output, and the tokens of "train" and "test"; both are made once, and kept there."""
-    files = [*given.texts, *(given.test or []), *([given.tokenizer] if given.tokenizer else [])]
+    files = [*args.texts, *(args.test or []), *([args.tokenizer] if args.tokenizer else [])]
     inner = [path for file in files for path in (file, *sorted(file.rglob("*"))) if path.is_file()]
-    settings = f"{given.vocabulary} {given.length} {len(given.texts)}".encode()
+    settings = f"{args.vocabulary} {args.length} {len(args.texts)}".encode()
     key = fingerprint(chain(map(Path.read_bytes, inner), [settings]))
-    check_folder("output", given.output)
-    given.output.mkdir(parents=True, exist_ok=True)
-    path, cache = given.output / "tokenizer.json", given.output / "tokens.pt"
+    check_folder("output", args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    path, cache = args.output / "tokenizer.json", args.output / "tokens.pt"
     if cache.exists():
-        kept = read_checkpoint(cache)
-        words = f"the texts, vocabulary and length that {given.output} was prepared with"
-        require(kept["key"] == key, words, "others", "Take another --output.")
-        return read_tokenizer(path), {name: tuple(kept[name]) for name in ("train", "test")}
+        cached = read_checkpoint(cache)
+        words = f"the texts, vocabulary and length that {args.output} was prepared with"
+        require(cached["key"] == key, words, "others", "Take another --output.")
+        return read_tokenizer(path), {name: tuple(cached[name]) for name in ("train", "test")}
 
     def documents(train: bool) -> Iterator[str]:
-        if given.test:
-            yield from tqdm(read_documents(given.texts if train else given.test), desc="read", unit="document")
+        if args.test:
+            yield from tqdm(read_documents(args.texts if train else args.test), desc="read", unit="document")
             return
-        for number, text in enumerate(tqdm(read_documents(given.texts), desc="read", unit="document")):
+        for number, text in enumerate(tqdm(read_documents(args.texts), desc="read", unit="document")):
             if (number % HELD_OUT == HELD_OUT - 1) != train:
                 yield text
 
-    if given.tokenizer:
-        tokenizer = read_tokenizer(given.tokenizer)
+    if args.tokenizer:
+        tokenizer = read_tokenizer(args.tokenizer)
     else:
-        tokenizer = train_tokenizer(documents(True), given.vocabulary, SPECIAL, add_prefix_space=True)
+        tokenizer = train_tokenizer(documents(True), args.vocabulary, SPECIAL, add_prefix_space=True)
     parts = (("train", True), ("test", False))
-    texts = {name: encode_documents(tokenizer, documents(train), given.length, name) for name, train in parts}
+    texts = {name: encode_documents(tokenizer, documents(train), args.length, name) for name, train in parts}
     write_text(path, tokenizer.to_str())
     write_checkpoint(cache, {"key": key, **texts})
     return tokenizer, texts
 
 
-def read_task(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
+def read_task(args: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
     """Examples of "train" and of the dev sets; a part of train is held out where there is no dev set."""
-    folder = given.glue / task.folder
-    found = {name: read_glue(path, task, given.skip_damaged) for name, path in _files(folder, ("train", *task.dev))}
-    texts, classes = found.pop("train")
+    folder = args.glue / task.folder
+    dev_sets = {name: read_glue(path, task, args.skip_damaged) for name, path in _files(folder, ("train", *task.dev))}
+    texts, classes = dev_sets.pop("train")
     words = f"'{folder}' to have {task.dev[0]}.tsv, by which models are chosen"
-    require(not found or task.dev[0] in found, words, f"{', '.join(found)} alone", "Take the official files.")
+    require(not dev_sets or task.dev[0] in dev_sets, words, f"{', '.join(dev_sets)} alone", "Take the official files.")
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = {"train": order[: given.limit]}
-    if not found:
-        held_out = math.ceil(given.hold_out * len(texts))
+    parts = {"train": order[: args.limit]}
+    if not dev_sets:
+        held_out = math.ceil(args.hold_out * len(texts))
         print(f"{task.folder} has no dev file: {held_out:,} examples of train are held out to test on")
-        parts = {"train": order[held_out:][: given.limit], task.dev[0]: order[:held_out]}
+        parts = {"train": order[held_out:][: args.limit], task.dev[0]: order[:held_out]}
     require(
         parts["train"], f"'{folder / 'train.tsv'}' to have more examples", len(texts), "None are left to learn from."
     )
     chosen = {name: ([texts[at] for at in places], [classes[at] for at in places]) for name, places in parts.items()}
-    return {name: encode_examples(tokenizer, *pair, given.length) for name, pair in (chosen | found).items()}
+    return {name: encode_examples(tokenizer, *pair, args.length) for name, pair in (chosen | dev_sets).items()}
 
 
 def _files(folder: Path, names: Sequence[str]) -> list[tuple[str, Path]]:
@@ -297,10 +297,10 @@ def _files(folder: Path, names: Sequence[str]) -> list[tuple[str, Path]]:
     return [(name, path) for name, path in files if name == "train" or path.exists()]
 
 
-def read_tests(given: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
+def read_tests(args: Any, task: Task, tokenizer: Any) -> dict[str, Examples]:
     """Examples of the test sets that are in the folder of a task, without their labels."""
-    found = {}
-    for name, path in _files(given.glue / task.folder, [name.replace("dev", "test") for name in task.dev]):
-        texts, classes = read_glue(path, task, given.skip_damaged, labels=False)
-        found[name] = encode_examples(tokenizer, texts, classes, given.length)
-    return found
+    tests = {}
+    for name, path in _files(args.glue / task.folder, [name.replace("dev", "test") for name in task.dev]):
+        texts, classes = read_glue(path, task, args.skip_damaged, labels=False)
+        tests[name] = encode_examples(tokenizer, texts, classes, args.length)
+    return tests

@@ -60,27 +60,27 @@ def measure(run: Any, texts: tuple[Tensor, Tensor], tokenizer: Any, batches: int
     for number in tqdm(range(batches + 1), desc="padding", unit="batch"):
         which = torch.randperm(len(texts[1]) - 1, generator=generator)[:batch_size]
         tokens, ptr = take(*texts, which)
-        inputs, asked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
+        inputs, is_masked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
         losses = {}
         for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):  # in turns
             began = time.perf_counter()
-            given = (inputs, ptr, asked)
+            batch = (inputs, ptr, is_masked)
             if way != RAGGED:
-                given = pad_batch(models[way], *given, run.length if way == WAYS[2] else int(ptr.diff().max()))
-            loss = cross_entropy(models[way](*given[:2], asked=given[2]), tokens[asked])
+                batch = pad_batch(models[way], *batch, run.length if way == WAYS[2] else int(ptr.diff().max()))
+            loss = cross_entropy(models[way](*batch[:2], asked=batch[2]), tokens[is_masked])
             optimizers[way].zero_grad()
             loss.backward()
             optimizers[way].step()
             losses[way] = loss.item()
             row = {"way": way, "batch": number, "seconds": time.perf_counter() - began, "loss": losses[way]}
-            rows += [row | {"padding": 1 - len(inputs) / len(given[0])}] if number else []
+            rows += [row | {"padding": 1 - len(inputs) / len(batch[0])}] if number else []
         if max(losses.values()) - min(losses.values()) > TOLERANCE:
             raise ValueError(f"Expected equal losses with and without padding (got {losses}). Report it as a fault.")
     return rows
 
 
 def pad_batch(
-    model: MaskedLM, tokens: Tensor, ptr: Tensor, asked: Tensor, length: int
+    model: MaskedLM, tokens: Tensor, ptr: Tensor, is_masked: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A ragged batch with all sequences padded to a length; tells the layers of the model which tokens are real."""
     sequences = len(ptr) - 1
@@ -89,17 +89,17 @@ def pad_batch(
         if isinstance(module, PaddedAttention):
             module.real = real
     padded = tokens.new_zeros(sequences, length).masked_scatter(real, tokens)
-    asked = torch.zeros_like(real).masked_scatter(real, asked)
-    return padded.flatten(), length * torch.arange(sequences + 1), asked.flatten()
+    is_masked = torch.zeros_like(real).masked_scatter(real, is_masked)
+    return padded.flatten(), length * torch.arange(sequences + 1), is_masked.flatten()
 
 
 def table(rows: list[Row]) -> str:
     """Times of each way in Markdown, as ratios to ragged batches."""
     ways = by(rows, "way")
-    found = {way: ways[way] for way in WAYS}
-    mean = {way: fmean(row["seconds"] for row in some) for way, some in found.items()}
+    rows_of_way = {way: ways[way] for way in WAYS}
+    mean = {way: fmean(row["seconds"] for row in way_rows) for way, way_rows in rows_of_way.items()}
     lines = [
-        [way, len(some), f"{100 * fmean(row['padding'] for row in some):.0f}", f"{1e3 * mean[way]:.0f}", f"{mean[way] / mean[RAGGED]:.2f}"]
-        for way, some in found.items()
+        [way, len(way_rows), f"{100 * fmean(row['padding'] for row in way_rows):.0f}", f"{1e3 * mean[way]:.0f}", f"{mean[way] / mean[RAGGED]:.2f}"]
+        for way, way_rows in rows_of_way.items()
     ]  # fmt: skip
     return markdown(["batches", "number", "padding, %", "ms a step", "over ragged"], lines)

@@ -33,7 +33,7 @@ def pretraining(rows: Rows) -> str:
     """The last evaluation of each run, in means over seeds."""
     lines = []
     for name, seeds in by(rows, "run", "seed").items():
-        ends = [mine[-1] for mine in seeds.values()]
+        ends = [seed_rows[-1] for seed_rows in seeds.values()]
         bits, perplexity = _mean(ends, "bits_per_token", 3), _mean(ends, "perplexity", 2)
         shares = [_mean(ends, key, 1, 100) for key in ("accuracy", "density", "sampled_density")]
         minutes = fmean(row["seconds"] for row in ends) / 60
@@ -48,8 +48,8 @@ def tuning(rows: Rows) -> str:
     further = [key for key in rows[0] if key.startswith("accuracy_")]
     lines = []
     keys = ("accuracy", "f1", *further, "density", "sampled_density")
-    for name, start, some in groups(rows, "run", "start"):
-        best = [max(mine, key=lambda row: row["accuracy"]) for mine in by(some, "seed").values()]
+    for name, start, run_rows in groups(rows, "run", "start"):
+        best = [max(seed_rows, key=lambda row: row["accuracy"]) for seed_rows in by(run_rows, "seed").values()]
         lines.append([name, start, len(best), *(_mean(best, key, 1, 100) for key in keys)])
     more = [f"{key.replace('_', ' (', 1)}), %" for key in further]
     return markdown(["run", "start", "seeds", "accuracy, %", "F1, %", *more, "density, %", "sampled, %"], lines)
@@ -66,9 +66,9 @@ def draw(rows: Rows, path: Path) -> Path:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, seeds) in enumerate(by(rows, "run", "seed").items()):
-        for mine in seeds.values():
-            label = name if mine is next(iter(seeds.values())) else None
-            steps, bits = zip(*((row["step"], row["bits_per_token"]) for row in mine), strict=True)
+        for seed_rows in seeds.values():
+            label = name if seed_rows is next(iter(seeds.values())) else None
+            steps, bits = zip(*((row["step"], row["bits_per_token"]) for row in seed_rows), strict=True)
             axes.plot(steps, bits, label=label, **style(number))
     axes.set(xlabel="steps", ylabel="bits per masked token")
     axes.legend(frameon=False)

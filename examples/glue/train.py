@@ -97,8 +97,8 @@ class FineTune(Run):
 def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
     """The encoder of a run."""
     kind, options = read_method(run.method, METHODS, OPTIONS)
-    own = {name: run.window for name in ("window", "size") if options.get(name) == -1}
-    options = {**options, **own}
+    sizes = {name: run.window for name in ("window", "size") if options.get(name) == -1}
+    options = {**options, **sizes}
     if kind in SPARSE:
         options = LEARNED | {"estimator": "none"} | options  # block models of "random" have no options but the window
     options |= {} if kind in ("lsh", "routing") else {"dropout": run.dropout}
@@ -136,21 +136,21 @@ def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: An
     def losses(step: int) -> Tensor:
         tokens, ptr = stream[step]
         seed = 2**32 * run.seed + step
-        inputs, asked = mask_tokens(tokens, mask, num_tokens, probability=run.masking, special=special, seed=seed)
-        return cross_entropy(model(inputs, ptr, asked=asked, seed=seed), tokens[asked])
+        inputs, is_masked = mask_tokens(tokens, mask, num_tokens, probability=run.masking, special=special, seed=seed)
+        return cross_entropy(model(inputs, ptr, asked=is_masked, seed=seed), tokens[is_masked])
 
     def measure() -> list[Row]:
-        nats, count, right, densities = 0.0, 0, 0, []
+        nats, count, hits, densities = 0.0, 0, 0, []
         for number in range(tests.per_epoch):
             tokens, ptr = tests[number]
-            inputs, asked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
-            logits, trace = model(inputs, ptr, asked=asked, seed=number, return_trace=True)
-            nats += float(cross_entropy(logits, tokens[asked], reduction="sum").double())
-            right += int((logits.argmax(1) == tokens[asked]).sum())
-            count += int(asked.sum())
+            inputs, is_masked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
+            logits, trace = model(inputs, ptr, asked=is_masked, seed=number, return_trace=True)
+            nats += float(cross_entropy(logits, tokens[is_masked], reduction="sum").double())
+            hits += int((logits.argmax(1) == tokens[is_masked]).sum())
+            count += int(is_masked.sum())
             densities.append([edges(choice) for choice in trace.choices])
         bits = nats / count / math.log(2)
-        row = run.known | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": right / count}
+        row = run.known | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": hits / count}
         return [row | _parts(densities)]
 
     return fit(
@@ -241,12 +241,12 @@ def load_encoder(encoder: SequenceEncoder, path: Path, run: Run) -> None:
     """
     way_out = "Pretrain it to the end with the same settings, or pass --scratch."
     state = read_checkpoint(path, way_out)
-    known = state.get("run", {})
+    stored = state.get("run", {})
     sizes = ("method", "vocabulary", "length", "channels", "layers", "heads", "window", "position_encoding")
-    pairs = [(name, known.get(name), getattr(run, name)) for name in sizes]
-    other = [f"{name} {theirs!r}, not {ours!r}" for name, theirs, ours in pairs if theirs != ours]
-    if not other and state["step"] != known["steps"]:
-        other = [f"{state['step']:,} of {known['steps']:,} steps"]
+    pairs = [(name, stored.get(name), getattr(run, name)) for name in sizes]
+    other = [f"{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new]
+    if not other and state["step"] != stored["steps"]:
+        other = [f"{state['step']:,} of {stored['steps']:,} steps"]
     require(not other, f"'{path}' to be the pretrained model of this run", ", ".join(other), way_out)
     begin = "encoder."
     encoder.load_state_dict({name[len(begin) :]: x for name, x in state["model"].items() if name.startswith(begin)})
@@ -261,13 +261,13 @@ def evaluate(model: SequenceClassifier, examples: Examples, batch_size: int = 64
 def predict(model: SequenceClassifier, examples: Examples, batch_size: int = 64) -> tuple[Tensor, Row]:
     """The class of each example, ``[B]``, and the densities of the graphs."""
     model.eval()
-    found, densities = [], []
+    guesses, densities = [], []
     for which in torch.arange(len(examples)).split(batch_size):
         part = examples.select(which)
         logits, trace = model(part.tokens, part.ptr, seed=int(which[0]), return_trace=True)
-        found.append(logits.argmax(1))
+        guesses.append(logits.argmax(1))
         densities.append([edges(choice) for choice in trace.choices])
-    return torch.cat(found), _parts(densities)
+    return torch.cat(guesses), _parts(densities)
 
 
 def score(guessed: Tensor, densities: Row, examples: Examples, classes: int) -> Row:

@@ -41,25 +41,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
     command.option("output", Path("runs/graphs"), "of rows.csv and checkpoints")
     command.add_argument("--report", action="store_true", help="train nothing")
-    given = command.read(arguments)
+    args = command.read(arguments)
     words = "'data' to be the folder of the archives"
-    needed = not given.report and not {*given.graphs} <= {*GENERATED}
-    command.require(not needed or given.data is not None, words, "none", "Pass its path, as in --help.")
-    return given
+    needed = not args.report and not {*args.graphs} <= {*GENERATED}
+    command.require(not needed or args.data is not None, words, "none", "Pass its path, as in --help.")
+    return args
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    if not given.report:
-        device = train.find_device(given.accelerator)
-        sizes = given.train_graphs, given.test_graphs, given.walk_length
-        graphs = {name: make_task(name, given.data, *sizes) for name in given.graphs}
-        options = fields_of(train.Run, given)
-        kinds = itertools.product(graphs, given.splits, given.learning_rates, given.arms)
+    if not args.report:
+        device = train.find_device(args.accelerator)
+        sizes = args.train_graphs, args.test_graphs, args.walk_length
+        graphs = {name: make_task(name, args.data, *sizes) for name in args.graphs}
+        options = fields_of(train.Run, args)
+        kinds = itertools.product(graphs, args.splits, args.learning_rates, args.arms)
         runs = [train.Run(graph, arm, rate, split, **options) for graph, split, rate, arm in kinds]
-        train.train_all(runs, graphs, given.output, device)
-    print(report.tables(finished(given.output)))
-    yield given.output
+        train.train_all(runs, graphs, args.output, device)
+    print(report.tables(finished(args.output)))
+    yield args.output
 
 
 main = program(parse, work)

@@ -88,17 +88,19 @@ def load(folder: Path, name: str) -> Data:
             if missing:
                 words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
                 raise RunError(f"{words} Download it again.")
-            found = {part: torch.from_numpy(archive[part]) for part in PARTS}
+            arrays = {part: torch.from_numpy(archive[part]) for part in PARTS}
     except UNREADABLE as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
-    shapes = [[*found[part].shape] for part in PARTS]
-    nodes, edges = shapes[1], found["edges"]  # of labels, [N]
-    right = len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
-    if not (right and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
+    shapes = [[*arrays[part].shape] for part in PARTS]
+    nodes, edges = shapes[1], arrays["edges"]  # of labels, [N]
+    is_valid = (
+        len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
+    )
+    if not (is_valid and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
         words = f"Expected '{path}' to hold features [N, F], labels [N], edges [E, 2] between N nodes and masks [{SPLITS}, N]"
         raise RunError(f"{words} (got {dict(zip(PARTS, shapes, strict=True))}). Download it again.")
-    data = Data(x=found["node_features"].float(), y=found["node_labels"].long())
-    data.edge_index = to_undirected(found["edges"].long().T, num_nodes=data.num_nodes)
+    data = Data(x=arrays["node_features"].float(), y=arrays["node_labels"].long())
+    data.edge_index = to_undirected(arrays["edges"].long().T, num_nodes=data.num_nodes)
     for part in ("train", "val", "test"):
-        data[f"{part}_mask"] = found[f"{part}_masks"].bool().T
+        data[f"{part}_mask"] = arrays[f"{part}_masks"].bool().T
     return data

@@ -73,12 +73,12 @@ class Run:
 def make_attention(run: Run, nodes: float) -> Any:
     """Attention over random pairs, those of a source that learns, or of one that does not (``sbm:frozen``); ``nodes`` of a graph in the mean."""
     name, _, frozen = run.arm.partition(":")
-    own: dict[str, Any] = {
+    source_options: dict[str, Any] = {
         "random": {"num_keys_per_query": max(1, round(run.density * nodes))},
         "sbm": {"window": None},
     }
     shape = (run.channels, run.channels // run.heads, run.heads)
-    return attention.make_attention(name, *shape, own.get(name, {}) | {"frozen": bool(frozen)})
+    return attention.make_attention(name, *shape, source_options.get(name, {}) | {"frozen": bool(frozen)})
 
 
 def make_model(run: Run, task: Task) -> nn.Module:
@@ -145,11 +145,11 @@ def find_device(accelerator: str) -> torch.device:
     Raises:
         RunError: This machine has no such accelerator.
     """
-    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if accelerator not in ("auto", "cpu", found.type):
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if accelerator not in ("auto", "cpu", device.type):
         words = f"Expected 'accelerator' to be one that this machine has (got {accelerator!r})."
-        raise RunError(f"{words} Leave it out for {found.type!r}.")
-    return torch.device("cpu") if accelerator == "cpu" else found
+        raise RunError(f"{words} Leave it out for {device.type!r}.")
+    return torch.device("cpu") if accelerator == "cpu" else device
 
 
 def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]:
@@ -187,11 +187,11 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
                 key, query = data.y[call.graph.edge_index]
                 alike.append(float((key == query).double().mean()))
                 densities.append(float(call.graph.density.mean()))
-        found, y = torch.cat(logits), torch.cat([data.y for data in held_out])
+        scores, y = torch.cat(logits), torch.cat([data.y for data in held_out])
         row = dict(run.known)
         for part in ("val", "test"):
             mask = torch.cat([data[f"{part}_mask"][:, run.split] for data in held_out])
-            row[part] = score(task.metric, found[mask].cpu(), y[mask].cpu())
+            row[part] = score(task.metric, scores[mask].cpu(), y[mask].cpu())
         return [row | {"density": fmean(densities or [0.0]), "alike": fmean(alike or [0.0])}]
 
     path = folder / file_name(run.graph, run.arm, run.learning_rate, run.split)

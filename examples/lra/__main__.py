@@ -21,10 +21,10 @@ Words = Sequence[str]
 
 def _finish(command: Command, arguments: Words) -> argparse.Namespace:
     """Parses, and refuses a folder of output that cannot be made."""
-    given = command.read(arguments)
-    if "output" in given:
-        command.attempt(check_folder, "output", given.output)
-    return given
+    args = command.read(arguments)
+    if "output" in args:
+        command.attempt(check_folder, "output", args.output)
+    return args
 
 
 def _several(command: Command, name: str, values: Iterable[str], default: list[str], **more: Any) -> None:
@@ -83,9 +83,9 @@ def parse_table(arguments: Words) -> argparse.Namespace:
     command.option("threads", int, "CPU threads (default: as the preset says)", metavar="N", least=1)
     command.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
     command.add_argument("--report", action="store_true", help="make the tables again from the runs that are there")
-    given = _finish(command, words[:cut])
-    given.rest = words[cut + 1 :]
-    return given
+    args = _finish(command, words[:cut])
+    args.rest = words[cut + 1 :]
+    return args
 
 
 def parse_cost(arguments: Words) -> argparse.Namespace:

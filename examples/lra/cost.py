@@ -89,7 +89,7 @@ def gate(module: Classifier) -> None:
     settings, device = module.settings, module.device
     places = [0, SHORT, SHORT + 17, SHORT + 57]
     x = torch.randn(places[-1], settings.channels, generator=torch.Generator().manual_seed(0)).to(device)
-    found, choice = attention(x, ptr=torch.tensor(places, device=device), seed=1, return_choice=True)
+    out, choice = attention(x, ptr=torch.tensor(places, device=device), seed=1, return_choice=True)
     true = []
     for number, (start, end) in enumerate(itertools.pairwise(places)):
         alone = x[start:end]
@@ -101,13 +101,13 @@ def gate(module: Classifier) -> None:
         query, key, value = (x.transpose(0, 1) for x in heads)  # [H, L, C]
         scores = query @ key.mT / math.sqrt(settings.head_channels)
         if getattr(attention, "score_bias", None) is not None:
-            every = patterns.full(len(alone)).expand(settings.heads)
-            scores = scores + attention.score_bias(query, key, every).view_as(scores)
+            all_pairs = patterns.full(len(alone)).expand(settings.heads)
+            scores = scores + attention.score_bias(query, key, all_pairs).view_as(scores)
         if choice is not None:
             scores = scores.masked_fill(~choice.graph.to_dense(number), -torch.inf)
         weights = scores.softmax(-1).nan_to_num()  # nothing where a query has no edge
         true.append((weights @ value).transpose(0, 1).flatten(1))
-    agree({f"attention {settings.attention!r}": (found, torch.cat(true))})
+    agree({f"attention {settings.attention!r}": (out, torch.cat(true))})
 
 
 def clock(device: torch.device) -> float:
@@ -117,9 +117,9 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def timed(device: torch.device, action: Callable[..., Any], *given: Any) -> float:
+def timed(device: torch.device, action: Callable[..., Any], *args: Any) -> float:
     start = clock(device)
-    action(*given)
+    action(*args)
     return clock(device) - start
 
 
@@ -164,8 +164,8 @@ def plan_steps(per_step: float, per_validation: float, minutes: float, validate_
     >>> plan_steps(1.0, 10.0, minutes=0.5, validate_every=100)
     10
     """
-    rounds, rest = divmod(60 * minutes - per_validation, validate_every * per_step + per_validation)
-    steps = int(rounds) * validate_every + max(0, int((rest - per_validation) / per_step))
+    rounds, seconds_left = divmod(60 * minutes - per_validation, validate_every * per_step + per_validation)
+    steps = int(rounds) * validate_every + max(0, int((seconds_left - per_validation) / per_step))
     require(steps >= 2, "'minutes' to be enough for two steps and their validations", minutes, "Give more.")
     return steps
 
@@ -291,9 +291,9 @@ def compare(folders: Sequence[Path], data: Path | None, steps: int) -> list[dict
             batch = [splits["train"].__getitems__(part.tolist()) for part in parts]
             torch.manual_seed(number)
             times = steppers[place](batch, number)
-            known = {"run": folders[place].name, "place": place, "batch": number}
-            known |= {"tokens": sum(part.num_tokens for part in batch), "step": sum(times[part] for part in PARTS)}
-            rows += [{**known, **times}] if number else []  # the first one compiles
+            columns = {"run": folders[place].name, "place": place, "batch": number}
+            columns |= {"tokens": sum(part.num_tokens for part in batch), "step": sum(times[part] for part in PARTS)}
+            rows += [{**columns, **times}] if number else []  # the first one compiles
     return rows
 
 
@@ -301,49 +301,51 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
     """Writes a Markdown table of medians over the batches; the ratio, which is taken batch by batch, with its quartiles."""
     first = {row["batch"]: row["step"] for row in rows if row["place"] == 0}
     lines = []
-    for mine in dict(sorted(by(rows, "place").items())).values():
-        times = [f"{1e3 * statistics.median(row[part] for row in mine):,.0f} ms" for part in (*PARTS, "step")]
-        density = statistics.median(row["density"] for row in mine)
-        speed = sum(row["tokens"] for row in mine) / sum(row["step"] for row in mine)
-        low, ratio, high = np.percentile([first[row["batch"]] / row["step"] for row in mine], (25, 50, 75))
-        lines.append([mine[0]["run"], f"{density:.2%}", *times, f"{speed:,.0f}", f"{ratio:.2f} ({low:.2f}–{high:.2f})"])
+    for run_rows in dict(sorted(by(rows, "place").items())).values():
+        times = [f"{1e3 * statistics.median(row[part] for row in run_rows):,.0f} ms" for part in (*PARTS, "step")]
+        density = statistics.median(row["density"] for row in run_rows)
+        speed = sum(row["tokens"] for row in run_rows) / sum(row["step"] for row in run_rows)
+        low, ratio, high = np.percentile([first[row["batch"]] / row["step"] for row in run_rows], (25, 50, 75))
+        lines.append(
+            [run_rows[0]["run"], f"{density:.2%}", *times, f"{speed:,.0f}", f"{ratio:.2f} ({low:.2f}–{high:.2f})"]
+        )
     return markdown(["run", "density", *PARTS, "step", "tokens/s", "times as fast as the first"], lines) + "\n"
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Measures what the command line asks for. Rows of methods that are there already are not measured again."""
     try:
-        text = _compare(given) if given.runs else _measure(given)
+        text = _compare(args) if args.runs else _measure(args)
     except ValueError as error:
-        given.fail(str(error))
+        args.fail(str(error))
     except Rejected as error:
         raise SystemExit(f"Not measured: {error}.") from None
     print(text)
 
 
-def _compare(given: argparse.Namespace) -> str:
-    torch.set_num_threads(given.threads)
+def _compare(args: argparse.Namespace) -> str:
+    torch.set_num_threads(args.threads)
     with flushed_subnormals():
-        rows = compare(given.runs, given.data, given.repeats)
+        rows = compare(args.runs, args.data, args.repeats)
     count = len({row["batch"] for row in rows})  # the data may have fewer than were asked for
-    text = f"{count} batches, {given.threads} thread(s), medians; quartiles of the ratio.\n\n{comparison(rows)}"
-    given.output.mkdir(parents=True, exist_ok=True)
-    write_csv(given.output / "steps.csv", rows)
-    write_text(given.output / "time.md", text)
+    text = f"{count} batches, {args.threads} thread(s), medians; quartiles of the ratio.\n\n{comparison(rows)}"
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_csv(args.output / "steps.csv", rows)
+    write_text(args.output / "time.md", text)
     return text
 
 
-def _measure(given: argparse.Namespace) -> str:
-    pairs = [(task, method) for task in given.tasks for method in given.methods]
+def _measure(args: argparse.Namespace) -> str:
+    pairs = [(task, method) for task in args.tasks for method in args.methods]
     for task, method in pairs:
-        settings_of(task, method, given.preset)  # all mistakes before the first measurement
+        settings_of(task, method, args.preset)  # all mistakes before the first measurement
     rows, rejected = list[dict[str, Any]](), list[str]()
-    fixed = [getattr(given, name) for name in ("preset", "length", "batch", "repeats", "threads")]
-    (given.output / "rows").mkdir(parents=True, exist_ok=True)
+    fixed = [getattr(args, name) for name in ("preset", "length", "batch", "repeats", "threads")]
+    (args.output / "rows").mkdir(parents=True, exist_ok=True)
     with tqdm(pairs, desc="Cost", unit="row") as bar:
         for task, method in bar:
             bar.set_description(f"{task}, {method}")
-            path = given.output / "rows" / f"{'-'.join(map(str, (task, method, *fixed)))}.json"
+            path = args.output / "rows" / f"{'-'.join(map(str, (task, method, *fixed)))}.json"
             if not path.exists():  # in a process of its own, whose memory nothing else has used
                 try:
                     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -352,8 +354,8 @@ def _measure(given: argparse.Namespace) -> str:
                     rejected.append(f"{task}, {method}: {error}")
                     continue
             rows.append(read_record(path))
-            write_csv(given.output / "cost.csv", rows)
-            write_text(given.output / "cost.md", report(rows))
+            write_csv(args.output / "cost.csv", rows)
+            write_text(args.output / "cost.md", report(rows))
     if rejected:
         print(report(rows) if rows else "")
         raise Rejected("; ".join(rejected))

@@ -94,8 +94,8 @@ class Classifier(nn.Module):
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
         """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
-        known = {"positions": batch.positions, "sequence_ids": batch.examples}
-        return self.model(batch.tokens, batch.ptr, **known, seed=seed, return_trace=True)
+        places = {"positions": batch.positions, "sequence_ids": batch.examples}
+        return self.model(batch.tokens, batch.ptr, **places, seed=seed, return_trace=True)
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
         """Logarithms of probabilities [B, classes], averaged over so many sampled graphs, and the trace of the first graphs."""

@@ -98,15 +98,15 @@ class Settings:
     log_every: int = _option("steps between rows of train.csv", least=1)
 
     def __post_init__(self) -> None:
-        def need(option: str, met: bool, wanted: str, way_out: str) -> None:
-            require(met, f"'{option}' to be {wanted}", getattr(self, option.replace("-", "_")), way_out)
+        def need(option: str, met: bool, range_text: str, way_out: str) -> None:
+            require(met, f"'{option}' to be {range_text}", getattr(self, option.replace("-", "_")), way_out)
 
         for field in dataclasses.fields(self):
             least, most = field.metadata["least"], field.metadata["most"]
             if least is not None:
                 value = getattr(self, field.name)
-                wanted = f"at least {least}" + (f" and at most {most}" if most < INF else "")
-                need(field.name.replace("_", "-"), least <= value <= most and value < INF, wanted, "See --help.")
+                range_text = f"at least {least}" + (f" and at most {most}" if most < INF else "")
+                need(field.name.replace("_", "-"), least <= value <= most and value < INF, range_text, "See --help.")
         need("warmup", self.warmup < self.steps, f"below 'steps' = {self.steps}", "Warm up for fewer steps.")
         equal = self.batch_size % self.accumulate == 0
         need("accumulate", equal, f"a divisor of 'batch-size' = {self.batch_size}", "Parts of a batch are equal.")
@@ -146,7 +146,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "pathfinder": {"max_length": 1024, "batch_size": 1024, "split": "80-10-10", "steps": 62_400, "warmup": 312},
 }
 OTHERS["pathfinder"]["level"] = "curv_contour_length_14"
-TABLE_7 = {"listops": LISTOPS} | {name: dataclasses.replace(LISTOPS, **own) for name, own in OTHERS.items()}
+TABLE_7 = {"listops": LISTOPS} | {name: dataclasses.replace(LISTOPS, **fields) for name, fields in OTHERS.items()}
 
 # Ours: the model of the paper, short enough for two cores and a few minutes. ListOps without nesting needs attention and is learned
 # within minutes (on nested lists, such short runs of 'sbm' gained less than two points over no attention). The others are cut short.
@@ -205,8 +205,8 @@ class Plan:
 
     def place(self, name: str) -> Path | None:
         """Returns the folder "data" or "prepared", or None."""
-        given, here = getattr(self, name), self.directory == str(Path.cwd())
-        return None if given is None else Path(given) if here else Path(self.directory, given)
+        folder, here = getattr(self, name), self.directory == str(Path.cwd())
+        return None if folder is None else Path(folder) if here else Path(self.directory, folder)
 
     def write(self, path: Path) -> None:
         write_record(path, dataclasses.asdict(self))
@@ -236,9 +236,9 @@ def method_words(method: str) -> list[str]:
     >>> method_words("sbm:density-weight=0.1,num-clusters=64")
     ['--attention', 'sbm', '--density-weight', '0.1', '--num-clusters', '64']
     """
-    attention, _, own = method.partition(":")
+    attention, _, text = method.partition(":")
     require(attention in METHODS, f"'methods' among {', '.join(METHODS)}", repr(attention), "See --help.")
-    pairs = [pair.partition("=") for pair in own.split(",") if pair]
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
     words = "'methods' to be names like sbm or sbm:density-weight=0.1"
     require(all(value for _, _, value in pairs), words, repr(method), "See --help.")
     return ["--attention", attention, *flags({name: value for name, _, value in pairs})]
@@ -278,15 +278,15 @@ def parse(arguments: Words | None = None) -> argparse.Namespace:
     return command.read(arguments)
 
 
-def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
+def resolve(args: argparse.Namespace) -> tuple[Path, Plan]:
     """Settles folder and plan of a run: those that a resumed run was started with, else preset and command line."""
-    options = vars(given)
+    options = vars(args)
     if "resume" in options:
         return _resumed(options)
     name, preset, minutes = options.get("task", "listops"), options.get("preset", "laptop"), options.get("minutes")
-    right = minutes is None or (0 < minutes < INF and "steps" not in options)
+    is_valid = minutes is None or (0 < minutes < INF and "steps" not in options)
     words = "'minutes' to be positive and finite, without 'steps'"
-    require(right, words, minutes, "Steps are planned from --minutes.")
+    require(is_valid, words, minutes, "Steps are planned from --minutes.")
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
     settings = PRESETS[name][preset].settings
     if "steps" in chosen and "warmup" not in chosen:
@@ -301,8 +301,13 @@ def resolve(given: argparse.Namespace) -> tuple[Path, Plan]:
     require(not full, "'output' to be a new or empty folder", got, "Choose another one, or add --resume.")
     check_folder("output", folder)
     data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
-    known: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
-    return folder, Plan(task=name, preset=preset, settings=settings, **known)
+    machine_fields: dict[str, Any] = {
+        "data": data,
+        "prepared": prepared,
+        "minutes": minutes,
+        "directory": str(Path.cwd()),
+    }
+    return folder, Plan(task=name, preset=preset, settings=settings, **machine_fields)
 
 
 def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
@@ -312,8 +317,8 @@ def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
         words = f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its"
         raise ValueError(f"{words} {SETTINGS}, or start a new run without --resume.")
     plan = Plan.read(folder / SETTINGS)
-    known = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
-    for name, value in known.items():
+    stored = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
+    for name, value in stored.items():
         got, words = options.get(name, value), f"'{name.replace('_', '-')}' to be {value!r} as in the run to resume"
         require(got == value, words, repr(got), "Leave it out, or start a new run.")
     moved: dict[str, Any] = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}

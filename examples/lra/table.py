@@ -49,22 +49,24 @@ PUBLISHED = {
 PUBLISHED_DENSITY = (20.09, 26.10, 29.46, 20.49, 18.56)  # per cent, of the same runs of sbm
 
 
-def asked(given: argparse.Namespace) -> dict[str, list[str]]:
+def words_of_runs(args: argparse.Namespace) -> dict[str, list[str]]:
     """The trainer's arguments for each run, by the name of its folder; ``--resume`` for those that were begun."""
-    once = [name for name in ("steps", "minutes", "threads") if getattr(given, name) is not None]
-    own = [(f"the settings of {method!r}", method_words(method)[2:], OWN) for method in given.methods]
-    for place, words, names in (("the arguments after '--'", given.rest, (*OWN, *once)), *own):
-        found = vars(parse(words))
+    once = [name for name in ("steps", "minutes", "threads") if getattr(args, name) is not None]
+    words_of_methods = [(f"the settings of {method!r}", method_words(method)[2:], OWN) for method in args.methods]
+    for place, words, names in (("the arguments after '--'", args.rest, (*OWN, *once)), *words_of_methods):
+        options = vars(parse(words))
         for name in names:
-            require(found.get(name) is None, f"no '{name}' in {place}", found.get(name), "`table` has it: see --help.")
-    common = ["--accelerator", given.accelerator, "--preset", given.preset]
-    common += [*flags({name: getattr(given, name) for name in once}), *given.rest]
+            require(
+                options.get(name) is None, f"no '{name}' in {place}", options.get(name), "`table` has it: see --help."
+            )
+    common = ["--accelerator", args.accelerator, "--preset", args.preset]
+    common += [*flags({name: getattr(args, name) for name in once}), *args.rest]
     runs: dict[str, list[str]] = {}
-    for task in given.tasks:
-        data = [word for name, folder in given.data if name == task for word in ("--data", str(folder))]
-        for seed in given.seeds:
-            for method in given.methods:
-                folder = given.output / RUNS / f"{task}-{method.replace(':', '+', 1)}-{seed}"
+    for task in args.tasks:
+        data = [word for name, folder in args.data if name == task for word in ("--data", str(folder))]
+        for seed in args.seeds:
+            for method in args.methods:
+                folder = args.output / RUNS / f"{task}-{method.replace(':', '+', 1)}-{seed}"
                 words = ["--task", task, "--seed", str(seed), "--output", str(folder), *data, *common]
                 runs[folder.name] = [*words, *method_words(method)]
                 runs[folder.name] += ["--resume"] if (folder / SETTINGS).exists() else []
@@ -79,9 +81,9 @@ def agree(plans: Mapping[str, Plan]) -> None:
         free = {"seed"} if plan.minutes is None else {"seed", "steps", "warmup"}
         kinds = []
         for one in (plans[other], plan):
-            known = {"preset": one.preset, "minutes": one.minutes, **dataclasses.asdict(one.settings)}
-            known["data"] = one.fingerprint if plan.fingerprint and plans[other].fingerprint else ""
-            kinds.append(known)
+            values = {"preset": one.preset, "minutes": one.minutes, **dataclasses.asdict(one.settings)}
+            values["data"] = one.fingerprint if plan.fingerprint and plans[other].fingerprint else ""
+            kinds.append(values)
         for setting in [name for name in kinds[0] if name not in free]:  # in the same order every time
             old, new = (kind[setting] for kind in kinds)
             words = f"{name} to have {setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged"
@@ -105,17 +107,17 @@ def train(words: Sequence[str]) -> bool:
 
 def finished(folder: Path) -> list[Row]:
     """Records of all finished runs, in the order of the paper's tables: "name", "task", "method", "seed", "plan", "results"."""
-    found = []
+    records = []
     for path in (folder / RUNS).glob(f"*/{RESULTS}"):
-        task, _, rest = path.parent.name.partition("-")
-        method, _, seed = rest.rpartition("-")
-        known = {"name": path.parent.name, "task": task, "method": method.replace("+", ":", 1), "seed": int(seed)}
-        found.append({**known, "plan": Plan.read(path.with_name(SETTINGS)), "results": read_record(path)})
+        task, _, method_and_seed = path.parent.name.partition("-")
+        method, _, seed = method_and_seed.rpartition("-")
+        columns = {"name": path.parent.name, "task": task, "method": method.replace("+", ":", 1), "seed": int(seed)}
+        records.append({**columns, "plan": Plan.read(path.with_name(SETTINGS)), "results": read_record(path)})
 
     def place(run: Row) -> tuple[Any, ...]:
         return [*TASKS].index(run["task"]), METHODS.index(_attention(run)), run["method"], run["seed"]
 
-    return sorted(found, key=place)
+    return sorted(records, key=place)
 
 
 def _attention(run: Row) -> str:
@@ -169,14 +171,14 @@ def budget(plans: Sequence[Plan]) -> str:
             return f"{plan.minutes:g} minutes of training and validation, planned in steps"
         return f"{plan.settings.steps:,} steps"
 
-    def own(plan: Plan) -> set[str]:
+    def changes(plan: Plan) -> set[str]:
         preset = dataclasses.asdict(PRESETS[plan.task][plan.preset].settings)
         free = ("seed", "attention", "steps", "warmup")
         chosen = {name: value for name, value in dataclasses.asdict(plan.settings).items() if name not in free}
         return {" ".join(flags({name: value})) for name, value in chosen.items() if value != preset[name]}
 
     presets = " or ".join(dict.fromkeys(f"`{plan.preset}`" for plan in plans))
-    shared = sorted(set.intersection(*map(own, plans)))
+    shared = sorted(set.intersection(*map(changes, plans)))
     return f"Budget: {' or '.join(dict.fromkeys(map(words, plans)))}; preset {', '.join([presets, *shared])}."
 
 
@@ -187,18 +189,18 @@ def report(runs: Sequence[Row]) -> str:
     average = ["mean"] * (len(tasks) > 1)
 
     def accuracies(title: str, pairs: Sequence[tuple[float, float | str] | None]) -> list[str]:
-        known = [pair for pair in pairs if pair is not None]
-        mean = f"{statistics.fmean(pair[0] for pair in known):.2f}" if len(known) == len(pairs) else "–"
+        scores = [pair for pair in pairs if pair is not None]
+        mean = f"{statistics.fmean(pair[0] for pair in scores):.2f}" if len(scores) == len(pairs) else "–"
         texts = ["–" if pair is None else " ± ".join(f"{x:.2f}" for x in pair if x != "") for pair in pairs]
         return [title, *texts, *(mean for _ in average)]
 
-    def own(method: str) -> list[tuple[float, float | str] | None]:
-        found = [cells.get((method, task)) for task in tasks]
-        return [(cell["accuracy"], cell["accuracy_deviation"]) if cell else None for cell in found]
+    def scores_of(method: str) -> list[tuple[float, float | str] | None]:
+        task_cells = [cells.get((method, task)) for task in tasks]
+        return [(cell["accuracy"], cell["accuracy_deviation"]) if cell else None for cell in task_cells]
 
     def table(cell: Callable[[Row], str], rows: Sequence[str] = methods) -> str:
-        found = {method: [cells.get((method, task)) for task in tasks] for method in rows}
-        body = [[method, *(cell(one) if one else "–" for one in line)] for method, line in found.items()]
+        lines = {method: [cells.get((method, task)) for task in tasks] for method in rows}
+        body = [[method, *(cell(one) if one else "–" for one in line)] for method, line in lines.items()]
         return markdown(["method", *tasks], body)
 
     def relative(cell: Row, name: str, scale: float = 1) -> str:
@@ -206,7 +208,7 @@ def report(runs: Sequence[Row]) -> str:
         return f"{cell[name] / scale:,.0f}" + (f" ({share:.2f})" if share else "")
 
     majority = {run["task"]: f"{100 * run['results']['test']['majority']:.2f}" for run in runs}
-    rows = [accuracies(method, own(method)) for method in methods]
+    rows = [accuracies(method, scores_of(method)) for method in methods]
     rows.append(["majority class", *(majority[task] for task in tasks), *("" for _ in average)])
     bare = [method for method in PUBLISHED if any(_attention(run) == method for run in runs)]
     rows += [accuracies(f"{method}, published", [PUBLISHED[method][place] for place in places]) for method in bare]
@@ -257,24 +259,24 @@ def write_report(folder: Path) -> None:
     print(text)
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Makes all runs that are not there yet, then the tables, as the command line says."""
     failed = []
     try:
-        if not given.report:
-            runs = asked(given)
-            begun = {path.parent.name: Plan.read(path) for path in sorted((given.output / RUNS).glob(f"*/{SETTINGS}"))}
+        if not args.report:
+            runs = words_of_runs(args)
+            begun = {path.parent.name: Plan.read(path) for path in sorted((args.output / RUNS).glob(f"*/{SETTINGS}"))}
             agree(begun | {name: resolve(parse(words))[1] for name, words in runs.items()})
-            given.output.mkdir(parents=True, exist_ok=True)
-            with hold(given.output):
+            args.output.mkdir(parents=True, exist_ok=True)
+            with hold(args.output):
                 for number, (name, words) in enumerate(runs.items(), start=1):
-                    if (given.output / RUNS / name / RESULTS).exists():
+                    if (args.output / RUNS / name / RESULTS).exists():
                         continue
                     print(f"\nRun {number} of {len(runs)}: {name}", flush=True)
                     failed += [] if train(words) else [name]
-        if finished(given.output) or not failed:
-            write_report(given.output)
+        if finished(args.output) or not failed:
+            write_report(args.output)
     except ValueError as error:
-        given.fail(str(error))
+        args.fail(str(error))
     if failed:
         raise SystemExit(f"These runs failed: {', '.join(failed)}. The same command tries them again.")

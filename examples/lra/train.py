@@ -319,16 +319,16 @@ def export_model(folder: Path, plan: Plan, results: Mapping[str, Any], export: P
     model.save_pretrained(export, model_card_kwargs={"task": summary, "results": numbers})
 
 
-def read(given: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
+def read(args: argparse.Namespace, plan: Plan) -> tuple[dict[str, Split], str]:
     """Opens the data of a run, with as many threads as this process has from now on."""
-    torch.set_num_threads(given.threads or PRESETS[plan.task][plan.preset].threads or THREADS)
+    torch.set_num_threads(args.threads or PRESETS[plan.task][plan.preset].threads or THREADS)
     return open_data(plan)
 
 
-def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[str, Split]]:
+def prepare(args: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[str, Split]]:
     """Settles folder, plan and data of a run in so many processes, and refuses what cannot be trained before anything is written."""
-    folder, plan = resolve(given)
-    export = vars(given).get("export")
+    folder, plan = resolve(args)
+    export = vars(args).get("export")
     if export is not None:
         attention, way_out = plan.settings.attention, "Baselines are of the examples alone; copy the folder of the run."
         require(attention not in BASELINES, f"no 'export' with {attention!r} attention", export, way_out)
@@ -341,12 +341,12 @@ def prepare(given: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict
         Classifier(TASKS[plan.task], plan.settings)
     except ImportError as error:  # of the package of a baseline
         raise ValueError(str(error)) from None
-    splits, fingerprint = read(given, plan)
+    splits, fingerprint = read(args, plan)
     Data(splits, plan.settings, count=count)
     if plan.minutes is not None and not plan.fingerprint:  # a new run
         from examples.lra import cost  # imports this module
 
-        plan = cost.planned(plan, splits, given.accelerator)
+        plan = cost.planned(plan, splits, args.accelerator)
     return folder, dataclasses.replace(plan, fingerprint=fingerprint), splits
 
 
@@ -364,21 +364,21 @@ def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
     return answer
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Trains as the command line says, in each of the processes of a run."""
-    export = vars(given).get("export")
+    export = vars(args).get("export")
     report.reset_peak_memory()
     with contextlib.ExitStack() as held:
         try:
-            fabric = make_fabric(given.accelerator)
+            fabric = make_fabric(args.accelerator)
         except (RuntimeError, MisconfigurationException) as error:
-            words = f"(got {given.accelerator!r}: {str(error).rstrip('.')}). Leave it out for the default."
-            given.fail(f"Expected 'accelerator' to be one that this machine has, for each process {words}")
+            words = f"(got {args.accelerator!r}: {str(error).rstrip('.')}). Leave it out for the default."
+            args.fail(f"Expected 'accelerator' to be one that this machine has, for each process {words}")
         fabric.launch()  # lets the processes meet
         rank, count, ready = fabric.global_rank, fabric.world_size, list[dict[str, Split]]()
 
         def begin() -> tuple[Path, Plan]:
-            folder, plan, splits = prepare(given, count)
+            folder, plan, splits = prepare(args, count)
             ready.append(splits)
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(folder))
@@ -391,8 +391,8 @@ def run(given: argparse.Namespace) -> None:
         except ValueError as error:
             if rank:
                 raise SystemExit(2) from None
-            given.fail(str(error))
-        splits = ready[0] if ready else read(given, plan)[0]
+            args.fail(str(error))
+        splits = ready[0] if ready else read(args, plan)[0]
         for name, split in splits.items():
             if split.truncated:
                 words = f"cut {split.truncated:,} of {len(split):,} sequences to {plan.settings.max_length} tokens"
@@ -403,7 +403,7 @@ def run(given: argparse.Namespace) -> None:
             if (folder / RESULTS).exists():
                 results = read_record(folder / RESULTS)
             else:
-                fabric = make_fabric(given.accelerator, plan.settings.precision)
+                fabric = make_fabric(args.accelerator, plan.settings.precision)
                 fabric.launch()
                 with flushed_subnormals():
                     results = train(folder, plan, Data(splits, plan.settings, rank, count), fabric)

@@ -29,25 +29,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.option("densities", [0.05], "shares of the pairs beyond self-loops")
     command.fields(train.Run)
     command.folder("runs/recall", "of rows.csv, checkpoints and figures")
-    given = command.read(arguments)
-    right = 0 < min(given.densities) <= max(given.densities) < 1
-    command.require(right, "'densities' in (0, 1)", given.densities, "Full attention is 'full'.")
-    return given
+    args = command.read(arguments)
+    is_valid = 0 < min(args.densities) <= max(args.densities) < 1
+    command.require(is_valid, "'densities' in (0, 1)", args.densities, "Full attention is 'full'.")
+    return args
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports."""
-    task = tasks.TASKS[given.task]
-    own = {name: value or getattr(task, name) for name, value in fields_of(train.Run, given).items()}
-    for method in given.methods:
+    task = tasks.TASKS[args.task]
+    options = {name: value or getattr(task, name) for name, value in fields_of(train.Run, args).items()}
+    for method in args.methods:
         options_of(method)  # mistakes before the first run
-    if not given.report:
-        kinds = [(m, d) for m in given.methods for d in ([1.0] if m.partition(":")[0] in DENSE else given.densities)]
-        runs = [train.Run(**own, method=m, density=d, seed=seed) for seed in given.seeds for m, d in kinds]
-        train.train_all(runs, given.output)
-    rows = finished(given.output)
+    if not args.report:
+        kinds = [(m, d) for m in args.methods for d in ([1.0] if m.partition(":")[0] in DENSE else args.densities)]
+        runs = [train.Run(**options, method=m, density=d, seed=seed) for seed in args.seeds for m, d in kinds]
+        train.train_all(runs, args.output)
+    rows = finished(args.output)
     print(report.tables(rows))
-    yield from report.draw(rows, given.output)
+    yield from report.draw(rows, args.output)
 
 
 main = program(parse, work)

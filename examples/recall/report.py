@@ -19,10 +19,10 @@ HEADER = ("run", "seeds", "steps", "accuracy, %", "of each size, %", "densities 
 
 def _ends(rows: Sequence[Row]) -> dict[str, dict[str, list[list[Row]]]]:
     """The last rows of each run, by task and name; one list a seed."""
-    found: dict[str, dict[str, list[list[Row]]]] = {}
+    ends: dict[str, dict[str, list[list[Row]]]] = {}
     for task, name, _, run in groups(rows, "task", "run", "seed"):
-        found.setdefault(task, {}).setdefault(name, []).append(last(run))
-    return found
+        ends.setdefault(task, {}).setdefault(name, []).append(last(run))
+    return ends
 
 
 def _numbers(row: Row, prefix: str) -> list[float]:
@@ -41,12 +41,12 @@ def tables(rows: Sequence[Row]) -> str:
         for name, seeds in runs.items():
             sizes = zip(*([100 * row["accuracy"] for row in ends] for ends in seeds), strict=True)
             layers = zip(*([100 * x for x in densities(ends)] for ends in seeds), strict=True)
-            found = [fmean(row["answer_any"] for row in ends) for ends in seeds]
+            hits = [fmean(row["answer_any"] for row in ends) for ends in seeds]
             lines.append([
                 name, len(seeds), f"{seeds[0][0]['step']:,.0f}",
                 extent([100 * fmean(row["accuracy"] for row in ends) for ends in seeds]),
                 " / ".join(f"{fmean(size):.1f}" for size in sizes), " / ".join(map(extent, layers)),
-                f"{100 * fmean(found):.1f}", f"{fmean(ends[0]['seconds'] / ends[0]['step'] for ends in seeds):.2g}",
+                f"{100 * fmean(hits):.1f}", f"{fmean(ends[0]['seconds'] / ends[0]['step'] for ends in seeds):.2g}",
             ])  # fmt: skip
         parts.append(f"## {task}\n\n{markdown(HEADER, lines)}")
     return "\n\n".join(parts)
@@ -58,9 +58,9 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     for task, runs in _ends(rows).items():
         methods = [name.partition(" ")[0] for name in runs]
         several = len(methods) > len({*methods})
-        mine = [row for row in rows if row["task"] == task]
+        task_rows = [row for row in rows if row["task"] == task]
         paths.append(folder / f"{task}.png")
-        save_figure(paths[-1], _over_density(task, runs) if several else _over_steps(task, mine), dpi=110)
+        save_figure(paths[-1], _over_density(task, runs) if several else _over_steps(task, task_rows), dpi=110)
     return paths
 
 
@@ -93,7 +93,7 @@ def _over_density(task: str, runs: dict[str, list[list[Row]]]) -> Figure:
             place: dict[str, Any] = {"xytext": (7, -3)}
             if y > 80:  # below what lies at the top
                 place = {"xytext": (0, -8 - 12 * near), "ha": "center", "va": "top"}
-            text = options if any(plain(each)[0] == kind for each in named) else f"{kind}: {options}"
+            text = options if any(plain(name)[0] == kind for name in named) else f"{kind}: {options}"
             place |= {"textcoords": "offset points", "fontsize": 7, "color": look["color"], "bbox": BACK}
             axes.annotate(text, (x, y), **place)
     axes.set(xscale="log", xlabel="density beyond self-loops, mean of the layers (%)", ylabel="accuracy (%)")
@@ -108,23 +108,23 @@ def _over_density(task: str, runs: dict[str, list[list[Row]]]) -> Figure:
 def _over_steps(task: str, rows: Sequence[Row]) -> Figure:
     """Accuracy and density over the steps: means over sizes, layers and seeds; seeds are light."""
     figure = Figure(figsize=(9.5, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    accuracy_axes, density_axes = figure.subplots(1, 2)
     for number, (name, seeds) in enumerate(by(rows, "run", "seed", "step").items()):
         look = style(number) | {"ms": 4, "label": name_of(name)}
         steps = [*next(iter(seeds.values()))]
         for axes, value in (
-            (left, lambda sizes: fmean(row["accuracy"] for row in sizes)),
-            (right, lambda sizes: fmean(densities(sizes))),
+            (accuracy_axes, lambda sizes: fmean(row["accuracy"] for row in sizes)),
+            (density_axes, lambda sizes: fmean(densities(sizes))),
         ):
-            each = [[100 * value(sizes) for sizes in steps.values()] for steps in seeds.values()]
-            for curve in each if len(each) > 1 else []:
+            curves = [[100 * value(sizes) for sizes in steps.values()] for steps in seeds.values()]
+            for curve in curves if len(curves) > 1 else []:
                 axes.plot(steps, curve, color=look["color"], alpha=0.25, lw=0.8)
-            axes.plot(steps, [fmean(values) for values in zip(*each, strict=True)], **look)
-    left.set(xlabel="step", ylabel="accuracy (%)", ylim=(-4, 104))
-    right.set(xlabel="step", ylabel="density beyond self-loops (%)", yscale="log", ylim=(0.2, 130))
-    right.set_yticks(TICKS, map(str, TICKS))
-    bare(left, right)
+            axes.plot(steps, [fmean(values) for values in zip(*curves, strict=True)], **look)
+    accuracy_axes.set(xlabel="step", ylabel="accuracy (%)", ylim=(-4, 104))
+    density_axes.set(xlabel="step", ylabel="density beyond self-loops (%)", yscale="log", ylim=(0.2, 130))
+    density_axes.set_yticks(TICKS, map(str, TICKS))
+    bare(accuracy_axes, density_axes)
     figure.suptitle(task)
     below: dict[str, Any] = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": "small"}
-    figure.legend(*left.get_legend_handles_labels(), **below)
+    figure.legend(*accuracy_axes.get_legend_handles_labels(), **below)
     return figure

@@ -60,7 +60,7 @@ class Batches:
 
     def __init__(self, run: Run) -> None:
         self.run, self.sizes = run, [*TASKS[run.task].examples("train", run.seed).values()]
-        most = max(len(each.tokens) for each in self.sizes)
+        most = max(len(examples.tokens) for examples in self.sizes)
         require(
             run.batch_size <= most,
             f"'batch-size' of at most {most:,}, the examples of a size",
@@ -71,15 +71,15 @@ class Batches:
 
     def __call__(self, step: int) -> Examples:
         """The batch of a step, counted from 0."""
-        per_epoch = sum(len(each.tokens) // self.run.batch_size for each in self.sizes)
+        per_epoch = sum(len(examples.tokens) // self.run.batch_size for examples in self.sizes)
         number, place = divmod(step, per_epoch)
         if self.epoch[0] != number:
-            random, found = torch.Generator().manual_seed(self.run.seed + 2**32 * (number + 1)), []
-            for size, each in enumerate(self.sizes):
-                chosen = torch.randperm(len(each.tokens), generator=random)
+            random, batches = torch.Generator().manual_seed(self.run.seed + 2**32 * (number + 1)), []
+            for size, examples in enumerate(self.sizes):
+                chosen = torch.randperm(len(examples.tokens), generator=random)
                 parts = chosen.split(self.run.batch_size)
-                found += [(size, part) for part in parts if len(part) == self.run.batch_size]
-            self.epoch = number, [found[at] for at in torch.randperm(len(found), generator=random)]
+                batches += [(size, part) for part in parts if len(part) == self.run.batch_size]
+            self.epoch = number, [batches[at] for at in torch.randperm(len(batches), generator=random)]
         size, chosen = self.epoch[1][place]
         return self.sizes[size].take(chosen)
 
@@ -97,8 +97,8 @@ def train(run: Run, folder: Path) -> list[Row]:
     def measure() -> list[Row]:
         rows = []
         for size, test in tests.items():
-            known = {"length": test.tokens.size(1), "size": " x ".join(map(str, size))}
-            rows.append(run.known | known | evaluate(model, test))
+            columns = {"length": test.tokens.size(1), "size": " x ".join(map(str, size))}
+            rows.append(run.known | columns | evaluate(model, test))
         return rows
 
     return fit(model, sparsifier, run, folder / run.file, losses, measure)

@@ -33,32 +33,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.fields(model.Run)
     command.fields(sweep.Sweep)
     command.folder("runs/sparsefinder", "of rows.csv, checkpoints and figures")
-    given = command.read(arguments)
-    wrong = [window for window in given.windows if window and (window < 0 or window % 2 == 0)]
+    args = command.read(arguments)
+    wrong = [window for window in args.windows if window and (window < 0 or window % 2 == 0)]
     command.require(not wrong, "'windows' to be odd, or 0", wrong, "A word stands in the middle of its window.")
     words = "'channels' to be a multiple of 4 x heads"
-    command.require(given.channels % (4 * given.heads) == 0, words, given.channels, "Take 32 x heads.")
-    if not given.report:
-        command.require_files(train=given.train, test=given.test)
-    return given
+    command.require(args.channels % (4 * args.heads) == 0, words, args.channels, "Take 32 x heads.")
+    if not args.report:
+        command.require_files(train=args.train, test=args.test)
+    return args
 
 
-def work(given: argparse.Namespace) -> Iterator[Path]:
+def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains, extracts, fits and measures what is missing, then reports."""
-    if not given.report:
-        texts = model.read_texts(given.train, given.test, given.words, given.length)
-        wanted = [*sweep.settings(given.sources, given.windows, given.every)]
-        runs = [model.Run(seed, **fields_of(model.Run, given)) for seed in given.seeds]
-        plans = [sweep.Sweep(seed, **fields_of(sweep.Sweep, given)) for seed in given.seeds]
-        inputs = checksums(train=given.train, test=given.test)
-        with claim(given.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **inputs}):
+    if not args.report:
+        texts = model.read_texts(args.train, args.test, args.words, args.length)
+        grid = [*sweep.settings(args.sources, args.windows, args.every)]
+        runs = [model.Run(seed, **fields_of(model.Run, args)) for seed in args.seeds]
+        plans = [sweep.Sweep(seed, **fields_of(sweep.Sweep, args)) for seed in args.seeds]
+        inputs = checksums(train=args.train, test=args.test)
+        with claim(args.output, "sparsefinder", {**settings_of(runs[0]), **settings_of(plans[0]), **inputs}):
             for run, plan in zip(runs, plans, strict=True):
-                trained = model.train(run, texts, given.output / f"model-{run.seed}.pt")
-                learned = sweep.run(trained, texts, plan, wanted, given.output)
-                yield from report.draw_heads(trained, learned, texts, plan, given.output)
-    rows = finished(given.output)
+                trained = model.train(run, texts, args.output / f"model-{run.seed}.pt")
+                learned = sweep.run(trained, texts, plan, grid, args.output)
+                yield from report.draw_heads(trained, learned, texts, plan, args.output)
+    rows = finished(args.output)
     print(report.tables(rows))
-    yield from report.draw(rows, given.output)
+    yield from report.draw(rows, args.output)
 
 
 main = program(parse, work)

@@ -132,8 +132,8 @@ class Texts:
 def read_texts(train: Sequence[Path], test: Sequence[Path], size: int, length: int) -> Texts:
     """Texts in sequences of one length, over the words of the former."""
     words = [read_words(paths) for paths in (train, test)]
-    for name, each in zip(("train", "test"), words, strict=True):
-        require(len(each) >= length, f"'{name}' of at least {length} words", len(each), "Give a longer text.")
+    for name, text in zip(("train", "test"), words, strict=True):
+        require(len(text) >= length, f"'{name}' of at least {length} words", len(text), "Give a longer text.")
     vocabulary = make_vocabulary(words[0], size)
     return Texts(encode(words[0], vocabulary), cut(encode(words[1], vocabulary), length), vocabulary)
 
@@ -166,14 +166,14 @@ def predict(model: TokenClassifier, tokens: Tensor, hidden: Tensor, seed: int = 
 @torch.no_grad()
 def test_model(model: TokenClassifier, tokens: Tensor, hidden: float, batch_size: int) -> Row:
     """Share of the hidden words that are the first guess, and bits of a hidden word."""
-    nats, right, count = 0.0, 0, 0
+    nats, hits, count = 0.0, 0, 0
     for at, part in enumerate(tokens.split(batch_size)):
         seen, where = hide(part, hidden, at)
-        logits, wanted = predict(model, seen, where, seed=at), part[where]
-        nats += float(cross_entropy(logits, wanted, reduction="sum"))
-        right += int((logits.argmax(1) == wanted).sum())
-        count += len(wanted)
-    return {"accuracy": right / max(1, count), "bits": nats / max(1, count) / math.log(2)}
+        logits, answers = predict(model, seen, where, seed=at), part[where]
+        nats += float(cross_entropy(logits, answers, reduction="sum"))
+        hits += int((logits.argmax(1) == answers).sum())
+        count += len(answers)
+    return {"accuracy": hits / max(1, count), "bits": nats / max(1, count) / math.log(2)}
 
 
 def train(run: Run, texts: Texts, path: Path) -> TokenClassifier:

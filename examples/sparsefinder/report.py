@@ -42,23 +42,26 @@ def settings(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
     """Means over heads and layers of each setting, by source and seed."""
     numbers = ("sparsity", "recall", "precision", "exact", "accuracy", "bits", "sparsity_used")
 
-    def mean(each: Sequence[Row]) -> Row:
-        found = {key: fmean(row[key] for row in each) for key in numbers}
-        return found | {"saved": -found["bits"]}  # so that more is better, as of the others
+    def mean(setting_rows: Sequence[Row]) -> Row:
+        means = {key: fmean(row[key] for row in setting_rows) for key in numbers}
+        return means | {"saved": -means["bits"]}  # so that more is better, as of the others
 
     return {
-        name: {seed: [mean(each) for knob in knobs.values() for each in knob.values()] for seed, knobs in seeds.items()}
+        name: {
+            seed: [mean(setting_rows) for knob in knobs.values() for setting_rows in knob.values()]
+            for seed, knobs in seeds.items()
+        }
         for name, seeds in by(rows, "source", "seed", "knob", "window").items()
     }
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other beats in both, by falling sparsity."""
-    kept: list[Point] = []
+    best_points: list[Point] = []
     for x, y in sorted(points, reverse=True):
-        if not kept or y > kept[-1][1]:
-            kept.append((x, y))
-    return kept
+        if not best_points or y > best_points[-1][1]:
+            best_points.append((x, y))
+    return best_points
 
 
 def best(points: Sequence[Point], level: float) -> float:
@@ -68,17 +71,17 @@ def best(points: Sequence[Point], level: float) -> float:
 
 def tables(rows: Sequence[Row]) -> str:
     """The best setting of each source at a sparsity or more; means over seeds."""
-    found, parts = settings(rows), []
-    dense = [row for seed in found.get("all", {}).values() for row in seed]
+    means, parts = settings(rows), []
+    dense = [row for seed in means.get("all", {}).values() for row in seed]
     if dense:
         accuracy, bits, sparsity = (fmean(row[key] for row in dense) for key in ("accuracy", "bits", "sparsity"))
         words = f"All pairs: accuracy {100 * accuracy:.1f} %, {bits:.3f} bits a hidden word."
         parts.append(f"{words} Entmax itself leaves out {100 * sparsity:.1f} % of the pairs.")
     for x, y, title, factor, digits in MEASURES:
         lines = []
-        for name in [name for name in GRIDS if name in found]:
-            points = [[(row[x], row[y]) for row in seed] for seed in found[name].values()]
-            values = [factor * fmean(best(each, level) for each in points) for level in LEVELS]
+        for name in [name for name in GRIDS if name in means]:
+            points = [[(row[x], row[y]) for row in seed] for seed in means[name].values()]
+            values = [factor * fmean(best(seed_points, level) for seed_points in points) for level in LEVELS]
             lines.append([name, *("" if math.isnan(value) else f"{value:.{digits}f}" for value in values)])
         lines.sort(key=lambda line: factor * float(line[4] or factor * -99), reverse=True)  # by the last but one level
         parts.append(f"## {title}\n\n" + markdown(["method", *(f"sparsity {level:g}" for level in LEVELS)], lines))
@@ -94,22 +97,22 @@ def _style(name: str) -> dict[str, Any]:
 
 
 def _curves(axes: Any, points: dict[str, list[Point]]) -> None:
-    for name, each in points.items():
+    for name, source_points in points.items():
         style = _style(name)
-        axes.plot(*zip(*each, strict=True), ".", color=style["color"], alpha=0.25, markersize=3)
-        axes.plot(*zip(*frontier(each), strict=True), **style)
+        axes.plot(*zip(*source_points, strict=True), ".", color=style["color"], alpha=0.25, markersize=3)
+        axes.plot(*zip(*frontier(source_points), strict=True), **style)
     bare(axes)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Pareto curves, in the mean and for each head of the first seed; points are all settings."""
-    found = settings(rows)
+    means = settings(rows)
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axes, (x, y, words, _, _) in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
-        every = {name: itertools.chain(*found[name].values()) for name in GRIDS if name in found}
-        points = {name: [(row[x], row[y]) for row in each] for name, each in every.items()}
+        rows_of = {name: itertools.chain(*means[name].values()) for name in GRIDS if name in means}
+        points = {name: [(row[x], row[y]) for row in source_rows] for name, source_rows in rows_of.items()}
         _curves(axes, points)
-        for row in (row for seed in found.get("all", {}).values() for row in seed):
+        for row in (row for seed in means.get("all", {}).values() for row in seed):
             axes.plot(row["sparsity"], row[y], "k*", ms=12)
             axes.axhline(row[y], color="k", lw=0.5)
         of = {"sparsity": "layers and heads, on true graphs", "sparsity_used": "the model while it reads"}[x]
@@ -127,10 +130,13 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     figure = Figure(figsize=(1.6 + 3.2 * across, 2.8 * math.ceil(len(places) / across)), layout="constrained")
     grid = figure.subplots(math.ceil(len(places) / across), across, squeeze=False, sharex=True, sharey=True)
     for axes, (layer, head) in zip(grid.flat, places, strict=False):
-        mine = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
-        own = by([row for row in mine if row["source"] in GRIDS], "source")
-        _curves(axes, {name: [(row["sparsity"], row["recall"]) for row in each] for name, each in own.items()})
-        axes.axvline(next((row["sparsity"] for row in mine if row["source"] == "all"), 1.0), color="k", lw=0.5)
+        head_rows = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
+        rows_of = by([row for row in head_rows if row["source"] in GRIDS], "source")
+        _curves(
+            axes,
+            {name: [(row["sparsity"], row["recall"]) for row in source_rows] for name, source_rows in rows_of.items()},
+        )
+        axes.axvline(next((row["sparsity"] for row in head_rows if row["source"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")
     figure.supylabel("recall: share of the ground-truth edges that are predicted")
@@ -188,14 +194,14 @@ def list_words(model: TokenClassifier, learned: Sequence[Learned], texts: Texts,
     rows = []
     for number, samples in enumerate(extract(model, tokens, plan.hidden, TESTED, 0, "words")):
         word = torch.cat([hide(part, plan.hidden, at)[0].flatten() for at, part in enumerate(tokens.split(TESTED))])
-        every = torch.bincount(word, minlength=len(texts.vocabulary))
+        counts = torch.bincount(word, minlength=len(texts.vocabulary))
         sides = zip(*(learned[number].projection(query, key) for query, key, _ in samples), strict=True)
         groups = [clusters(torch.cat(side, 1), learned[number].centroids[count])[..., 0] for side in sides]
         for head, cluster in itertools.product(range(len(groups[0])), range(count)):
             row: Row = {"seed": plan.seed, "layer": number, "head": head, "cluster": cluster}
             for name, group in zip(("queries", "keys"), groups, strict=True):
-                inside = torch.bincount(word[group[head] == cluster], minlength=len(every))
-                lift = inside / every.clamp(min=1) * (inside >= min(5, int(inside.max())))
+                inside = torch.bincount(word[group[head] == cluster], minlength=len(counts))
+                lift = inside / counts.clamp(min=1) * (inside >= min(5, int(inside.max())))
                 top = [texts.vocabulary[at] for at in lift.topk(8).indices.tolist() if lift[at] > 0]
                 row |= {f"share_{name}": float((group[head] == cluster).double().mean()), name: " ".join(top)}
             rows.append(row)

@@ -63,8 +63,8 @@ def learn(samples: Sequence[Sample], dim: int, epochs: int, seed: int, name: str
     both = torch.cat([normalize(torch.cat(sample[:2], 1), dim=2) for sample in samples], 1)
     for count in tqdm(COUNTS, desc=f"clusters of {name}"):
         centroids[count] = fit_centroids(projection, samples, count, seed=seed)
-        found = [KMeans(count, n_init=1, random_state=seed).fit(head.numpy()).cluster_centers_ for head in both]
-        routes[count] = torch.stack([torch.from_numpy(each) for each in found]).to(both)
+        centers = [KMeans(count, n_init=1, random_state=seed).fit(head.numpy()).cluster_centers_ for head in both]
+        routes[count] = torch.stack([torch.from_numpy(head_centers) for head_centers in centers]).to(both)
     of_blocks = fit_centroids(projection, samples, CENTROIDS, block_size=BLOCK, seed=seed)
     return Learned(projection, centroids, of_blocks, routes, sbm)
 
@@ -105,7 +105,7 @@ class RandomBlocks(GraphSource):
     def forward(self, tokens: Tokens) -> Choice:
         random = torch.Generator().manual_seed(tokens.seed)
         heads, count = tokens.heads, tokens.num_queries
-        near, far, centroids = (torch.randn(heads, each, 4, generator=random) for each in (count, count, CENTROIDS))
+        near, far, centroids = (torch.randn(heads, size, 4, generator=random) for size in (count, count, CENTROIDS))
         return Choice(block_bigbird(tokens.with_vectors(near, far), centroids, self.k, BLOCK, block_window=1))
 
 

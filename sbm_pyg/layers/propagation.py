@@ -95,7 +95,8 @@ class EdgeAttention(MessagePassing):
         returns: Any,
     ) -> None:
         """Check shapes and combinations of arguments; an explainer needs an explicit ``edge_index``."""
-        checks.tensors(query=query, key=key, value=value)
+        if not isinstance(value, Tensor):
+            checks.tensors(query=query, key=key, value=value)
         checks.attention_tokens(query, key, value)
         if query.shape[::2] != (self.heads, self.out_channels):
             checks.shape("query", query, (self.heads, None, self.out_channels), "[H, N, C]", "Heads come first.")

@@ -61,14 +61,17 @@ def tensors(**arguments: Any) -> None:
 
 def kind(name: str, x: Any, kinds: Any, what: str, way_out: str) -> None:
     """Raise TypeError for anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
-    require(isinstance(x, kinds), name, f"to be {what}", type(x).__name__, way_out, TypeError)
+    if not isinstance(x, kinds):
+        require(False, name, f"to be {what}", type(x).__name__, way_out, TypeError)
 
 
 def dense(name: str, x: Any) -> None:
     """Refuse anything that is not a tensor, and sparse and nested tensors."""
+    if isinstance(x, Tensor) and not x.is_nested and x.layout == torch.strided:
+        return
     kind(name, x, Tensor, "a tensor", "Convert it with `torch.as_tensor`.")
-    layout, is_dense = "a nested tensor" if x.is_nested else x.layout, not x.is_nested and x.layout == torch.strided
-    require(is_dense, name, "to be dense", layout, "Convert it with `to_dense`.", TypeError)
+    layout = "a nested tensor" if x.is_nested else x.layout
+    require(False, name, "to be dense", layout, "Convert it with `to_dense`.", TypeError)
 
 
 def floating(**arguments: Tensor | None) -> None:
@@ -284,9 +287,10 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
     """
     if torch.compiler.is_compiling():
         return value
-    is_int = isinstance(value, Integral) and not isinstance(value, bool)
-    require(is_int, name, "to be an int", type(value).__name__, way_out, TypeError)
-    require(value >= least, name, f"to be at least {least}", value, way_out)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        require(False, name, "to be an int", type(value).__name__, way_out, TypeError)
+    if value < least:
+        require(False, name, f"to be at least {least}", value, way_out)
     return min(int(value), INT64)
 
 

@@ -236,7 +236,7 @@ def test_one_command_measures_all_tables_of_the_page(
         asked.append(options)
         return []
 
-    monkeypatch.setattr(measure, "measure_all", note)
+    monkeypatch.setattr(program, "measure_all", note)
     assert program.main(["all", "--seconds", "2", "--output", str(tmp_path)]) == 0
     assert [options.suite for options in asked] == [*program.PAGE]
     assert {(options.seconds, options.output) for options in asked} == {(2.0, tmp_path)}

@@ -90,10 +90,10 @@ class Split:
         places = np.arange(ptr[-1]) - np.repeat(ptr[:-1], lengths)
         tokens = np.asarray(self.tokens[places + np.repeat(self.ptr[sequences], lengths)]).astype(np.int64)
         if self.masked is not None:
-            kept = tokens > self.masked
-            counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[ptr])
-            kept[ptr[:-1][counts == 0]] = True
-            tokens, places = tokens[kept], places[kept]
+            is_kept = tokens > self.masked
+            counts = np.diff(np.concatenate([[0], np.cumsum(is_kept)])[ptr])
+            is_kept[ptr[:-1][counts == 0]] = True
+            tokens, places = tokens[is_kept], places[is_kept]
             ptr = np.concatenate([[0], np.cumsum(np.maximum(counts, 1))])
         return torch.from_numpy(tokens), torch.from_numpy(ptr), torch.from_numpy(places)
 

@@ -97,7 +97,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     The same seed and parameters give the same files (with the same version of numpy). Returns False if the data set is there.
     """
-    wanted = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
+    description = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
         from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
@@ -112,7 +112,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
                     file.write(f"{source}\t{label}\n")
         return {}
 
-    return make_folder(folder, "generated data", wanted, write, replace=False)
+    return make_folder(folder, "generated data", description, write, replace=False)
 
 
 def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: int = 200) -> Iterator[tuple[str, int]]:
@@ -127,9 +127,9 @@ def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: i
                 seen.add(key)
                 yield source, label
         dry = dry + 1 if len(seen) == before else 0
-    wanted = parameters.train + parameters.val + parameters.test
+    count = parameters.train + parameters.val + parameters.test
     raise ValueError(
-        f"Expected 'train' + 'val' + 'test' to be at most the number of distinct trees (got {wanted}, but "
+        f"Expected 'train' + 'val' + 'test' to be at most the number of distinct trees (got {count}, but "
         f"{patience * 2048:,} draws in a row brought nothing beyond {len(seen)}). Ask for fewer trees, or widen 'max_depth', "
         "'max_args' or the lengths."
     )

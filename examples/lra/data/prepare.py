@@ -46,7 +46,12 @@ def prepare(
     folder = (prepared or root / "prepared") / "-".join([task.name, *options.values()])
     try:
         rows = task.open(root, **options)
-        wanted = {"format": FORMAT, "tokeniser": task.tokeniser, "options": options, "source": _fingerprint(root, rows)}
+        description = {
+            "format": FORMAT,
+            "tokeniser": task.tokeniser,
+            "options": options,
+            "source": _fingerprint(root, rows),
+        }
     except OSError as error:
         words = f"Expected '{root}' to be readable (got: {error}). Copy it again, or change its rights."
         raise ValueError(words) from error
@@ -54,7 +59,7 @@ def prepare(
     def write(draft: Path) -> dict[str, Any]:
         return {"splits": {name: _write_split(draft, name, rows[name], task) for name in SPLITS}}
 
-    return folder, make_folder(folder, KIND, wanted, write, replace=True)
+    return folder, make_folder(folder, KIND, description, write, replace=True)
 
 
 def _fingerprint(root: Path, splits: Mapping[str, Rows]) -> str:
@@ -100,11 +105,11 @@ def load(
     folder, _ = prepare(task, root, options=options, prepared=prepared)
     splits = {}
     for name, entry in read_manifest(folder, KIND)["splits"].items():
-        for file, wanted in entry["sha256"].items():
-            found = checksum(folder / file) if (folder / file).is_file() else "no such file"
-            words = f"'{folder / file}' to be as it was prepared, with the sha256 {wanted[:12]}..."
+        for file, expected in entry["sha256"].items():
+            actual = checksum(folder / file) if (folder / file).is_file() else "no such file"
+            words = f"'{folder / file}' to be as it was prepared, with the sha256 {expected[:12]}..."
             way_out = f"It is damaged: remove {folder}, and it is prepared anew."
-            require(found == wanted, words, found[:12], way_out)
+            require(actual == expected, words, actual[:12], way_out)
         digest = hashlib.sha256("".join(entry["sha256"].values()).encode()).hexdigest()
         tokens = np.memmap(folder / f"{name}_tokens.bin", dtype=_token_type(task), mode="r")
         ptr, labels = (np.load(folder / f"{name}_{array}.npy") for array in ("ptr", "labels"))

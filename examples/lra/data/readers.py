@@ -55,8 +55,8 @@ def _table(
             except (ValueError, OverflowError):
                 value = -1
             if not 0 <= value < classes:
-                wanted = f"have a label from 0 to {classes - 1} in column {label + 1}"
-                raise malformed(path, number, wanted, fields[label][:80])
+                rule = f"have a label from 0 to {classes - 1} in column {label + 1}"
+                raise malformed(path, number, rule, fields[label][:80])
             yield number, fields, value
 
 
@@ -114,9 +114,9 @@ def open_text(root: Path, *, split: str) -> dict[str, Rows]:
         for part in ("train", "test"):
             paths = (folder / part / name).glob("[0-9]*_[0-9]*.txt")
             ordered = [(path, label) for path in sorted(paths, key=_numbers)]
-            kept = len(ordered) - len(ordered) // 10 if part == "train" and split == "held-out" else len(ordered)
-            parts[part] += ordered[:kept]
-            parts["val"] += ordered if part == "test" and split == "lra" else ordered[kept:]
+            num_in_part = len(ordered) - len(ordered) // 10 if part == "train" and split == "held-out" else len(ordered)
+            parts[part] += ordered[:num_in_part]
+            parts["val"] += ordered if part == "test" and split == "lra" else ordered[num_in_part:]
 
     def read(files: list[tuple[Path, int]]) -> Iterator[Row]:
         for path, label in files:

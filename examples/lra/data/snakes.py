@@ -139,12 +139,12 @@ def _inside(y, x):
 @numba.njit(cache=True)
 def _room(occupied, rim, state):
     """Draws a tail at which a first paddle has room, a block of 2 x 2 beyond ``rim`` pixels from the border; (-1, -1) if no pixel has room."""
-    found, chosen_y, chosen_x = 0, -1, -1
+    num_places, chosen_y, chosen_x = 0, -1, -1
     for y in range(rim, SIZE - rim - 1):
         for x in range(rim, SIZE - rim - 1):
             if max(occupied[y, x], occupied[y, x + 1], occupied[y + 1, x], occupied[y + 1, x + 1]) <= FREE:
-                found += 1
-                if _below(state, found) == 0:
+                num_places += 1
+                if _below(state, num_places) == 0:
                     chosen_y, chosen_x = y, x
     return chosen_y, chosen_x
 

@@ -110,15 +110,17 @@ TASKS = {
 
 def data_folder(plan: Plan) -> Path:
     """Settles where the data of a run are: the folder that was given, or one in "data" where the run was started (here, if that is gone)."""
-    task, given = TASKS[plan.task], plan.place("data")
-    if given is not None:
-        return given
+    task, folder = TASKS[plan.task], plan.place("data")
+    if folder is not None:
+        return folder
     if task.generate is None:
         words = f"Expected 'data' to be a folder of {task.name}, which has no generator (got none). Give --data DIR."
         raise ValueError(f"{words} {task.release.source} {task.release.tree}")
-    own = getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
+    is_level_of_preset = (
+        getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
+    )
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
-    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if own else f"-{plan.settings.level}"))
+    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if is_level_of_preset else f"-{plan.settings.level}"))
 
 
 def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
@@ -129,43 +131,47 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
         law: Any = PRESETS[plan.task][plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
         task.generate(root, law)
-    known: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
-    splits = load(task, root, max_length=settings.max_length, **known)
+    options_of_load: dict[str, Any] = {
+        "options": options,
+        "prepared": plan.place("prepared"),
+        "masked": task.masked(settings),
+    }
+    splits = load(task, root, max_length=settings.max_length, **options_of_load)
     fingerprint = splits_digest(splits)
     words, got = "'data' to be what the run was started with", f"other examples in {root}"
     require(plan.fingerprint in ("", fingerprint), words, got, "Give its folder with --data.")
     return splits, fingerprint
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Generates a data set if the command line asks for it, prepares it, and describes it."""
     try:
-        _describe(given)
+        _describe(args)
     except ValueError as error:
-        given.fail(str(error))
+        args.fail(str(error))
 
 
-def _describe(given: argparse.Namespace) -> None:
-    task, words = TASKS[given.task], vars(given)
-    preset = PRESETS[given.task][given.preset]
+def _describe(args: argparse.Namespace) -> None:
+    task, words = TASKS[args.task], vars(args)
+    preset = PRESETS[args.task][args.preset]
     status = {True: "written", False: "already there, nothing to do"}
-    law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and given.generate else []
-    known = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
-    if unknown := [name for name in words if name not in known]:
+    law = [field.name for field in dataclasses.fields(preset.data)] if preset.data and args.generate else []
+    allowed = {"task", "preset", "data", "prepared", "generate", "seed", "fail", *task.options, *law}
+    if unknown := [name for name in words if name not in allowed]:
         name = unknown[0]
         got = f"'{name.replace('_', '-')}' to be left out (got {words[name]})"
         raise ValueError(f"Expected {got}. It belongs to another task, or to --generate.")
-    if given.generate:
+    if args.generate:
         if task.generate is None or preset.data is None:
             raise ValueError(f"Expected no 'generate' for {task.name} (got it). {task.release.source}")
         parameters = dataclasses.replace(preset.data, **{name: words[name] for name in law if name in words})
-        print(f"{given.data}: {status[task.generate(given.data, parameters, seed=given.seed)]}")
+        print(f"{args.data}: {status[task.generate(args.data, parameters, seed=args.seed)]}")
     options = task.complete({name: words.get(name, getattr(preset.settings, name)) for name in task.options})
     chosen: Any = options
     settings = dataclasses.replace(preset.settings, **chosen)
-    folder, written = prepare(task, given.data, options=options, prepared=given.prepared)
+    folder, written = prepare(task, args.data, options=options, prepared=args.prepared)
     print(f"{folder}: {status[written]}")
-    splits = load(task, given.data, max_length=settings.max_length, options=options, prepared=given.prepared)
+    splits = load(task, args.data, max_length=settings.max_length, options=options, prepared=args.prepared)
     for name, sentence in task.pipeline(settings, splits).items():
         print(f"{name:>9}: {sentence}")
     for name, choices in task.options.items():
