@@ -204,9 +204,7 @@ def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
         recall = torch.cat(bits)
         row = run.known | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
         row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
-        return [
-            row | {f"density_{layer}": fmean(densities) for layer, densities in enumerate(zip(*shares, strict=True))}
-        ]
+        return [row | {f"density_{layer}": fmean(column) for layer, column in enumerate(zip(*shares, strict=True))}]
 
     return fit(model, sparsifier, run, checkpoint(run, folder), losses, measure)
 

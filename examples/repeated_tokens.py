@@ -142,9 +142,7 @@ def step_loss(model: TokenClassifier, settings: Settings, step: int) -> tuple[Te
 def train(checkpoint: Path, settings: Settings) -> list[dict[str, float]]:
     """Trains one model, or goes on from its checkpoint, and returns its curve."""
     model, rates = make_model(settings), (settings.learning_rate, settings.learning_rate * settings.sbm_rate)
-    parameters = [
-        [p for name, p in model.named_parameters() if (".source." in name) == of_source] for of_source in (False, True)
-    ]
+    parameters = [[p for name, p in model.named_parameters() if (".source." in name) == sbm] for sbm in (False, True)]
     optimizer = torch.optim.Adam([{"params": part} for part in parameters])
     if state := read_state(checkpoint, asdict(settings)):
         model.load_state_dict(state["model"])

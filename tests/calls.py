@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import sbm_pyg
-from sbm_pyg import analysis, estimators, gradients, info, models, ragged, sparsefinder
+from sbm_pyg import analysis, estimators, gradients, info, models, sparsefinder
 from sbm_pyg.analysis import plots
+from sbm_pyg.graphs import ragged
 from sbm_pyg.graphs.rows import CompressedRows
 from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
@@ -49,7 +50,7 @@ graph.find(graph.edge_index, graph.edge_head), sbm.limit(2.0), sbm.with_density(
 choice = indexer.IndexerSource(indexer.Indexer(3, 2), select="bernoulli", target_density=0.5)(tokens)
 choice.probability.on(choice.graph)
 conv = AttentionConv(4, 2, 3, patterns.PatternSource(patterns.window, size=1), is_causal=True)
-SBMAttentionConv(4, 2).sbm, graph.later, graph.lag, graph.pairs_per_sequence, conv.reset_parameters()
+graph.later, graph.lag, graph.pairs_per_sequence, conv.reset_parameters()
 blocks = BlockGraph(patterns.window(3, 1), 2, query_ptr=torch.tensor([0, 5]))
 blocks.expand_tokens()
 BlockPool(4, 2)(torch.randn(2, 3, 2, 4), torch.ones(3, 2, dtype=torch.bool))

@@ -522,7 +522,6 @@ def test_call_errors() -> None:
     [
         ({"in_channels": 0},
          "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
-        ({"probes": None}, "Expected 'probes' to be a number in [0, inf] (got NoneType)"),
         ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
         ({"window": True}, "Expected 'window' to be an int (got bool)"),
         ({"score_bias": torch.zeros(3)},

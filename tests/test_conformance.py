@@ -295,7 +295,7 @@ def test_summary() -> None:
     conv = layer()
     table = summary(conv, tokens(), edges(), leaf_module=None)
     for line in (
-        "SBMAttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}",
+        "AttentionConv", "lin_query", "[30, 16], [2, 100]", f"{sum(p.numel() for p in conv.parameters()):,}",
     ):  # fmt: skip
         assert line in table
 

@@ -164,7 +164,7 @@ def test_every_constructor_option_comes_back(tmp_path: Path) -> None:
     assert (type(layer.estimator), layer.estimator.probes, type(layer.score_bias)) == (
         estimators.Local, math.inf, ALiBi,
     )  # fmt: skip
-    assert (layer.sbm.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
+    assert (layer.source.head.parameterization, layer.is_causal, layer.heads) == ("assortative", True, 3)
 
 
 def test_a_model_keeps_its_density_and_goes_on_learning(saved: Path) -> None:

@@ -113,7 +113,10 @@ def test_a_program_imports_its_own_folder_and_what_programs_share(path: Path) ->
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 PROGRAM = re.compile(r"python (?:-m (examples[\w.]+)|(examples/\w+\.py))(.*)")
-OLD = re.compile(r"\bshare\b|\bthreshold\b")  # options of a recipe that docs/learning_appendix.md keeps the results of
+# Options of a recipe, and programs of settled studies, that docs/learning_appendix.md keeps the results of.
+OLD = re.compile(
+    r"\bshare\b|\bthreshold\b|recall\.spread|long_documents|benchmarks\.(learning|probes|biases|documents)"
+)
 
 
 def commands_of(page: str) -> list[str]:

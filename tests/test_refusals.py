@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, BlockPool, make_attention, ops, pad, ragged
+from sbm_pyg import AttentionConv, AttentionGraph, BlockGraph, BlockPool, make_attention, ops, pad
+from sbm_pyg.graphs import ragged
 from sbm_pyg.sources import patterns
 from sbm_pyg.sparsefinder import Projection, fit_projection, ground_truth, predictors, projection_loss
 from sbm_pyg.training.estimators import Local

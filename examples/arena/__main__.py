@@ -57,8 +57,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = f"'tasks' among {', '.join(TASKS)}, or files of text"
     command.require(not other, words, ", ".join(other), "See --help.")
     served = args.experiment == "served"
-    args.asked = {cell for cell, name in CELLS.items() if getattr(args, name) is not command.get_default(name)}
-    args.asked |= {"task", "method"} if served else set()
+    args.named = {cell for cell, name in CELLS.items() if getattr(args, name) is not command.get_default(name)}
+    args.named |= {"task", "method"} if served else set()
     args.tasks = args.tasks or (list(SERVED) if served else ["recall"])
     args.methods = args.methods or (["full", "random", "sbm"] if served else list(methods.METHODS))
     if all(method.partition(":")[0].endswith(".py") for method in args.methods):
@@ -86,7 +86,7 @@ def work(args: argparse.Namespace) -> Iterator[Path]:
     rows = finished(args.output)
     if args.report:
         cells = {cell: getattr(args, name) for cell, name in CELLS.items()} | {"method": names}
-        rows = report.select(rows, {cell: cells[cell] for cell in cells if cell in args.asked})
+        rows = report.select(rows, {cell: cells[cell] for cell in cells if cell in args.named})
     print(report.tables(rows))
     yield from report.draw(rows, args.output)
 

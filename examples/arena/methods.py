@@ -56,13 +56,11 @@ def load(method: str) -> type[GraphSource]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    source = getattr(module, name, None)
-    if not (isinstance(source, type) and issubclass(source, GraphSource)):
+    cls = getattr(module, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, GraphSource)):
         names = [key for key, value in inspect.getmembers(module, inspect.isclass) if value.__module__ == path.stem]
-        raise ValueError(
-            f"Expected {name!r} to be a GraphSource in {file} (got {source}; there are {names}). {way_out}"
-        )
-    return source
+        raise ValueError(f"Expected {name!r} to be a GraphSource in {file} (got {cls}; there are {names}). {way_out}")
+    return cls
 
 
 def _own(method: str, channels: int, heads: int, density: float) -> tuple[GraphSource, Any]:

@@ -129,14 +129,12 @@ def agree(conv: AttentionConv, full: FullAttention, width: int, block_size: int 
     count = max(96 // block_size, 2)
     x, grad = torch.randn(count * block_size, width), torch.randn(count * block_size, width)
     complete = BlockGraph(patterns.full(count), block_size) if block_size > 1 else patterns.full(count)
-    out, true = conv(x, complete), full(x, ptr=torch.tensor([0, len(x)]))
-    pairs = {"output": (out, true)}
+    result, true = conv(x, complete), full(x, ptr=torch.tensor([0, len(x)]))
+    pairs = {"output": (result, true)}
     for name in ("lin_query.weight", "lin_key.weight", "lin_value.weight", "lin_value.bias"):
-        leaves = ((out, conv.get_parameter(name)), (true, full.get_parameter(name)))
-        gradient, true_gradient = (
-            torch.autograd.grad(result, leaf, grad, retain_graph=True)[0] for result, leaf in leaves
-        )
-        pairs[f"gradient to {name}"] = (gradient, true_gradient)
+        leaves = ((result, conv.get_parameter(name)), (true, full.get_parameter(name)))
+        actual, exact = (torch.autograd.grad(out, leaf, grad, retain_graph=True)[0] for out, leaf in leaves)
+        pairs[f"gradient to {name}"] = (actual, exact)
     return compare(pairs)
 
 

@@ -149,10 +149,10 @@ def read_method(method: str, methods: Sequence[str], usual: dict[str, dict[str, 
     >>> read_method("sbm:probes=8", ("full", "sbm"), {"sbm": {"probes": 16.0, "estimator": "local"}})
     ('sbm', {'probes': 8.0, 'estimator': 'local'})
     """
-    kind, _, text = method.partition(":")
+    kind, _, pairs = method.partition(":")
     require(kind in methods, f"'methods' among {', '.join(methods)}", repr(kind), "See --help.")
     options = dict(usual.get(kind, {}))
-    for pair in filter(None, text.split(",")):
+    for pair in filter(None, pairs.split(",")):
         name, _, value = pair.partition("=")
         if name not in options or not value:
             choices = ", ".join(f"{name}={value}" for name, value in options.items()) or "none"

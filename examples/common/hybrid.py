@@ -174,11 +174,9 @@ class Scheduled(LearnedSource):
 
 def beyond_window(density: float, window: int, length: int) -> float:
     """What a window leaves of a density, of which each of its tokens takes two parts in the length."""
-    density_left = density - 2 * window / (length - 1)
-    require(
-        density_left > 0, f"'densities' beyond those of the window of {window}", density, "Give a smaller --window."
-    )
-    return density_left
+    share = density - 2 * window / (length - 1)
+    require(share > 0, f"'densities' beyond those of the window of {window}", density, "Give a smaller --window.")
+    return share
 
 
 def _window(degree: float, length: int) -> int:
@@ -336,31 +334,22 @@ def evaluate(model: Recaller, examples: Examples, batch_size: int = 32) -> Row:
         logits, choices = model(tokens, places, seed=int(part[0]))
         start = torch.arange(len(part))[:, None, None] * tokens.size(1)
         served = sources.reshape(*places.shape, -1)  # [S, Q, serving tokens]
-        is_question = (served >= 0).any(2).flatten()
+        is_asked = (served >= 0).any(2).flatten()
         pairs = torch.stack(torch.broadcast_tensors(served.clamp(min=0) + start, places[..., None] + start)).flatten(1)
-        shares, hits = [1.0] * layers, [is_question] * layers
+        shares, hits = [1.0] * layers, [is_asked] * layers
         for layer, choice in enumerate(choices):
             if choice is not None:
                 graph, head = choice.graph, torch.arange(choice.graph.heads)[:, None]
                 shares[layer] = beyond(graph)
                 held = graph.contains(pairs.repeat(1, graph.heads), head.expand(-1, pairs.size(1)).flatten())
-                hits[layer] = held.view(graph.heads, *served.shape).any(0).any(2).flatten() & is_question
-        is_correct = (logits.argmax(2) == answers).flatten()
+                hits[layer] = held.view(graph.heads, *served.shape).any(0).any(2).flatten() & is_asked
+        is_right = (logits.argmax(2) == answers).flatten()
         bits = cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none") / math.log(2)
-        parts.append(
-            torch.stack([is_correct, bits, bits * is_question, is_question, *hits, torch.stack(hits).any(0)]).double()
-        )
+        parts.append(torch.stack([is_right, bits, bits * is_asked, is_asked, *hits, torch.stack(hits).any(0)]).double())
         density.append(len(part) * torch.tensor(shares, dtype=torch.float64))
-    accuracy, bits, recalled, share_of_questions, *shares_of_hits = torch.cat(parts, 1).mean(1).tolist()
-    row = {
-        "accuracy": accuracy,
-        "bits": bits,
-        "bits_recalled": recalled / share_of_questions if share_of_questions else math.nan,
-    }
+    accuracy, bits, recalled, share, *hits = torch.cat(parts, 1).mean(1).tolist()
+    row = {"accuracy": accuracy, "bits": bits, "bits_recalled": recalled / share if share else math.nan}
     shares = (torch.stack(density).sum(0) / len(examples.tokens)).tolist()
     row |= {f"density_{layer}": value for layer, value in enumerate(shares)}
     names = [*(f"answer_{layer}" for layer in range(layers)), "answer_any"]
-    return row | {
-        name: value / share_of_questions if share_of_questions else math.nan
-        for name, value in zip(names, shares_of_hits, strict=True)
-    }
+    return row | {name: value / share if share else math.nan for name, value in zip(names, hits, strict=True)}

@@ -147,11 +147,9 @@ def read_state(path: Path, run: Mapping[str, Any], way_out: str = AGAIN, needed:
     if not needed and not path.exists():
         return {}
     state = read_checkpoint(path, way_out)
-    stored_run = state.get("run") if isinstance(state, dict) else None
-    if stored_run != run:
-        other = [
-            name for name, value in run.items() if not isinstance(stored_run, dict) or stored_run.get(name) != value
-        ]
+    stored = state.get("run") if isinstance(state, dict) else None
+    if stored != run:
+        other = [name for name, value in run.items() if not isinstance(stored, dict) or stored.get(name) != value]
         words = f"Expected '{path}' to be of the settings of this run (got other {', '.join(other)})."
         raise RunError(f"{words} Take another --output, or delete it.")
     return state
@@ -264,8 +262,8 @@ def _folder(folder: Path) -> dict[str, Any]:
 
 def read_table(path: Path) -> str:
     """The text of a table; refused if the folder's settings have another checksum of it."""
-    text, checksums = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
-    if checksums is not None and _digest(text.encode()) not in checksums:
+    text, digests = read_text(path), _folder(path.parent).get("tables", {}).get(path.name)
+    if digests is not None and _digest(text.encode()) not in digests:
         raise _wrong(path, WRITTEN, f"other bytes than {SETTINGS} says", AGAIN)
     return text
 

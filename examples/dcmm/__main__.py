@@ -60,17 +60,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def work(args: argparse.Namespace) -> Iterator[Path]:
     """Trains what is missing, then reports; or draws pictures."""
     if not args.report:
-        sizes_of_weights = model.sizes_of(model.read_weights(args.weights)) if args.weights else {}
-        sizes = {name: sizes_of_weights.get(name, usual) for name, (usual, _) in SIZES.items()}
-        options = fields_of(train.Run, args) | {name: getattr(args, name) or size for name, size in sizes.items()}
-        options["size"] = args.size or sizes_of_weights.get("size")
-        divides, words = (
-            options["channels"] % options["heads"] == 0,
-            f"'heads' to divide 'channels' = {options['channels']}",
-        )
-        require(divides, words, options["heads"], "See --help.")
-        images = data.load(args.data, options["size"])
-        runs = [train.Run(method=method, seed=seed, **options) for seed in args.seeds for method in args.methods]
+        loaded = model.sizes_of(model.read_weights(args.weights)) if args.weights else {}
+        sizes = {name: loaded.get(name, usual) for name, (usual, _) in SIZES.items()}
+        setup = fields_of(train.Run, args) | {name: getattr(args, name) or size for name, size in sizes.items()}
+        setup["size"] = args.size or loaded.get("size")
+        divides, words = setup["channels"] % setup["heads"] == 0, f"'heads' to divide 'channels' = {setup['channels']}"
+        require(divides, words, setup["heads"], "See --help.")
+        images = data.load(args.data, setup["size"])
+        runs = [train.Run(method=method, seed=seed, **setup) for seed in args.seeds for method in args.methods]
         if args.pictures is not None:
             yield from pictures.draw_all(runs, images, args.pictures, args.images, args.output)
             return

@@ -41,24 +41,22 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths = []
     for data, runs in by(rows, "data", "run", "seed").items():
         figure = Figure(figsize=(11, 4.5), layout="constrained")
-        validation_axes, test_axes = figure.subplots(1, 2, width_ratios=(2, 1))
+        curve_ax, test_ax = figure.subplots(1, 2, width_ratios=(2, 1))
         lowest = 91.0  # never so close that a few images look like a difference
         for number, (name, seeds) in enumerate(runs.items()):
             color = {"color": style(number)["color"]}
             steps = [row["step"] for row in next(iter(seeds.values()))]
             curves = [[100 * row["validation"] for row in seed_rows] for seed_rows in seeds.values()]
             for curve in curves:
-                validation_axes.plot(steps, curve, **color, alpha=0.25, lw=0.8)
-            validation_axes.plot(
-                steps, [fmean(values) for values in zip(*curves, strict=True)], **color, label=name_of(name)
-            )
+                curve_ax.plot(steps, curve, **color, alpha=0.25, lw=0.8)
+            curve_ax.plot(steps, [fmean(values) for values in zip(*curves, strict=True)], **color, label=name_of(name))
             tests = [100 * tested(seed_rows)["test"] for seed_rows in seeds.values()]
             lowest = min(lowest, *tests)
-            test_axes.plot([number] * len(tests), tests, "o", **color, alpha=0.6)
-            test_axes.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, **color)
-        validation_axes.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(None, 100.5), title=data)
-        test_axes.set(ylabel="accuracy in the test (%)", ylim=(lowest - 1, 100.5), xticks=[])
-        test_axes.set_title("points are seeds, lines their means", fontsize="medium")
+            test_ax.plot([number] * len(tests), tests, "o", **color, alpha=0.6)
+            test_ax.plot([number - 0.25, number + 0.25], [fmean(tests)] * 2, **color)
+        curve_ax.set(xlabel="step", ylabel="accuracy in validation (%)", ylim=(None, 100.5), title=data)
+        test_ax.set(ylabel="accuracy in the test (%)", ylim=(lowest - 1, 100.5), xticks=[])
+        test_ax.set_title("points are seeds, lines their means", fontsize="medium")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
         paths.append(folder / f"{Path(data).name}.png")
         save_figure(paths[-1], figure, dpi=110)

@@ -118,21 +118,19 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     model, options = make_model(run, data), read_method(run.method, METHODS, OPTIONS)[1]
     density = options.get("density")
     sparsifier = make_sparsifier(model, density or 1.0, options["control"] if density else "none", run.steps)
-    train_places, held_out_places = split(data.train_labels, run.validation, run.seed)
-    batch = min(run.batch_size, len(train_places))
+    trained, held_out = split(data.train_labels, run.validation, run.seed)
+    batch = min(run.batch_size, len(trained))
     columns = run.known | {"parameters": model.count()}
 
     def losses(step: int) -> Tensor:
-        epoch, place = divmod(step, len(train_places) // batch)
-        order = torch.randperm(
-            len(train_places), generator=torch.Generator().manual_seed(run.seed + 2**32 * (epoch + 1))
-        )
-        chosen = train_places[order[place * batch :][:batch]]
+        epoch, place = divmod(step, len(trained) // batch)
+        order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(run.seed + 2**32 * (epoch + 1)))
+        chosen = trained[order[place * batch :][:batch]]
         logits = model(data.train[chosen], seed=run.steps * (run.seed + 1) + step)[0]
         return cross_entropy(logits, data.train_labels[chosen], label_smoothing=run.smoothing)
 
     def measure() -> list[Row]:
-        accuracy, density = evaluate(model, data.train[held_out_places], data.train_labels[held_out_places])
+        accuracy, density = evaluate(model, data.train[held_out], data.train_labels[held_out])
         return [{**columns, "validation": accuracy, "density": density, "test": math.nan, "idle": math.nan}]
 
     optimizer = make_optimizer(model, run, cosine)

@@ -93,10 +93,8 @@ def load(folder: Path, name: str) -> Data:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
     shapes = [[*arrays[part].shape] for part in PARTS]
     nodes, edges = shapes[1], arrays["edges"]  # of labels, [N]
-    is_valid = (
-        len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
-    )
-    if not (is_valid and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
+    valid = len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
+    if not (valid and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
         words = f"Expected '{path}' to hold features [N, F], labels [N], edges [E, 2] between N nodes and masks [{SPLITS}, N]"
         raise RunError(f"{words} (got {dict(zip(PARTS, shapes, strict=True))}). Download it again.")
     data = Data(x=arrays["node_features"].float(), y=arrays["node_labels"].long())

@@ -17,14 +17,12 @@ def best(rows: Rows) -> dict[int, Row]:
 
 def chosen(rows: Rows) -> dict[str, dict[int, Row]]:
     """The best evaluations of each arm, at the learning rate with the best mean on the validation parts."""
-    best_of_arm = {}
+    arms = {}
     for arm, rates in by(rows, "arm", "learning_rate").items():
         tried = [best(rate_rows) for rate_rows in rates.values()]
         most = max(len(splits) for splits in tried)
-        best_of_arm[arm] = max(
-            (x for x in tried if len(x) == most), key=lambda x: fmean(row["val"] for row in x.values())
-        )
-    return best_of_arm
+        arms[arm] = max((x for x in tried if len(x) == most), key=lambda x: fmean(row["val"] for row in x.values()))
+    return arms
 
 
 def difference(results: dict[int, Row], reference: dict[int, Row]) -> str:
@@ -39,12 +37,10 @@ def difference(results: dict[int, Row], reference: dict[int, Row]) -> str:
 def tables(rows: Rows) -> str:
     """Tables in Markdown."""
     page = []
-    for graph, graph_rows in by(rows, "graph").items():
-        arms, lines = chosen(graph_rows), []
+    for graph, subset in by(rows, "graph").items():
+        arms, lines = chosen(subset), []
         for arm, results in arms.items():
-            last = [
-                row for row in graph_rows if row["arm"] == arm and row["step"] == max(x["step"] for x in graph_rows)
-            ]
+            last = [row for row in subset if row["arm"] == arm and row["step"] == max(x["step"] for x in subset)]
             pace = fmean(1000 * row["seconds"] / row["step"] for row in last) if last else float("nan")
             shares = ["", ""]
             if any(row["density"] for row in results.values()):

@@ -84,7 +84,7 @@ def parse_table(arguments: Words) -> argparse.Namespace:
     command.add_argument("--output", type=path_argument, required=True, metavar="DIR", help="folder of all runs")
     command.add_argument("--report", action="store_true", help="make the tables again from the runs that are there")
     args = _finish(command, words[:cut])
-    args.rest = words[cut + 1 :]
+    args.train_words = words[cut + 1 :]
     return args
 
 

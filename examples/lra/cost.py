@@ -301,14 +301,12 @@ def comparison(rows: Sequence[dict[str, Any]]) -> str:
     """Writes a Markdown table of medians over the batches; the ratio, which is taken batch by batch, with its quartiles."""
     first = {row["batch"]: row["step"] for row in rows if row["place"] == 0}
     lines = []
-    for run_rows in dict(sorted(by(rows, "place").items())).values():
-        times = [f"{1e3 * statistics.median(row[part] for row in run_rows):,.0f} ms" for part in (*PARTS, "step")]
-        density = statistics.median(row["density"] for row in run_rows)
-        speed = sum(row["tokens"] for row in run_rows) / sum(row["step"] for row in run_rows)
-        low, ratio, high = np.percentile([first[row["batch"]] / row["step"] for row in run_rows], (25, 50, 75))
-        lines.append(
-            [run_rows[0]["run"], f"{density:.2%}", *times, f"{speed:,.0f}", f"{ratio:.2f} ({low:.2f}–{high:.2f})"]
-        )
+    for run in dict(sorted(by(rows, "place").items())).values():
+        times = [f"{1e3 * statistics.median(row[part] for row in run):,.0f} ms" for part in (*PARTS, "step")]
+        density = statistics.median(row["density"] for row in run)
+        speed = sum(row["tokens"] for row in run) / sum(row["step"] for row in run)
+        low, ratio, high = np.percentile([first[row["batch"]] / row["step"] for row in run], (25, 50, 75))
+        lines.append([run[0]["run"], f"{density:.2%}", *times, f"{speed:,.0f}", f"{ratio:.2f} ({low:.2f}–{high:.2f})"])
     return markdown(["run", "density", *PARTS, "step", "tokens/s", "times as fast as the first"], lines) + "\n"
 
 

@@ -301,13 +301,8 @@ def resolve(args: argparse.Namespace) -> tuple[Path, Plan]:
     require(not full, "'output' to be a new or empty folder", got, "Choose another one, or add --resume.")
     check_folder("output", folder)
     data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
-    machine_fields: dict[str, Any] = {
-        "data": data,
-        "prepared": prepared,
-        "minutes": minutes,
-        "directory": str(Path.cwd()),
-    }
-    return folder, Plan(task=name, preset=preset, settings=settings, **machine_fields)
+    fields: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
+    return folder, Plan(task=name, preset=preset, settings=settings, **fields)
 
 
 def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:

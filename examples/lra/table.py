@@ -53,14 +53,12 @@ def words_of_runs(args: argparse.Namespace) -> dict[str, list[str]]:
     """The trainer's arguments for each run, by the name of its folder; ``--resume`` for those that were begun."""
     once = [name for name in ("steps", "minutes", "threads") if getattr(args, name) is not None]
     words_of_methods = [(f"the settings of {method!r}", method_words(method)[2:], OWN) for method in args.methods]
-    for place, words, names in (("the arguments after '--'", args.rest, (*OWN, *once)), *words_of_methods):
-        options = vars(parse(words))
+    for place, words, names in (("the arguments after '--'", args.train_words, (*OWN, *once)), *words_of_methods):
+        named = vars(parse(words))
         for name in names:
-            require(
-                options.get(name) is None, f"no '{name}' in {place}", options.get(name), "`table` has it: see --help."
-            )
+            require(named.get(name) is None, f"no '{name}' in {place}", named.get(name), "`table` has it: see --help.")
     common = ["--accelerator", args.accelerator, "--preset", args.preset]
-    common += [*flags({name: getattr(args, name) for name in once}), *args.rest]
+    common += [*flags({name: getattr(args, name) for name in once}), *args.train_words]
     runs: dict[str, list[str]] = {}
     for task in args.tasks:
         data = [word for name, folder in args.data if name == task for word in ("--data", str(folder))]

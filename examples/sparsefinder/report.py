@@ -42,15 +42,12 @@ def settings(rows: Sequence[Row]) -> dict[str, dict[float, list[Row]]]:
     """Means over heads and layers of each setting, by source and seed."""
     numbers = ("sparsity", "recall", "precision", "exact", "accuracy", "bits", "sparsity_used")
 
-    def mean(setting_rows: Sequence[Row]) -> Row:
-        means = {key: fmean(row[key] for row in setting_rows) for key in numbers}
+    def mean(rows: Sequence[Row]) -> Row:
+        means = {key: fmean(row[key] for row in rows) for key in numbers}
         return means | {"saved": -means["bits"]}  # so that more is better, as of the others
 
     return {
-        name: {
-            seed: [mean(setting_rows) for knob in knobs.values() for setting_rows in knob.values()]
-            for seed, knobs in seeds.items()
-        }
+        name: {seed: [mean(rows) for knob in knobs.values() for rows in knob.values()] for seed, knobs in seeds.items()}
         for name, seeds in by(rows, "source", "seed", "knob", "window").items()
     }
 
@@ -132,10 +129,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     for axes, (layer, head) in zip(grid.flat, places, strict=False):
         head_rows = [row for row in first if (row["layer"], row["head"]) == (layer, head)]
         rows_of = by([row for row in head_rows if row["source"] in GRIDS], "source")
-        _curves(
-            axes,
-            {name: [(row["sparsity"], row["recall"]) for row in source_rows] for name, source_rows in rows_of.items()},
-        )
+        _curves(axes, {name: [(row["sparsity"], row["recall"]) for row in curve] for name, curve in rows_of.items()})
         axes.axvline(next((row["sparsity"] for row in head_rows if row["source"] == "all"), 1.0), color="k", lw=0.5)
         axes.set_title(f"layer {layer:g}, head {head:g}", fontsize="small")
     figure.supxlabel("sparsity (line: that of entmax itself)")

@@ -62,36 +62,31 @@ def load_or_learn(model: TokenClassifier, tokens: Tensor, sweep: Sweep, path: Pa
     """What was learned of each layer, from its file if there is one."""
     about = dataclasses.asdict(sweep)
     if state := read_state(path, about):
-        learned = []
+        fits = []
         for layer, part in zip(layers(model), state["layers"], strict=True):
             projection, sbm = make_learned(layer.out_channels, layer.heads, sweep.dim)
             projection.load_state_dict(part.pop("projection"))
             sbm.load_state_dict(part.pop("sbm"))
-            learned.append(Learned(projection=projection, sbm=sbm, **part))
-        return learned
+            fits.append(Learned(projection=projection, sbm=sbm, **part))
+        return fits
     samples = extract(model, tokens[: sweep.fit_sequences], sweep.hidden, BATCH, 10**6 * (1 + sweep.seed), "extract")
-    learned = [
-        learn(layer_samples, sweep.dim, sweep.epochs, sweep.seed, f"layer {number}")
-        for number, layer_samples in enumerate(samples)
-    ]
-    write_checkpoint(path, {"run": about, "layers": [layer.state() for layer in learned]})
-    return learned
+    fits = [learn(part, sweep.dim, sweep.epochs, sweep.seed, f"layer {number}") for number, part in enumerate(samples)]
+    write_checkpoint(path, {"run": about, "layers": [fit.state() for fit in fits]})
+    return fits
 
 
 @torch.no_grad()
 def measure_task(model: TokenClassifier, tokens: Tensor, hidden: float, sources: Sequence[GraphSource | None]) -> Row:
     """Accuracy and bits on hidden words with attention over the graphs of some sources, and sparsity of these graphs."""
     set_sources(model, sources)
-    densities: list[float] = []
+    shares: list[float] = []
     with ExitStack() as after:
         after.callback(set_sources, model, [None] * len(sources))
         for source in filter(None, sources):
-            hook = source.register_forward_hook(
-                lambda _, inputs, out: densities.append(float(out.graph.density.mean()))
-            )
+            hook = source.register_forward_hook(lambda _, inputs, out: shares.append(float(out.graph.density.mean())))
             after.callback(hook.remove)
         row = test_model(model, tokens, hidden, TESTED)
-    return row | {"sparsity_used": 1 - fmean(densities) if densities else 0.0}
+    return row | {"sparsity_used": 1 - fmean(shares) if shares else 0.0}
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def make_folder(
-    folder: Path, kind: str, description: dict[str, Any], write: Callable[[Path], dict[str, Any]], *, replace: bool
+    folder: Path, kind: str, recipe: dict[str, Any], write: Callable[[Path], dict[str, Any]], *, replace: bool
 ) -> bool:
     """Makes a folder of data, whole or not at all, unless it is there; returns whether anything was written.
 
@@ -55,7 +55,7 @@ def make_folder(
     Args:
         folder: Its final name.
         kind: Its content, for messages.
-        description: Everything that decides the content, which comes first in the manifest.
+        recipe: Everything that decides the content, which comes first in the manifest.
         write: Writes the files into an empty folder, and returns what else the manifest shall have.
         replace: Whether a folder that was made of something else is replaced, or refused.
     """
@@ -64,9 +64,9 @@ def make_folder(
 
     def is_there() -> bool:
         manifest = read_manifest(folder, kind)
-        same = all(manifest.get(name) == value for name, value in description.items())
+        same = all(manifest.get(name) == value for name, value in recipe.items())
         if manifest and not same and not replace:
-            made = {name: manifest.get(name) for name in description}
+            made = {name: manifest.get(name) for name in recipe}
             words = f"Expected '{folder}' to be new, empty or the data set asked for (got one made with {made})."
             raise ValueError(f"{words} Choose another folder, or remove this one.")
         return same
@@ -84,7 +84,7 @@ def make_folder(
                 for left in (draft, old):
                     shutil.rmtree(left, ignore_errors=True)
                 draft.mkdir()
-                content = description | write(draft)
+                content = recipe | write(draft)
                 (draft / MANIFEST).write_text(record_text(content))
                 if folder.exists():
                     os.replace(folder, old)

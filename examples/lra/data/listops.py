@@ -97,7 +97,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     The same seed and parameters give the same files (with the same version of numpy). Returns False if the data set is there.
     """
-    description = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
+    recipe = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
         from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
@@ -112,7 +112,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
                     file.write(f"{source}\t{label}\n")
         return {}
 
-    return make_folder(folder, "generated data", description, write, replace=False)
+    return make_folder(folder, "generated data", recipe, write, replace=False)
 
 
 def _distinct_rows(parameters: Parameters, rng: np.random.Generator, patience: int = 200) -> Iterator[tuple[str, int]]:

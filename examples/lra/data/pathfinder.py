@@ -34,7 +34,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     An image is a function of level, seed and its number (with the same version of pillow). Returns False if the data set is there.
     """
-    description = {"task": "pathfinder", "seed": seed, "parameters": dataclasses.asdict(parameters)}
+    recipe = {"task": "pathfinder", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
         from examples.lra.data import snakes  # with numba, which reading need not wait for
@@ -53,4 +53,4 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
                 file.write(f"imgs/{batch} sample_{place}.png {place} {label} {facts}\n")
         return {}
 
-    return make_folder(folder, "generated data", description, write, replace=False)
+    return make_folder(folder, "generated data", recipe, write, replace=False)

@@ -46,12 +46,7 @@ def prepare(
     folder = (prepared or root / "prepared") / "-".join([task.name, *options.values()])
     try:
         rows = task.open(root, **options)
-        description = {
-            "format": FORMAT,
-            "tokeniser": task.tokeniser,
-            "options": options,
-            "source": _fingerprint(root, rows),
-        }
+        recipe = {"format": FORMAT, "tokeniser": task.tokeniser, "options": options, "source": _fingerprint(root, rows)}
     except OSError as error:
         words = f"Expected '{root}' to be readable (got: {error}). Copy it again, or change its rights."
         raise ValueError(words) from error
@@ -59,7 +54,7 @@ def prepare(
     def write(draft: Path) -> dict[str, Any]:
         return {"splits": {name: _write_split(draft, name, rows[name], task) for name in SPLITS}}
 
-    return folder, make_folder(folder, KIND, description, write, replace=True)
+    return folder, make_folder(folder, KIND, recipe, write, replace=True)
 
 
 def _fingerprint(root: Path, splits: Mapping[str, Rows]) -> str:

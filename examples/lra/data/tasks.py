@@ -116,11 +116,9 @@ def data_folder(plan: Plan) -> Path:
     if task.generate is None:
         words = f"Expected 'data' to be a folder of {task.name}, which has no generator (got none). Give --data DIR."
         raise ValueError(f"{words} {task.release.source} {task.release.tree}")
-    is_level_of_preset = (
-        getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
-    )
+    is_usual = getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
-    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if is_level_of_preset else f"-{plan.settings.level}"))
+    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if is_usual else f"-{plan.settings.level}"))
 
 
 def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
@@ -131,12 +129,8 @@ def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
         law: Any = PRESETS[plan.task][plan.preset].data
         law = dataclasses.replace(law, level=settings.level) if hasattr(law, "level") else law
         task.generate(root, law)
-    options_of_load: dict[str, Any] = {
-        "options": options,
-        "prepared": plan.place("prepared"),
-        "masked": task.masked(settings),
-    }
-    splits = load(task, root, max_length=settings.max_length, **options_of_load)
+    kwargs: dict[str, Any] = {"options": options, "prepared": plan.place("prepared"), "masked": task.masked(settings)}
+    splits = load(task, root, max_length=settings.max_length, **kwargs)
     fingerprint = splits_digest(splits)
     words, got = "'data' to be what the run was started with", f"other examples in {root}"
     require(plan.fingerprint in ("", fingerprint), words, got, "Give its folder with --data.")
