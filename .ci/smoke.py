@@ -44,8 +44,7 @@ conv = SBMAttentionConv(64, 32, heads=2, num_clusters=16)
 out, graph = conv(x, ptr=ptr, return_graph=True)
 out.sum().backward()
 assert out.shape == (300, 64)
-assert conv.sbm is not None
-assert conv.sbm.clusters.grad is not None
+assert conv.source.head.clusters.grad is not None
 assert conv(x, patterns.window(None, 3, ptr=ptr)).shape == (300, 64)
 assert AttentionGraph.from_edge_index(graph.head(0).edge_index, 300, query_ptr=ptr, key_ptr=ptr) == graph.head(0)
 assert graph.to_networkx(1, 0).number_of_nodes() == 200
