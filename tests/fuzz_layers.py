@@ -139,7 +139,7 @@ def _multihead_forward(d: Draw) -> Case:
     heads, length, keys, batch = d.randint(1, 2), d.randint(1, 4), d.randint(1, 4), d.randint(1, 3)
     full = d.random() < 0.5
     torchs = nn.MultiheadAttention(4, heads, batch_first=True)
-    layer = SBMMultiheadAttention.from_torch(torchs, source=None if full else 3).eval()
+    layer = SBMMultiheadAttention.from_torch(torchs, **({"source": None} if full else {"num_clusters": 3})).eval()
     padding = torch.arange(keys) >= torch.tensor([[d.randint(1, keys)] for _ in range(batch)])
     sides = {"query": length, "key": keys, "value": keys}
     arguments: dict[str, Any] = {side: float_tokens(d, batch, count, 4) for side, count in sides.items()}

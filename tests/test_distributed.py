@@ -53,7 +53,7 @@ COUNTS = {2: [20, 13], 4: [20, 0, 5, 8]}
 """Tokens of each process. Sequences begin in one process and end in another."""
 
 
-def sbm(**options: Any) -> SBMAttentionConv:
+def sbm(**options: Any) -> AttentionConv:
     return make_attention("sbm", 8, CHANNELS, HEADS, num_clusters=3, **options)
 
 
@@ -374,7 +374,7 @@ def check_errors(rank: int, world: int) -> None:
         lambda: HeadParallel(SBMAttentionConv(8, 4, 3, num_clusters=2)),
     )
     refused(r"Expected 'conv' with a source \(got None\)", lambda: HeadParallel(AttentionConv(8, 4, 4)))
-    refused(r"Expected 'conv' without 'edge_dim' \(got one\)", lambda: HeadParallel(sbm(edge_dim=3)))
+    refused(r"Expected 'conv' without 'edge_dim' \(got one\)", lambda: HeadParallel(conv(sbm().source, edge_dim=3)))
     message = r"Expected 'conv.source' to declare its tensors of heads \(got OfMine with `heads`"
     refused(message, lambda: HeadParallel(conv(OfMine())))
     slopes = torch.arange(HEADS)

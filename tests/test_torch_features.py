@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from sbm_pyg import (
     ALiBi,
+    AttentionConv,
     AttentionGraph,
     SBMAttentionConv,
     SBMMultiheadAttention,
@@ -40,9 +41,9 @@ pytestmark = pytest.mark.slow
 PTR = torch.tensor([0, 10, 17, 30])
 
 
-def layer(**options: Any) -> SBMAttentionConv:
+def layer(source: str | None = "sbm", **options: Any) -> AttentionConv:
     torch.manual_seed(0)
-    return make_attention("sbm", 16, 8, 2, **{"num_clusters": 4, **options})
+    return make_attention(source, 16, 8, 2, **({"num_clusters": 4} if source == "sbm" else {}) | options)
 
 
 def classifier(**options: Any) -> SequenceClassifier:
@@ -228,7 +229,8 @@ def test_one_graph_with_forced_edges(compile_whole: Callable[..., Any]) -> None:
 
 def padded(**options: Any) -> SBMMultiheadAttention:
     torch.manual_seed(0)
-    return SBMMultiheadAttention(16, 2, batch_first=True, **{"num_clusters": 4, **options})
+    usual: dict[str, Any] = {} if "source" in options else {"num_clusters": 4}
+    return SBMMultiheadAttention(16, 2, batch_first=True, **usual | options)
 
 
 def padded_call(kind: str, n: int) -> dict[str, Any]:

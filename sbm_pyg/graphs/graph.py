@@ -372,7 +372,8 @@ class AttentionGraph(CompressedRows):
         has_sequences = ptr is not None or batch is not None
         sides = resolve_sides(num_queries, num_keys, ptr, batch, edge_index.device) if has_sequences else ()
         what, way_out = "over the sequences of 'ptr' or 'batch'", "Build the graph with the `ptr` of these tokens."
-        checks.require(not sides or edge_index.same_offsets(*sides), "edge_index", what, edge_index, way_out)
+        if sides:
+            checks.require(edge_index.same_offsets(*sides), "edge_index", what, edge_index, way_out)
         return edge_index.expand(heads)
 
     @classmethod
