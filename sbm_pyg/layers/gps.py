@@ -99,6 +99,7 @@ class SparseGPSConv(GPSConv):
             heads = checks.integer("heads", 1 if heads is None else heads, 1, "Each has a graph of its own.")
             if channels % heads:
                 raise ValueError(f"Expected 'heads' to divide 'channels' (got {heads} and {channels}). Or pass 'attn'.")
+            checks.kind("attn_type", attn_type, str | None, "the name of a source", "See `make_attention`.")
             source = {None: "sbm", "multihead": "full"}.get(attn_type, attn_type)
             attn = make_attention(cast(str, source), channels, channels // heads, heads, **attn_kwargs or {})
         elif heads is not None or attn_type is not None or attn_kwargs is not None:
