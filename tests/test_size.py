@@ -64,7 +64,7 @@ def refusing_lines(folder: str) -> int:
             total += node.body[0].lineno - node.lineno
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = ast.unparse(node.value.func)
-            if called.startswith("checks.") or called.startswith("check_") or called == "require":
+            if called.startswith("checks.") or called.startswith("check_") or called in ("require", "refuse"):
                 total += (node.end_lineno or node.lineno) - node.lineno + 1
     return total
 

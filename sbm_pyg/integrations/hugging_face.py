@@ -21,7 +21,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -245,7 +245,7 @@ def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> Attention
     if source == "sbm":
         density = options.pop("target_density", 1.0)
         layer = named.make_attention(source, -1, channels, heads, target_density=1.0, **options)
-        layer.source.target_density = density  # type: ignore[union-attr]  # after 1, so that the running mean is there to be loaded
+        cast(Any, layer.source).target_density = density  # after 1, so that the running mean is there to be loaded
     else:
         layer = named.make_attention(source, -1, channels, heads, **options)
     layer.lin_query = layer.lin_key = layer.lin_value = None

@@ -325,9 +325,10 @@ class AttentionConv(EdgeAttention):
         needs_edges = edge_filter is not None or returns.attention_weights or self._needs_edges
         if needs_edges and not call.choice.is_stored:
             call = replace(call, choice=call.choice.stored())
-        out, weights = self._attend_densely(call), None
+        dropout = self.dropout if self.training else 0.0
+        out, weights = self._attend_densely(call, dropout), None
         if out is None:
-            out, weights, call = self._attend_over_edges(call, edge_index, edge_head, edge_attr, returns)
+            out, weights, call = self._attend_over_edges(call, edge_index, edge_head, edge_attr, dropout, returns)
         out = self._train_source(out, call, dense_loss)
         return self._pack_outputs(out, call.choice, weights, returns)
 
@@ -371,9 +372,8 @@ class AttentionConv(EdgeAttention):
             return None
         return None if self.training and self.dropout > 0 else 0
 
-    def _attend_densely(self, call: AttentionCall) -> Tensor | None:
+    def _attend_densely(self, call: AttentionCall, dropout: float) -> Tensor | None:
         """The output ``[N, H, C']`` over all pairs by torch's kernel, or None if the edges of the graph are stored."""
-        dropout = self.dropout if self.training else 0.0
         query, key, value = call.query, call.key, call.value
         out = call.choice.attend(query, key, value, scale=self.scale, dropout=dropout, bias=self._dense_bias)
         return None if out is None else out.transpose(0, 1)
@@ -384,6 +384,7 @@ class AttentionConv(EdgeAttention):
         edge_index: Adjacency | None,
         edge_head: Tensor | None,
         edge_attr: Tensor | None,
+        dropout: float,
         returns: Returns,
     ) -> tuple[Tensor, Any, AttentionCall]:
         """Attend over the allowed edges, with what the estimator adds before and after.
@@ -407,7 +408,6 @@ class AttentionConv(EdgeAttention):
         if edge_attr is not None:
             edge = self._project_edges(edge_attr, edge_index, edge_head, graph_before, graph)
         inputs = (call.query, call.key, call.value, gate, bias)
-        dropout = self.dropout if self.training else 0.0
         out, weights = self._attend_over_graph(
             graph, edge_index, edge_head, inputs, edge, dropout, noise_seed, returns.attention_weights
         )

@@ -172,9 +172,9 @@ def make_attention(
     names = of_any | {"edge_dim"} if source is None else options_of(source)
     if names is not None:
         check_known(f"options of source={source!r}", options, names | {"is_causal", "concat"})
-    of_layer = {name: options.pop(name) for name in [*options] if name in of_any or source is None}
     if source is None:
-        return AttentionConv(in_channels, out_channels, heads, **of_layer)
+        return AttentionConv(in_channels, out_channels, heads, **options)
+    of_layer = {name: options.pop(name) for name in [*options] if name in of_any}
     if source == "sbm":
         method = options.get("method", "bernoulli")
         checks.one_of("method", method, METHODS)

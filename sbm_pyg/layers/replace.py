@@ -80,14 +80,11 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             layers |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
     layers = layers or _replaced(model)
     if not layers or "" in layers:
-        ways_out = [
-            "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer.",
-            "Other layers have no projections to copy: build an SBMMultiheadAttention in their place.",
-        ]
-        raise ValueError(
-            "Expected 'model' to contain torch.nn.MultiheadAttention layers "
-            f"(got {'a layer itself' if layers else 'none'}). {ways_out[0 if layers else 1]}"
-        )
+        got = "a layer itself" if layers else "none"
+        way_out = "Other layers have no projections to copy: build an SBMMultiheadAttention in their place."
+        if layers:
+            way_out = "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer."
+        checks.refuse("model", "to contain torch.nn.MultiheadAttention layers", got, way_out)
     owners = Counter(
         id(parameter)
         for module in model.modules()

@@ -15,7 +15,7 @@ from importlib import import_module
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,8 +44,13 @@ def require(
         error: Class of the error.
     """
     if not condition:
-        got = list(got) if isinstance(got, torch.Size) else got
-        raise error(f"Expected '{name}' {what} (got {got}). {way_out}")
+        refuse(name, what, got, way_out, error)
+
+
+def refuse(name: str, what: str, got: Any, way_out: str, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise the error of :func:`require`, for a condition that the caller has tested, as checks of each call do."""
+    got = list(got) if isinstance(got, torch.Size) else got
+    raise error(f"Expected '{name}' {what} (got {got}). {way_out}")
 
 
 # ------------------------------------------------------------------ tensors
@@ -62,7 +67,7 @@ def tensors(**arguments: Any) -> None:
 def kind(name: str, x: Any, kinds: Any, what: str, way_out: str) -> None:
     """Raise TypeError for anything that is not of a class, or of one of several, as :func:`isinstance` takes them."""
     if not isinstance(x, kinds):
-        require(False, name, f"to be {what}", type(x).__name__, way_out, TypeError)
+        refuse(name, f"to be {what}", type(x).__name__, way_out, TypeError)
 
 
 def dense(name: str, x: Any) -> None:
@@ -71,7 +76,7 @@ def dense(name: str, x: Any) -> None:
         return
     kind(name, x, Tensor, "a tensor", "Convert it with `torch.as_tensor`.")
     layout = "a nested tensor" if x.is_nested else x.layout
-    require(False, name, "to be dense", layout, "Convert it with `to_dense`.", TypeError)
+    refuse(name, "to be dense", layout, "Convert it with `to_dense`.", TypeError)
 
 
 def floating(**arguments: Tensor | None) -> None:
@@ -288,9 +293,9 @@ def integer(name: str, value: Any, least: int, way_out: str) -> int:
     if torch.compiler.is_compiling():
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
-        require(False, name, "to be an int", type(value).__name__, way_out, TypeError)
+        refuse(name, "to be an int", type(value).__name__, way_out, TypeError)
     if value < least:
-        require(False, name, f"to be at least {least}", value, way_out)
+        refuse(name, f"to be at least {least}", value, way_out)
     return min(int(value), INT64)
 
 
