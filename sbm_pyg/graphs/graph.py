@@ -628,16 +628,17 @@ def edge_list(adjacency: Tensor | SparseTensor) -> Tensor:
     what = "a tensor [2, E], a sparse adjacency or an AttentionGraph"
     way_out = "Use torch.tensor(edges), or torch_geometric.utils.from_networkx."
     checks.kind("edge_index", adjacency, Tensor | SparseTensor, what, way_out)
-    is_valid = not isinstance(adjacency, Tensor) or adjacency.layout not in (torch.sparse_bsr, torch.sparse_bsc)
+    layout = adjacency.layout if isinstance(adjacency, Tensor) else None
+    is_valid = layout not in (torch.sparse_bsr, torch.sparse_bsc)
     what, way_out = "to store single entries", "Convert it with `to_sparse_csr`."
-    checks.require(is_valid, "edge_index", what, adjacency.layout, way_out, TypeError)
+    checks.require(is_valid, "edge_index", what, layout, way_out, TypeError)
     if is_sparse(adjacency):
         if isinstance(adjacency, Tensor) and adjacency.dim() - adjacency.dense_dim() != 2:
             raise ValueError(
                 f"Expected 'edge_index' to be a sparse adjacency [N, M] (got {list(adjacency.shape)}). Convert each "
                 "matrix of a batch, and join the graphs by `AttentionGraph.concatenate`."
             )
-        if isinstance(adjacency, Tensor) and adjacency.layout == torch.sparse_coo:
+        if isinstance(adjacency, Tensor) and layout == torch.sparse_coo:
             adjacency = adjacency.coalesce()  # else `to_edge_index` marks the caller's tensor as coalesced
         return to_edge_index(adjacency)[0].flip(0)  # rows of a transposed adjacency are targets
     return adjacency.as_tensor() if isinstance(adjacency, EdgeIndex) else adjacency
