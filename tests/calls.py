@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from test_signatures import SOURCE_MODULES
 from torch import Tensor
 
 import sbm_pyg
@@ -24,12 +25,11 @@ from sbm_pyg import analysis, estimators, gradients, info, models, sparsefinder
 from sbm_pyg.analysis import plots
 from sbm_pyg.graphs import ragged
 from sbm_pyg.graphs.rows import CompressedRows
-from sbm_pyg.sources import indexer, patterns, selectors
 from sbm_pyg.sparsefinder import ground_truth, predictors
 
 MODULES: dict[str, Any] = {
-    "": sbm_pyg, "ops": sbm_pyg.ops, "patterns": patterns, "indexer": indexer, "selectors": selectors, "ground_truth": ground_truth,
-    "predictors": predictors, "sparsefinder": sparsefinder, "analysis": analysis, "plots": plots, "estimators": estimators, "gradients": gradients,
+    "": sbm_pyg, "ops": sbm_pyg.ops, **{name.rpartition(".")[2]: sys.modules[name] for name in SOURCE_MODULES},
+    "ground_truth": ground_truth, "predictors": predictors, "sparsefinder": sparsefinder, "analysis": analysis, "plots": plots, "estimators": estimators, "gradients": gradients,
     "models": models, "ragged": ragged, "info": info,
 }  # fmt: skip
 MOST = 6  # calls of each name

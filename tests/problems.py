@@ -19,11 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbm_pyg import SBM, AttentionGraph
+from sbm_pyg.layers.named import source_names
 
+REQUIRED = {  # options of named sources without a default
+    "random": {"num_keys_per_query": 2}, "global_tokens": {"num_global": 1}, "block_diagonal": {"num_blocks": 2},
+    "relay_keys": {"num_relays": 1}, "relay_queries": {"num_relays": 1},
+}  # fmt: skip
 NAMED: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("sbm", "full", "dcmm", "window", "bigbird", "top_k", "block_top_k", "lsh", "routing")},
-    **{name: {"target_density": 0.5} for name in ("indexer", "key_selection")},
-}
+    name: {"target_density": 0.5} if name in ("indexer", "key_selection") else {}
+    for name in (*source_names(), "dcmm") if name not in REQUIRED
+}  # fmt: skip
 """Attention of encoders by name, with options that make it sparse."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import draw
+from problems import REQUIRED, draw
 from torch import Tensor, nn
 
 from sbm_pyg import (
@@ -28,9 +28,7 @@ from sbm_pyg.layers import named
 from sbm_pyg.sources.indexer import Indexer, IndexerSource, KeyScorer
 from sbm_pyg.training.estimators import Imitate, Local
 
-NEEDED = {"random": {"num_keys_per_query": 2}, "global_tokens": {"num_global": 1}, "block_diagonal": {"num_blocks": 2}}
 SPARSE = {"top_k": {"k": 2}, "indexer": {"k": 2}, "key_selection": {"k": 2}, "block_top_k": {"k": 2, "block_size": 2}}
-NEEDED |= {"relay_keys": {"num_relays": 1}, "relay_queries": {"num_relays": 1}}
 
 
 class Even(GraphSource):
@@ -63,31 +61,32 @@ def convs(model: nn.Module) -> list[AttentionConv]:
 @pytest.mark.parametrize("name", named.source_names())
 def test_every_name_makes_a_layer_that_attends(name: str) -> None:
     torch.manual_seed(0)
-    conv = named.make_attention(name, 12, 4, 2, is_causal=True, **(NEEDED | SPARSE).get(name, {})).eval()
+    conv = named.make_attention(name, 12, 4, 2, is_causal=True, **(REQUIRED | SPARSE).get(name, {})).eval()
     assert isinstance(conv.source, SBMSource) is (name == "sbm")
     out, graph = conv(draw(0, 30, 12).float(), ptr=torch.tensor([0, 10, 30]), seed=0, return_graph=True)
     assert out.shape == (30, 8)
     assert graph.is_causal
     assert graph.heads == 2
     first, second = (graph.head(h).col for h in range(2))
-    assert torch.equal(first, second) is (name in {*patterns.__all__} - {"random", "bigbird"})
+    assert torch.equal(first, second) is (not conv.source.reads_vectors and name not in ("random", "bigbird"))
 
 
 @pytest.mark.parametrize("name", named.source_names())
 def test_the_options_of_a_name_are_those_that_it_takes(name: str) -> None:
     known = named.options_of(name)
     assert known is not None
-    assert known >= {"dropout", "score_bias", "bias", "flow", *NEEDED.get(name, {})}
+    assert known >= {"dropout", "score_bias", "bias", "flow"}
+    assert named.required_options(name) == {*REQUIRED.get(name, {})}
     assert not known & {"heads", "source", "scorer", "ptr", "generator", "kwargs", "concat"}
     assert ("seed" in known) is (name in ("random", "bigbird"))
     with pytest.raises(TypeError, match="nothing"):
-        named.make_attention(name, 12, 4, 2, nothing=1, **NEEDED.get(name, {}))
+        named.make_attention(name, 12, 4, 2, nothing=1, **REQUIRED.get(name, {}))
 
 
 @pytest.mark.parametrize("name", ["random", "bigbird"])
 def test_a_seed_fixes_the_random_keys_of_a_model(name: str) -> None:
     model, x = torch_model(), draw(1, 3, 20, 16).float()
-    replace_attention(model, source=name, seed=5, **NEEDED.get(name, {}))
+    replace_attention(model, source=name, seed=5, **REQUIRED.get(name, {}))
     layer: Any = model.layers[0].self_attn
     one, two = (layer(x, x, x, need_weights=False, return_graph=True)[2] for _ in range(2))
     assert one == two
@@ -96,7 +95,7 @@ def test_a_seed_fixes_the_random_keys_of_a_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["window", "lsh", "routing", "bigbird"])
 def test_sizes_have_usual_values_which_can_be_given(name: str) -> None:
-    size, usual = next(iter(named.SIZES[name].items()))
+    size, usual = next(iter(named.SOURCES[name].sizes.items()))
     for options, expected in (({}, usual), ({size: 4}, 4)):
         source: Any = named.make_attention(name, 12, 4, 2, **options).source
         found = source.centroids.size(1) if name == "routing" else source.rule.options[size]
@@ -222,7 +221,7 @@ def test_a_name_that_no_longer_is_registered_is_named(tmp_path: Any) -> None:
 
 
 EMPTY: list[tuple[str, dict[str, Any]]] = [
-    (name, NEEDED.get(name, {}) | SPARSE.get(name, {})) for name in named.source_names()
+    (name, REQUIRED.get(name, {}) | SPARSE.get(name, {})) for name in named.source_names()
 ]
 EMPTY += [("sbm", {"estimator": name}) for name in ("mask", "paper", "relaxed", "none")]
 EMPTY += [("sbm", {"target_density": share}) for share in (0.5, 1.0)]

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import sbm_pyg
-from sbm_pyg.layers import named
+from sbm_pyg.layers.named import SOURCES
 
 INTERFACE = Path(__file__).with_name("signatures.txt")
+SOURCE_MODULES = sorted(
+    {part.__module__ for source in SOURCES.values() for part in source.takes or () if ".sources." in part.__module__}
+)
 MODULES = (
-    "analysis", "analysis.plots", "info", "ops", "sources.indexer", "sources.patterns", "sources.selectors",
+    "analysis", "analysis.plots", "info", "ops", *(name.removeprefix("sbm_pyg.") for name in SOURCE_MODULES),
     "sparsefinder", "sparsefinder.ground_truth", "sparsefinder.predictors", "training.estimators", "training.gradients",
 )  # fmt: skip
 
@@ -48,7 +51,7 @@ def interface() -> Iterator[str]:
                 written = inspect.isfunction(call) and call.__module__ == thing.__module__  # PyG adds others to layers
                 if written and not method.startswith("_"):
                     yield f"{name}.{public}.{method}{arguments(call)}"
-    yield from (f"source {name!r}: {sizes}" for name, sizes in named.SIZES.items())
+    yield from (f"source {name!r}: {dict(sizes)}" for name, (_, _, sizes) in SOURCES.items() if sizes)
 
 
 def test_the_interface_is_as_written() -> None:

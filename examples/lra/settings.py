@@ -14,13 +14,14 @@ from examples.common.runs import SETTINGS, RunError, check_folder, read_record, 
 from examples.lra.baselines import BASELINES
 from examples.lra.data import listops, pathfinder
 from examples.lra.data.files import path_argument
+from sbm_pyg.layers import named
 from sbm_pyg.sources import sbm
 from sbm_pyg.training.estimators import ESTIMATORS
 
 NAMES = ("laptop", "paper")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
-SOURCES = ("window", "bigbird", "top_k", "block_top_k", "lsh", "routing", "indexer", "key_selection", "sbm")
-TARGETED = ("indexer", "key_selection", "sbm", "top_k")  # sources with a target density
+SOURCES = tuple(name for name in named.source_names() if name != "full" and not named.required_options(name))
+TARGETED = tuple(name for name in SOURCES if "target_density" in (named.options_of(name) or ()))
 METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
 INF = float("inf")
 Words = Sequence[str]
@@ -67,7 +68,7 @@ class Settings:
     tied: int = _option("1: keys of 'sbm' take their memberships from queries", least=0, most=1)
     degree_corrected: int = _option("1: tokens of 'sbm' have degrees", least=0, most=1, default=0)
     target_density: float = _option(
-        "density of 'sbm', 'indexer', 'key_selection', 'top_k'; dense attention first; see docs/lra.md; 0: none",
+        f"density of {', '.join(map(repr, TARGETED))}; dense attention first; see docs/lra.md; 0: none",
         least=0.0, most=1.0, default=0.0,
     )  # fmt: skip
     exploration: float = _option("probability added to every edge of 'sbm' in training", least=0.0, most=1.0)

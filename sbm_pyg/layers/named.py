@@ -7,12 +7,11 @@ take names (``multihead``, ``models``, ``integrations.hugging_face``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from ..graphs.ragged import Tokens
@@ -29,13 +28,6 @@ __all__ = ["make_attention", "options_of", "register_source", "source_names"]
 
 SourceFactory = Callable[..., GraphSource]
 """``(channels, heads, **options) -> GraphSource`` for queries and keys ``[H, N, channels]``."""
-SIZES = {  # of sources that have usual ones
-    "window": {"size": 64},
-    "bigbird": {"size": 3, "num_global": 2, "num_random": 3},
-    "block_top_k": {"k": 4, "block_size": 16},
-    "lsh": {"num_buckets": 16, "chunk_size": 16, "rounds": 2},
-    "routing": {"num_clusters": 8},
-}
 GIVEN = ("n", "tokens", "rule", "ptr", "generator", "sequence_ids", "is_causal", "device")
 """Arguments of rules that each call passes, and those that no config holds."""
 SET = (
@@ -45,58 +37,67 @@ SET = (
 """Arguments that are no options, since the model sets them, or passes no features of edges."""
 
 
-def _scored(scorer: type[nn.Module], channels: int, heads: int, **options: Any) -> GraphSource:
-    sizes = {name: options.pop(name) for name in [*options] if name in _arguments(scorer)}
-    return indexer.IndexerSource(scorer(channels, heads, **sizes), **options)
+class NamedSource(NamedTuple):
+    """How plain options make a source.
+
+    ``make(channels, heads, **options)`` returns it. A ``make`` with an argument ``estimator`` gets that of the layer.
+    Options are the arguments of the callables in ``takes``, or any if it is None. ``sizes`` are defaults of this name.
+    """
+
+    make: SourceFactory
+    takes: tuple[Callable[..., Any], ...] | None
+    sizes: Mapping[str, int] = MappingProxyType({})
 
 
-def _drawn(rule: Callable[..., Any], channels: int, heads: int, **options: Any) -> GraphSource:
-    draws = {"heads": heads} if "seed" in _arguments(rule) else {}  # each head draws its own
-    return patterns.PatternSource(rule, **draws | options)
+def _with(kind: Callable[..., GraphSource], part: Callable[..., Any], **sizes: int) -> NamedSource:
+    """A source of a kind around a scorer, which takes options too, or around a rule."""
 
+    def make(channels: int, heads: int, **options: Any) -> GraphSource:
+        if isinstance(part, type):
+            of_scorer = {name: options.pop(name) for name in [*options] if name in _arguments(part)}
+            return kind(part(channels, heads, **of_scorer), **options)
+        draws = {"heads": heads} if "seed" in _arguments(part) else {}  # each head draws its own
+        return kind(part, **draws | options)
 
-def _selected(rule: Callable[..., Any], channels: int, heads: int, **options: Any) -> GraphSource:
-    return selectors.SelectorSource(rule, **options)
-
-
-def _make_ranks(channels: int, heads: int, **options: Any) -> GraphSource:
-    return selectors.TopKSource(**options)
+    return NamedSource(make, (part, kind), sizes)
 
 
 def _arguments(made: Callable[..., Any]) -> set[str]:
     return {*inspect.signature(made).parameters}
 
 
-_SCORERS = {"indexer": indexer.Indexer, "key_selection": indexer.KeyScorer}
-_PATTERNS = {name: getattr(patterns, name) for name in patterns.__all__ if name.islower()}
-_RULES = {name: getattr(selectors, name) for name in ("block_top_k", "lsh")}
-_MAKERS: dict[str, SourceFactory] = {
-    "routing": selectors.RoutingSource,
-    **{name: partial(_scored, scorer) for name, scorer in _SCORERS.items()},
-    "top_k": _make_ranks,
-    **{name: partial(_drawn, rule) for name, rule in _PATTERNS.items()},
-    **{name: partial(_selected, rule) for name, rule in _RULES.items()},
+SOURCES: dict[str, NamedSource] = {
+    "sbm": NamedSource(block_model, (SBMHead, SBMSource, Local)),
+    "routing": NamedSource(selectors.RoutingSource, (selectors.RoutingSource,), {"num_clusters": 8}),
+    "indexer": _with(indexer.IndexerSource, indexer.Indexer),
+    "key_selection": _with(indexer.IndexerSource, indexer.KeyScorer),
+    "top_k": NamedSource(lambda _, __, **options: selectors.TopKSource(**options), (selectors.TopKSource,)),
+    **{name: _with(patterns.PatternSource, getattr(patterns, name)) for name in patterns.__all__ if name.islower()},
+    "window": _with(patterns.PatternSource, patterns.window, size=64),
+    "bigbird": _with(patterns.PatternSource, patterns.bigbird, size=3, num_global=2, num_random=3),
+    "block_top_k": _with(selectors.SelectorSource, selectors.block_top_k, k=4, block_size=16),
+    "lsh": _with(selectors.SelectorSource, selectors.lsh, num_buckets=16, chunk_size=16, rounds=2),
 }
-_OWN: dict[str, SourceFactory] = {}
+"""The sources of this library by name."""
+_OWN: dict[str, NamedSource] = {}
 """Sources of users."""
 
 
 def source_names() -> list[str]:
     """The names of the sources of this library, and then those that were registered."""
-    return ["sbm", *_MAKERS, *_OWN]
+    return [*SOURCES, *_OWN]
 
 
 def register_source(name: str, make: SourceFactory) -> None:
-    """Name a source of your own, which :class:`SequenceEncoder`, :func:`replace_attention` and configs of Hugging Face
-    then know.
+    """Name a source of your own for :class:`SequenceEncoder`, :func:`replace_attention` and configs of Hugging Face.
 
-    Call it before a model with this source is made or loaded, as a module of yours does when it is imported. A second
-    call with the same name replaces the source.
+    Call it before a model with this source is made or loaded. A second call with the same name replaces the source.
 
     Args:
         name: The name.
         make: ``make(channels, heads, **options)`` returns a :class:`~sbm_pyg.GraphSource` for queries and keys
-            ``[H, N, C]``; a class with such a constructor will do. Options are those that the model is given.
+            ``[H, N, C]``; a class with such a constructor will do. Options are those that the model is given. An
+            argument ``estimator`` gets that of the layer.
 
     Raises:
         TypeError: ``name`` is not a str, or ``make`` cannot be called.
@@ -109,25 +110,25 @@ def register_source(name: str, make: SourceFactory) -> None:
     """
     checks.kind("name", name, str, "a str", "Models are given it.")
     checks.kind("make", make, Callable, "a function", "It returns a GraphSource.")
-    if name in ("sbm", "dcmm", *_MAKERS):
+    if name in ("dcmm", *SOURCES):
         raise ValueError(f"Expected 'name' to be new (got {name!r}, which the library has). Choose another.")
-    _OWN[name] = make
+    _OWN[name] = NamedSource(make, None)
 
 
 def options_of(source: str) -> set[str] | None:
     """The options that :func:`make_attention` knows for a source; None for a user's, which may take any."""
-    if source in _OWN:
+    takes = (SOURCES | _OWN)[source].takes
+    if takes is None:
         return None
-    parts: dict[str, tuple[Any, ...]] = {
-        "sbm": (SBMHead, SBMSource, Local),
-        "routing": (selectors.RoutingSource,),
-        "top_k": (selectors.TopKSource,),
-        **{name: (scorer, indexer.IndexerSource) for name, scorer in _SCORERS.items()},
-        **{name: (rule,) for name, rule in _PATTERNS.items()},
-        **{name: (rule, selectors.SelectorSource) for name, rule in _RULES.items()},
-    }
-    names = set[str]().union(*map(_arguments, (*parts[source], AttentionConv, MessagePassing)))
-    return names.difference(SET, GIVEN)
+    return set[str]().union(*map(_arguments, (*takes, AttentionConv, MessagePassing))).difference(SET, GIVEN)
+
+
+def required_options(source: str) -> set[str]:
+    """The options of a source that have no default."""
+    _, takes, sizes = (SOURCES | _OWN)[source]
+    parameters = [option for part in takes or () for option in inspect.signature(part).parameters.values()]
+    required = {option.name for option in parameters if option.default is option.empty}
+    return required.difference(sizes, SET, GIVEN)
 
 
 def check_known(what: str, options: Iterable[str], names: Collection[str], error: type[Exception] = TypeError) -> None:
@@ -175,23 +176,23 @@ def make_attention(
     if source is None:
         return AttentionConv(in_channels, out_channels, heads, **options)
     of_layer = {name: options.pop(name) for name in [*options] if name in of_any}
-    if source == "sbm":
-        method = options.get("method", "bernoulli")
+    make, _, defaults = (SOURCES | _OWN)[source]
+    for name, size in defaults.items():
+        options[name] = checks.integer(name, options.get(name, size), 0, "It counts tokens.")
+    layer = None
+    if "estimator" in _arguments(make):  # then the layer, which has it, comes first
+        method = options.get("method", GraphSource.method)
         checks.one_of("method", method, METHODS)
         law = (of_layer.get("normalizer", "softmax"), method, options.pop("probes", 16.0))
-        of_layer["estimator"] = resolve_estimator(of_layer.get("estimator"), *law)
+        of_layer["estimator"] = options["estimator"] = resolve_estimator(of_layer.get("estimator"), *law)
         layer = AttentionConv(in_channels, out_channels, heads, **of_layer)
-        layer.source = block_model(layer.out_channels, layer.heads, estimator=layer.estimator, **options)
-        return layer
-    sizes = {
-        name: checks.integer(name, options.get(name, size), 0, "It counts tokens.")
-        for name, size in SIZES.get(source, {}).items()
-    }
-    made = (_OWN.get(source) or _MAKERS[source])(out_channels, heads, **options | sizes)
+    made = make(out_channels, heads, **options)
     checks.kind("source", made, GraphSource, f"a GraphSource, made by {source!r}", "See `register_source`.")
-    conv = AttentionConv(in_channels, out_channels, heads, made, **of_layer)
-    if source in {*_PATTERNS, *_RULES}:  # whose options are checked by a call
-        one = Tokens(torch.zeros(conv.heads, 1, conv.out_channels, device="cpu"), seed=0)
+    if layer is None:
+        layer = AttentionConv(in_channels, out_channels, heads, made, **of_layer)
+    layer.source = made
+    if isinstance(made, patterns.PatternSource | selectors.SelectorSource):  # whose options are checked by a call
+        one = Tokens(torch.zeros(layer.heads, 1, layer.out_channels, device="cpu"), seed=0)
         if can_read(one.query):
             made(one)
-    return conv
+    return layer
