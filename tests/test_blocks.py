@@ -207,6 +207,18 @@ def test_what_is_forced_is_over_blocks_of_the_same_size() -> None:
     assert Choice(graph.expand_tokens()).force(causal).graph == graph.expand_tokens() | causal.expand_tokens()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sinks_and_windows_are_widened_to_whole_blocks(is_causal: bool) -> None:
+    source = SBMSource(SBMHead(4, 2, 3), block_size=4, window=None, num_sinks=5).double().eval()
+    tokens = Tokens(torch.randn(2, 30, 4).double(), query_ptr=torch.tensor([0, 9, 30]), is_causal=is_causal)
+    choice = source(tokens)
+    assert isinstance(choice.graph, BlockGraph)
+    for sequence, keys in enumerate((9, 21)):
+        is_edge = choice.graph.to_dense(sequence)
+        first = torch.ones(keys, min(keys, 8), dtype=torch.bool)
+        assert torch.equal(is_edge[:, :, :8], (first.tril() if is_causal else first).expand_as(is_edge[:, :, :8]))
+
+
 def test_numbers_of_tokens_become_tiles(graph: BlockGraph) -> None:
     number = torch.arange(1.0, graph.num_edges + 1)
     tiles = graph.edge_bias_to_blocks(number)

@@ -608,10 +608,11 @@ def test_probabilities_come_closer_to_attention_while_it_is_dense(name: str) -> 
     assert float(every().detach()) < 0.85 * before
 
 
-def test_row_distillation_is_the_cross_entropy_of_sampled_rows() -> None:
-    """Window and self-loops are left out; with all rows it is the mean over them."""
+@pytest.mark.parametrize("num_sinks", [0, 3])
+def test_row_distillation_is_the_cross_entropy_of_sampled_rows(num_sinks: int) -> None:
+    """Window, sinks and self-loops are left out; with all rows it is the mean over them."""
     head = Steady(1)
-    source = SBMSource(head, window=1)
+    source = SBMSource(head, window=1, num_sinks=num_sinks)
     query, key = draw(1, 2, 20, 4), draw(2, 2, 20, 4)
     ptr = torch.tensor([0, 8, 20])
     loss = row_distillation(source, Tokens(query, key, ptr, bipartite=False), rows=math.inf, part=1.0)
@@ -620,6 +621,7 @@ def test_row_distillation_is_the_cross_entropy_of_sampled_rows() -> None:
         part = slice(first, last)
         weight = (query[:, part] @ key[:, part].mT).softmax(-1)
         far = (torch.arange(last - first)[:, None] - torch.arange(last - first)).abs() > 1
+        far &= torch.arange(last - first) >= num_sinks
         p = (head.y[:, part] @ head.z[:, part].mT) * far
         total = total - (weight * far * (p / p.sum(-1, keepdim=True)).clamp(min=1e-300).log()).sum()
     torch.testing.assert_close(loss, total / 40)
@@ -759,6 +761,8 @@ def warnings_of(options: dict[str, Any], lengths: list[int], **more: Any) -> lis
         ({"target_density": 0.05, "k": 2}, [16], {}, "2.0 keys"),
         ({"target_density": 0.05, "k": 4}, [16], {}, None),
         ({"target_density": 0.05, "window": 2}, [16], {}, None),
+        ({"target_density": 0.05, "num_sinks": 2}, [16, 16], {"is_causal": True}, "3.4 keys"),
+        ({"target_density": 0.05, "num_sinks": 4}, [16], {}, None),
         ({"target_density": 0.05}, [64], {}, None),
         ({"target_density": 0.9}, [3], {}, None),  # 2.7 of 3, and the token itself
     ],

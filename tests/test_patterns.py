@@ -50,8 +50,8 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    def in_window(n: int, i: int, j: int, size: int, is_causal: bool = False) -> bool:
-        return 0 <= i - j <= size if is_causal else abs(i - j) <= size
+    def in_window(n: int, i: int, j: int, size: int, is_causal: bool = False, num_sinks: int = 0) -> bool:
+        return (abs(i - j) <= size or j < num_sinks) and not (is_causal and j > i)
 
     def add(function: Callable[..., AttentionGraph], is_edge: Callable[..., bool], *choices: dict[str, Any]) -> None:
         result.extend(Case(function, is_edge, arguments) for arguments in choices)
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
     add(patterns.full, lambda n, i, j: True, {})
     add(patterns.self_loops, lambda n, i, j: i == j, {})
     sizes = [{"size": size, **causal} for size in (0, 1, 3, sys.maxsize) for causal in ({}, {"is_causal": True})]
-    add(patterns.window, in_window, *sizes)
+    add(patterns.window, in_window, *sizes, *(of | {"num_sinks": n} for of in sizes for n in (1, 2, sys.maxsize)))
     numbers = [{"num_global": number} for number in (0, 1, 3, sys.maxsize)]
     add(patterns.global_tokens, lambda n, i, j, num_global: i < num_global or j < num_global, *numbers)
     blocks = [{"num_blocks": number} for number in (1, 2, 3, 5, sys.maxsize)]

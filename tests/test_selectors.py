@@ -17,7 +17,17 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch_geometric.data import Batch, Data
 
-from sbm_pyg import AttentionConv, AttentionGraph, FullAttention, SequenceEncoder, SourceGraph, Sparsifier, Tokens
+from sbm_pyg import (
+    AttentionConv,
+    AttentionGraph,
+    FullAttention,
+    SBMHead,
+    SBMSource,
+    SequenceEncoder,
+    SourceGraph,
+    Sparsifier,
+    Tokens,
+)  # fmt: skip
 from sbm_pyg.ops import segments, tiles
 from sbm_pyg.ops.random_words import head_generator
 from sbm_pyg.sources import patterns, selectors
@@ -197,23 +207,28 @@ def test_centroids_take_tokens_without_a_direction_last_and_no_others(worst: flo
     assert {(key, query) for key, query in few.edge_index.T.tolist() if {key, query} & {2, 9, 10}} == kept | {(9, 10)}
 
 
-def test_a_window_stands_beside_a_rule() -> None:
+@pytest.mark.parametrize("forced", [{"window": 1}, {"window": 1, "num_sinks": 2}, {"num_sinks": 3}])
+def test_a_window_and_sinks_stand_beside_a_rule(forced: dict[str, Any]) -> None:
     x, ptr = draw(1, 2, 20, 4), torch.tensor([0, 8, 20])
-    near = patterns.window(None, 1, is_causal=True, ptr=ptr)
+    first = patterns.global_tokens(None, forced.get("num_sinks", 0), is_causal=True, ptr=ptr)
+    near = first | patterns.window(None, 1, is_causal=True, ptr=ptr) if "window" in forced else first
     chosen: tuple[Any, ...] = (
-        SelectorSource(top_k, k=2, window=1), RoutingSource(4, 2, 3, window=1).eval(), TopKSource(2, window=1),
+        SelectorSource(top_k, k=2, **forced), RoutingSource(4, 2, 3, **forced).eval(), TopKSource(2, **forced),
+        IndexerSource(Indexer(4, 2), k=2, **forced), SBMSource(SBMHead(4, 2, 3), **{"window": None, **forced}).eval(),
     )  # fmt: skip
     for source in chosen:
         alone = copy.deepcopy(source)
-        alone.window = None
+        alone.window, alone.num_sinks = None, 0
         with_it, without = (each(Tokens(x, query_ptr=ptr, is_causal=True)).graph for each in (source, alone))
         assert with_it == without | near
         assert with_it != without
-        assert "window=1" in repr(source)
+        assert all(f"{name}={value}" in repr(source) for name, value in forced.items())
         pair = Tokens(x, query_ptr=ptr, bipartite=True)
         assert source(pair).graph == alone(pair).graph
     with pytest.raises(ValueError, match="Expected 'window' to be at least 0"):
         SelectorSource(top_k, k=2, window=-1)
+    with pytest.raises(ValueError, match="Expected 'num_sinks' to be at least 0"):
+        TopKSource(2, num_sinks=-1)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

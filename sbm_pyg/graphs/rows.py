@@ -287,6 +287,11 @@ class CompressedRows:
         return (query - self.query_ptr[sequence]) - (key - self.key_ptr[sequence])
 
     @property
+    def key_position(self) -> Tensor:
+        """Position of the key of each edge in its sequence, from 0, ``[E]`` int64."""
+        return self.col.long() - self.key_ptr[torch.searchsorted(self.key_ptr, self.col.long(), right=True) - 1]
+
+    @property
     def later(self) -> Tensor:
         """True for edges from a later key, ``[E]`` bool."""
         return self.lag < 0

@@ -446,7 +446,8 @@ class IndexerSource(LearnedSource):
             the target density, or 0 without one.
         detach: Stop gradients from the scores to queries and keys, as in DeepSeek-V3.2.
         window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
-            the same tokens. None: no window.
+            the same tokens. None: no window. Its edges come on top of the target density.
+        num_sinks: Each token also attends to so many first tokens of its sequence, under the same condition.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or ``"bernoulli"`` has a ``k``.
@@ -475,6 +476,7 @@ class IndexerSource(LearnedSource):
         exploration: float | None = None,
         detach: bool = False,
         window: int | None = None,
+        num_sinks: int = 0,
     ) -> None:
         super().__init__()
         checks.kind("scorer", scorer, nn.Module, "a module such as Indexer", "Make one.")
@@ -491,7 +493,8 @@ class IndexerSource(LearnedSource):
         self.scorer, self.select, self.k, self.exploration = scorer, select, k, exploration
         self.method = select
         self.target_density = 1.0 if self._needs_density and target_density is None else target_density
-        self.initial_density, self.detach, self.window = initial_density, detach, patterns.check_window(window)
+        self.initial_density, self.detach = initial_density, detach
+        self.window, self.num_sinks = patterns.check_window(window), patterns.check_sinks(num_sinks)
         independent = select == "bernoulli" and target_density is None
         self.bias = nn.Parameter(torch.empty(getattr(scorer, "heads", 1))) if independent else None
         self._reset_bias()
@@ -536,7 +539,7 @@ class IndexerSource(LearnedSource):
             exploration = self._exploration
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(show_nan(tokens, graph), probability, exploration=exploration)
-        return patterns.with_window(choice, self.window, tokens)
+        return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         if self.select == "bernoulli":
@@ -548,6 +551,6 @@ class IndexerSource(LearnedSource):
         return Choice(graph._with(rowptr, graph.col[edge], 1), probability, independent=False)
 
     def extra_repr(self) -> str:
-        names = ("k", "target_density", "exploration", "window")
+        names = ("k", "target_density", "exploration", "window", *["num_sinks"] * bool(self.num_sinks))
         options = (f"{n}={v}" for n in names if (v := getattr(self, n)) is not None)
         return ", ".join([f"select={self.select!r}", *options])

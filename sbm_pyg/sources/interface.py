@@ -262,6 +262,8 @@ class GraphSource(torch.nn.Module, ABC):
     window: int | None = None
     """Each token attends to tokens at this distance or less, and so to itself, whatever the source chooses, where
     queries and keys are the same tokens. None: no edge is forced."""
+    num_sinks: int = 0
+    """Each token also attends to so many first tokens of its sequence, as to those of the window."""
     method: str = "bernoulli"
     """How edges are drawn, ``"bernoulli"``, ``"fastrg"`` or, by rank, ``"top_k"``. It decides the estimators that
     fit."""

@@ -293,7 +293,8 @@ class DensitySource(GraphSource):
     def _warn_of_few_keys(self, tokens: Tokens) -> None:
         """Warn, once for a target density, if it leaves fewer than four keys to a query, in the mean over these tokens.
 
-        Edges of a window count, and the least number of keys ``k``. Offsets are read at the first sparse call alone.
+        Edges of a window and to sinks count, and the least number of keys ``k``. Offsets are read at the first sparse
+        call alone.
         """
         density = self.target_density
         if density in (None, 1, self._checked_density) or torch.compiler.is_compiling() or not can_read(tokens.key_ptr):
@@ -301,12 +302,14 @@ class DensitySource(GraphSource):
         self._checked_density = density
         ptrs = (tokens.query_ptr, tokens.key_ptr)
         allowed = float(count_pairs(*ptrs, tokens.is_causal).sum()) / max(tokens.num_queries, 1)
-        near = 0 if self.window is None or tokens.bipartite else (2 - tokens.is_causal) * self.window + 1
-        keys = max(density * allowed, getattr(self, "k", None) or 0) + near
+        near = 0 if self.window is None else (2 - tokens.is_causal) * self.window + 1
+        forced = 0 if tokens.bipartite else near + self.num_sinks
+        keys = max(density * allowed, getattr(self, "k", None) or 0) + forced
         if keys < min(FEW_KEYS, allowed):
             warnings.warn(
                 f"A target density of {density:.3g} leaves a query {keys:.1f} keys in the mean, of {allowed:.1f} that "
-                f"it may attend to. Set a larger density, a wider 'window', or a 'k' if the source has one.",
+                f"it may attend to. Set a larger density, a wider 'window', more 'num_sinks', or a 'k' if the source has "
+                "one.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -420,7 +423,7 @@ class LearnedSource(DensitySource):
         probability = CandidateProbability(self.predict(seen), candidates.graph, density, budget)
         check_finite("source", tokens, probability.on_candidates)
         choice = self._select_among(probability, candidates, tokens)
-        return patterns.with_window(choice, self.window, tokens)
+        return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         """Draw each pair with its probability; subclasses select in another way."""

@@ -70,33 +70,37 @@ def full(
 
 
 def window(
-    n: int | None, size: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
-    """Each token attends to itself and to the tokens at most ``size`` positions away.
+    n: int | None, size: int, *, num_sinks: int = 0, is_causal: bool = False, heads: int = 1, ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
+    """Each token attends to itself, to the tokens at most ``size`` positions away, and to the first ``num_sinks``.
 
-    An edge where :math:`|r_i - r_j| \\le size`. Tokens near an end have fewer keys. Longformer (section 3.1) and
-    BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the usual causal mask.
+    An edge where :math:`|r_i - r_j| \\le size` or :math:`r_j < num\\_sinks`. Tokens near an end have fewer keys.
+    Longformer (section 3.1) and BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the
+    usual causal mask, and ``window(n, size, num_sinks=4, is_causal=True)`` the pattern of StreamingLLM.
 
     Args:
         size: Largest distance, at least 0; a query has up to ``2 * size + 1`` keys. A sequence of at most
             ``size + 1`` tokens gets its full graph.
+        num_sinks: Number of first tokens of each sequence that all of its tokens attend to, at least 0.
         n, is_causal, heads, ptr, device: As in :func:`full`.
 
     Returns:
-        A graph with at most ``H * N * (2 * size + 1)`` edges.
+        A graph with at most ``H * N * (2 * size + 1 + num_sinks)`` edges.
 
     Example:
         >>> window(4, 1).to_dense()[0].int().tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+
+    Reference: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
     """
     size = checks.integer("size", size, 0, "It is a distance in tokens; 0 gives self-loops.")
+    num_sinks = check_sinks(num_sinks)
     positions = _Positions.of(n, is_causal, heads, ptr, device)
-    token = positions.start + positions.position
-    if size == 0:  # one edge per token: no synchronization with the device
+    if size == num_sinks == 0:  # one edge per token: no synchronization with the device
+        token = positions.start + positions.position
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
-    half_width = positions.length.clamp(max=size)
-    end = torch.minimum(token + half_width + 1, positions.end)
-    return positions.consecutive(torch.maximum(token - half_width, positions.start), end)
+    return positions.near(size, num_sinks)
 
 
 def global_tokens(
@@ -388,9 +392,30 @@ class _Positions:
         if self.is_causal:
             end = torch.minimum(end, self.start + self.position + 1)
         degree = (end - first).clamp(min=0)
+        return self.graph(degree, self._keys(first, degree, degree), 1).expand(self.heads)
+
+    def near(self, size: int | None, num_sinks: int) -> AttentionGraph:
+        """The graph in which each token attends to a window, unless its size is None, and to the first tokens."""
+        token = self.start + self.position
+        last = torch.minimum(token + 1, self.end) if self.is_causal else self.end
+        sinks = torch.minimum(self.length.clamp(max=num_sinks), last - self.start)
+        if size is None:
+            return self.consecutive(self.start, self.start + sinks)
+        half_width = self.length.clamp(max=size)
+        end = torch.minimum(token + half_width + 1, last)
+        first = torch.maximum(token - half_width, self.start + sinks)
+        if not num_sinks:
+            return self.consecutive(first, end)
+        counts = torch.stack([sinks, (end - first).clamp(min=0)], 1)  # [N, 2]
+        degree = counts.sum(1)
+        col = self._keys(torch.stack([self.start, first], 1).flatten(), counts.flatten(), degree)
+        return self.graph(degree, col, 1).expand(self.heads)
+
+    def _keys(self, first: Tensor, count: Tensor, degree: Tensor) -> Tensor:
+        """The keys of consecutive ranges, for rows of these degrees in each head."""
         itemsize = index_type(self.position.numel()).itemsize
         total = self.count(degree, self.heads, bytes_each=itemsize if self.heads == 1 else 2 * itemsize)
-        return self.graph(degree, runs(first, degree, total, index_type(self.position.numel())), 1).expand(self.heads)
+        return runs(first, count, total, index_type(self.position.numel()))
 
 
 class _Draws:
@@ -544,11 +569,20 @@ def check_window(window: int | None) -> int | None:
     return None if window is None else checks.integer("window", window, 0, "It is a distance in tokens; None for none.")
 
 
-def with_window(choice: Choice, size: int | None, tokens: Tokens) -> Choice:
-    """Add a window to the choice in each head, regardless of the probabilities; none if queries are not the keys."""
-    if size is None or tokens.bipartite:
+def check_sinks(num_sinks: int) -> int:
+    """Check the number of first tokens that a source adds to the keys of all queries."""
+    return checks.integer("num_sinks", num_sinks, 0, "It is a number of first tokens; 0 for none.")
+
+
+def with_forced(choice: Choice, size: int | None, num_sinks: int, tokens: Tokens) -> Choice:
+    """Add a window and the first tokens to the choice in each head, regardless of the probabilities.
+
+    Nothing is added if queries are not the keys.
+    """
+    if (size is None and not num_sinks) or tokens.bipartite:
         return choice
+    if size == 0 and not num_sinks:
+        return choice._force_loops()
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
-    if size > 0:
-        return choice.force(window(graph.num_queries, size, is_causal=graph.is_causal, ptr=graph.query_ptr))
-    return choice._force_loops()
+    positions = _Positions.of(graph.num_queries, graph.is_causal, 1, graph.query_ptr, None)
+    return choice.force(positions.near(size, num_sinks))

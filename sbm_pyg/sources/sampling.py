@@ -186,11 +186,12 @@ class SBMSource(LearnedSource, FollowingSource):
         window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: each
             token attends to itself, so that no query is without a key. None: no edge is forced, as in the paper. If
             queries and keys are different tokens, as in cross attention, a window forces nothing.
+        num_sinks: Each token also attends to so many first tokens of its sequence, under the same condition.
         block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
             for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
-            exploration and target density are those of pairs of blocks; ``budget`` and ``window`` count tokens, and a
-            window is widened to whole blocks. In a causal model, the keys of a query block depend only on tokens up to
-            its first one, and each block always attends to itself.
+            exploration and target density are those of pairs of blocks; ``budget``, ``window`` and ``num_sinks`` count
+            tokens, and the latter two are widened to whole blocks. In a causal model, the keys of a query block depend
+            only on tokens up to its first one, and each block always attends to itself.
         pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
@@ -227,6 +228,7 @@ class SBMSource(LearnedSource, FollowingSource):
         budget: float | None = None,
         target_density: float | None = None,
         window: int | None = 0,
+        num_sinks: int = 0,
         block_size: int = 1,
         pool: torch.nn.Module | str = "mean",
         detach: bool = False,
@@ -239,7 +241,6 @@ class SBMSource(LearnedSource, FollowingSource):
         if exploration is not None:
             checks.number("exploration", exploration, "[0, 1]", "It is added to every probability in training.")
         _check_budget(budget)
-        patterns.check_window(window)
         if pool == "learned":
             pool = BlockPool(head.channels, head.heads)  # type: ignore[arg-type]
         if pool != "mean" and not isinstance(pool, torch.nn.Module):
@@ -255,7 +256,7 @@ class SBMSource(LearnedSource, FollowingSource):
         self.row_group = checks.row_group(row_group, method)
         self.pool = pool if isinstance(pool, torch.nn.Module) else None
         self.head, self.method, self.exploration, self.budget = head, method, exploration, budget
-        self.window = window
+        self.window, self.num_sinks = patterns.check_window(window), patterns.check_sinks(num_sinks)
         self.running_mean: Tensor
         self.target_density = target_density
 
@@ -330,7 +331,8 @@ class SBMSource(LearnedSource, FollowingSource):
         if drawn > 1:
             choice = self._keep_best(choice, tokens, sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.window
-        return patterns.with_window(choice, size if size is None else -(-size // self.block_size), tokens)
+        near, first = (None if count is None else -(-count // self.block_size) for count in (size, self.num_sinks))
+        return patterns.with_forced(choice, near, first or 0, tokens)
 
     def _keep_best(self, choice: Choice, tokens: Tokens, allowed: Tensor) -> Choice:
         """Keep the drawn edges of each query with the largest dot products, one in ``candidates``.
@@ -375,6 +377,7 @@ class SBMSource(LearnedSource, FollowingSource):
     def extra_repr(self) -> str:
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget}
         parts |= {"target_density": self.target_density, "window": self.window}
+        parts |= {"num_sinks": self.num_sinks} if self.num_sinks else {}
         parts |= {"block_size": self.block_size} if self.block_size > 1 else {}
         parts |= {"detach": True} if self.detach else {}
         parts |= {"candidates": self.candidates} if self.candidates > 1 else {}

@@ -36,6 +36,7 @@ __all__ = ["RoutingSource", "SelectorSource", "TopKSource", "block_top_k", "lsh"
 
 Rule = TypeVar("Rule", bound=Callable[..., AttentionGraph])
 LEAST_BLOCK = 32  # keys of a block in causal routing
+NO_SINKS = ("num_sinks", 0)
 
 
 def _of_pairs(rule: Rule) -> Rule:
@@ -227,11 +228,12 @@ class SelectorSource(GraphSource):
         rule: A function of this module, or one of your own, ``rule(tokens, **options) -> AttentionGraph``.
         window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
             the same tokens. None: no window.
+        num_sinks: Each token also attends to so many first tokens of its sequence, under the same condition.
         **options: Arguments of the rule, e.g. ``k=16``. Copies of tensors become buffers.
 
     Raises:
         TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
-        ValueError: The window is out of range.
+        ValueError: The window or the number of sinks is out of range.
 
     Example:
         >>> source = SelectorSource(top_k, k=3)
@@ -239,23 +241,24 @@ class SelectorSource(GraphSource):
         AttentionGraph(2 sequences, 2 heads, 10 queries, 10 keys, 60 edges, density 57.7%)
     """
 
-    def __init__(self, rule: Callable[..., AttentionGraph], *, window: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, rule: Callable[..., AttentionGraph], *, window: int | None = None, num_sinks: int = 0, **options: Any
+    ) -> None:
         super().__init__()
         self.rule = patterns.BoundRule(rule, options)
         self.tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
         for name in self.tensors:  # buffers move with the module, and load into it alone
             self.register_buffer(name, self.rule.options.pop(name).detach().clone())
         self.head_dims = {name: 0 for name in self.tensors if name == "centroids"}
-        self.window = patterns.check_window(window)
+        self.window, self.num_sinks = patterns.check_window(window), patterns.check_sinks(num_sinks)
 
     def forward(self, tokens: Tokens) -> Choice:
         graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
         choice = Choice(graph.causal() if tokens.is_causal else graph)
-        return patterns.with_window(choice, self.window, tokens)
+        return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
 
     def extra_repr(self) -> str:
-        window = [] if self.window is None else [f"window={self.window}"]
-        return ", ".join([repr(self.rule), *window])
+        return ", ".join([repr(self.rule), *_named(self, ("window", "num_sinks"))])
 
 
 class TopKSource(DensitySource):
@@ -270,7 +273,8 @@ class TopKSource(DensitySource):
         target_density: Part of its keys that each query attends to, in (0, 1]; 1 is dense attention. A
             :class:`~sbm_pyg.Sparsifier` sets it. None: 1, or ``k`` keys if there is a ``k``.
         window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
-            the same tokens. None: no window.
+            the same tokens. None: no window. Its edges come on top of the target density.
+        num_sinks: Each token also attends to so many first tokens of its sequence, under the same condition.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -281,11 +285,14 @@ class TopKSource(DensitySource):
         AttentionGraph(1 sequence, 2 heads, 10 queries, 10 keys, 60 edges, density 30.0%)
     """
 
-    def __init__(self, k: int | None = None, *, target_density: float | None = None, window: int | None = None) -> None:
+    def __init__(
+        self, k: int | None = None, *, target_density: float | None = None, window: int | None = None,
+        num_sinks: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.k = None if k is None else checks.integer("k", k, 1, "It is the number of keys of each query.")
         self.target_density = 1.0 if self._needs_density and target_density is None else target_density
-        self.window = patterns.check_window(window)
+        self.window, self.num_sinks = patterns.check_window(window), patterns.check_sinks(num_sinks)
 
     @property
     def _needs_density(self) -> bool:
@@ -294,11 +301,10 @@ class TopKSource(DensitySource):
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
         count = pairs.number_of_keys(self.k, self.target_density, tokens.allowed_keys)
-        return patterns.with_window(Choice(top_k(tokens, count)), self.window, tokens)
+        return patterns.with_forced(Choice(top_k(tokens, count)), self.window, self.num_sinks, tokens)
 
     def extra_repr(self) -> str:
-        options = {name: getattr(self, name) for name in ("k", "target_density", "window")}
-        return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        return ", ".join(_named(self, ("k", "target_density", "window", "num_sinks")))
 
 
 class RoutingSource(GraphSource, FollowingSource):
@@ -314,7 +320,7 @@ class RoutingSource(GraphSource, FollowingSource):
         num_clusters: Centroids of each head K, at least 1.
         size: As :func:`routing`.
         decay: Weight of the old centroid in the moving average, in [0, 1].
-        window: As in :class:`SelectorSource`. A query without a centroid has no other keys.
+        window, num_sinks: As in :class:`SelectorSource`. A query without a centroid has no other keys.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -336,6 +342,7 @@ class RoutingSource(GraphSource, FollowingSource):
         size: int | None = None,
         decay: float = 0.99,
         window: int | None = None,
+        num_sinks: int = 0,
     ) -> None:
         super().__init__()
         shape = [
@@ -346,7 +353,8 @@ class RoutingSource(GraphSource, FollowingSource):
         if size is not None:
             size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
         checks.number("decay", decay, "[0, 1]", "It is the factor of a moving average.")
-        self.size, self.decay, self.window = size, decay, patterns.check_window(window)
+        self.size, self.decay = size, decay
+        self.window, self.num_sinks = patterns.check_window(window), patterns.check_sinks(num_sinks)
         self.centroids: Tensor
         self.register_buffer("centroids", torch.empty(shape))
         self._follow_by(torch.zeros(shape))  # sums of the unit vectors of the nearest tokens
@@ -365,7 +373,7 @@ class RoutingSource(GraphSource, FollowingSource):
         graph = routing(tokens, centroids, self.size)
         if self._counts:
             self._note(self._sums_of_members(tokens.query.detach(), tokens.key.detach(), centroids))
-        return patterns.with_window(Choice(graph), self.window, tokens)
+        return patterns.with_forced(Choice(graph), self.window, self.num_sinks, tokens)
 
     def _sums_of_members(self, query: Tensor, key: Tensor, centroids: Tensor) -> Tensor:
         """Sums of the unit vectors of the tokens that are nearest to each centroid, ``[H, K, C]``."""
@@ -381,11 +389,17 @@ class RoutingSource(GraphSource, FollowingSource):
 
     def extra_repr(self) -> str:
         heads, clusters, channels = self.centroids.shape
-        options = {"size": self.size, "decay": self.decay, "window": self.window}
-        return f"{channels}, {heads=}, num_clusters={clusters}, " + ", ".join(f"{k}={v}" for k, v in options.items())
+        options = _named(self, ("size", "decay", "window", "num_sinks"))
+        return ", ".join([f"{channels}, {heads=}, num_clusters={clusters}", *options])
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _named(source: GraphSource, names: tuple[str, ...]) -> list[str]:
+    """The options of a source that are set, as its representation shows them."""
+    options = {name: getattr(source, name) for name in names}
+    return [f"{name}={value}" for name, value in options.items() if value is not None and (name, value) != NO_SINKS]
 
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:

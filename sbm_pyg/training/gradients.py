@@ -372,9 +372,10 @@ def row_distillation(
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     log_p = source.predict(tokens).log_on(blocks)
-    if source.window is not None and not tokens.bipartite:
-        near = blocks.lag.abs() <= -(-source.window // source.block_size)
-        log_p = log_p.masked_fill(near, -torch.inf)
+    if not tokens.bipartite:
+        forced = blocks.lag.abs() <= (-1 if source.window is None else -(-source.window // source.block_size))
+        forced = forced | (blocks.key_position < -(-source.num_sinks // source.block_size))
+        log_p = log_p.masked_fill(forced, -torch.inf)
     checks.per_edge(graph.col, "[E]", score_bias=bias)
     checks.per_edge(blocks.col, "[E]", log_p=log_p)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
