@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count
 
 from sbm_pyg import SBM, SequenceEncoder, make_attention, ops
-from sbm_pyg.ops import flops
+from sbm_pyg.ops import flops, segments
 from sbm_pyg.sources import patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +74,15 @@ def test_dot_and_gate() -> None:
 
 def test_index_top_k() -> None:
     ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((N,), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
-    given = (random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4), ptr, ptr, count, True)
+    given = (
+        random(HEADS, N, 3, 4),
+        random(HEADS, N, 3),
+        random(HEADS, N, 4),
+        ptr,
+        ptr,
+        count,
+        segments.allowed_keys(ptr, ptr, N, True),
+    )
     assert counted(lambda: ops.schemas.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
     assert counted(lambda: ops.schemas.index_top_k(given[0], None, *given[2:])) == {"index_top_k": 2 * 4 * pairs}
 

@@ -161,7 +161,7 @@ def test_ranks_of_sixteen_million_pairs_take_one_tile(tokens: int) -> None:
     query, key = torch.randn(1, tokens, 2, 4), torch.randn(1, tokens, 4)
     ptr, count = torch.tensor([0, tokens]), torch.full((tokens,), 5)
     with plain_torch() as counted:
-        torch.ops.sbm_pyg.index_top_k(query, torch.ones(1, tokens, 2), key, ptr, ptr, count, True)
+        torch.ops.sbm_pyg.index_top_k(query, torch.ones(1, tokens, 2), key, ptr, ptr, count, 1 + torch.arange(tokens))
     assert counted.launches <= 110
     assert counted.waits == 8
 

@@ -873,7 +873,7 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
-        "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), True),
+        "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), torch.ones(3, dtype=torch.int64)),
         "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
         "union_rows": (*rows, graph.rowptr, graph.col, graph.num_keys),
         "add_loops": (torch.tensor([0, 1, 2]), torch.tensor([1, 1]), 2),
@@ -1256,7 +1256,8 @@ def test_the_best_keys_are_those_of_the_largest_scores(
     key[torch.rand(2, keys, generator=random) < 0.1] = torch.nan if seed % 2 else torch.inf
     query[torch.rand(2, queries, generator=random) < 0.1] = torch.nan
     count = whole(1, 1 + most // (1 + seed % 9), queries)
-    given = (query, weight if weighted else None, key, *ptrs, count, is_causal)
+    allowed = segments.allowed_keys(*ptrs, queries, is_causal)
+    given = (query, weight if weighted else None, key, *ptrs, count, allowed)
     weights = weight.double() if weighted else None
     wanted = best_keys(query.double(), weights, key.double(), ptrs, count, is_causal)
     for rowptr, col in (schemas.index_top_k(*given), reference_pairs.index_top_k(*given)):
@@ -1323,7 +1324,7 @@ def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:
 def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
     ptr = torch.tensor([0, 700, 2000])
     query, weight, key = torch.randn(2, 2000, 4, 8), torch.randn(2, 2000, 4), torch.randn(2, 2000, 8)
-    rest = (key, ptr, ptr, torch.full((2000,), 20), True)
+    rest = (key, ptr, ptr, torch.full((2000,), 20), segments.allowed_keys(ptr, ptr, 2000, True))
     for arguments in ((query, weight, *rest), (query, None, *rest)):
         found = []
         for threads in (1, 4):

@@ -20,10 +20,10 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 29_490,
+    "lines of sbm_pyg": 29_550,
     "lines of sbm_pyg/ops": 11_460,
     "lines of examples": 13_250,
-    "lines of tests": 35_620,
+    "lines of tests": 35_750,
     "rooms of sbm_pyg": 10,
     "arrows between rooms": 32,
     "public names": 316,

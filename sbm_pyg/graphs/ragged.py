@@ -54,6 +54,10 @@ class Tokens:
         seed: Integer of 64 bits that determines all random choices.
         sequence_ids: Number of each sequence, ``[B]`` int64; see :func:`sbm_pyg.sample_edges`. None: the position in
             the batch.
+        at_end: If True, queries are the last tokens of the sequences of keys, as where the keys of earlier tokens are
+            in a cache: the position of the last query of a sequence is that of its last key. Each row is then that of
+            the whole sequence. The graph is not marked as causal, since its rows do not begin at the first token.
+            False: positions count from the start of both sequences.
 
     Raises:
         TypeError: An argument has the wrong type, or queries and keys have different dtypes.
@@ -74,6 +78,7 @@ class Tokens:
     is_causal: bool = False
     seed: int = 0
     sequence_ids: Tensor | None = None
+    at_end: bool = False
 
     def __post_init__(self) -> None:
         query, key = self.query, self.query if self.key is None else self.key
@@ -90,7 +95,8 @@ class Tokens:
         ptr = (self.query_ptr if self.key_ptr is None else self.key_ptr, self.query_ptr)
         names = ("query_ptr", "key_ptr")
         ptrs = resolve_sides(query.size(1), key.size(1), ptr, None, query.device, names=names)
-        bipartite = key is not query if self.bipartite is None else self.bipartite
+        checks.flag("at_end", self.at_end, "If True, queries are the last tokens of the sequences of keys.")
+        bipartite = key is not query or self.at_end if self.bipartite is None else self.bipartite
         checks.flag("bipartite", bipartite, "If True, queries and keys are different tokens.")
         checks.flag("is_causal", self.is_causal, "If True, no query attends to a later key.")
         seed = checks.seed(self.seed)
@@ -110,12 +116,12 @@ class Tokens:
     @classmethod
     def _trusted(
         cls, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, bipartite: bool, is_causal: bool,
-        seed: int, sequence_ids: Tensor | None,
+        seed: int, sequence_ids: Tensor | None, at_end: bool = False,
     ) -> Tokens:  # fmt: skip
         """Tokens of a layer, which has checked them and resolved their offsets."""
         tokens = object.__new__(cls)
         sides = {"query": query, "key": key, "query_ptr": query_ptr, "key_ptr": key_ptr, "bipartite": bipartite}
-        tokens.__dict__.update(sides, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids)
+        tokens.__dict__.update(sides, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids, at_end=at_end)
         tokens._check_sequences()
         return tokens
 
@@ -161,8 +167,11 @@ class Tokens:
 
     @cached_property
     def query_position(self) -> Tensor:
-        """The position of each query in its sequence, from 0, ``[N]`` int64."""
-        return count_positions(self.query_ptr, self.num_queries)
+        """The position of each query in its sequence, from 0, ``[N]`` int64; of the keys, if ``at_end``."""
+        position = count_positions(self.query_ptr, self.num_queries)
+        if not self.at_end:
+            return position
+        return position + (self.key_ptr.diff() - self.query_ptr.diff())[self.query_sequence]
 
     @cached_property
     def key_position(self) -> Tensor:
@@ -172,7 +181,27 @@ class Tokens:
     @cached_property
     def allowed_keys(self) -> Tensor:
         """Number of keys that each query may attend to, the first of its sequence, ``[N]`` int64."""
+        if self.at_end and self.is_causal:
+            return self.query_position + 1
         return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
+
+    @property
+    def has_causal_graph(self) -> bool:
+        """Whether graphs over these tokens are causal, with positions from the start of both sequences."""
+        return self.is_causal and not self.at_end
+
+    @property
+    def are_same(self) -> bool:
+        """Whether queries are tokens of the keys, so that they have neighbors at a distance."""
+        return not self.bipartite or self.at_end
+
+    def drop_later(self, graph: Any) -> Any:
+        """The graph, or the choice, without edges from later keys, where these tokens do not attend to them."""
+        if not self.is_causal or not self.at_end:
+            return graph.causal() if self.is_causal else graph
+        edges = getattr(graph, "graph", graph)
+        earlier = self.key_position[edges.col] <= self.query_position[edges.edge_row % self.num_queries]
+        return graph if bool(earlier.all()) else graph.select(earlier)
 
     @property
     def first_head(self) -> int:

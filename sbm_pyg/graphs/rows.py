@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import checks
-from ..ops.segments import EDGES_PER_CHUNK, edge_row
+from ..ops.segments import EDGES_PER_CHUNK, edge_row, runs
 from ..ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
@@ -447,6 +447,15 @@ class CompressedRows:
         """
         rowptr, col, edge = ops.schemas.select_rows(self.rowptr, self.col, is_kept)
         return self._with(rowptr, col, self.heads), edge
+
+    def _last_rows(self, query_ptr: Tensor) -> Self:
+        """The graph with the last queries of each sequence alone, by their offsets ``[B+1]``. Cost O(HB + E')."""
+        count, total = query_ptr.diff(), int(query_ptr[-1])
+        head = torch.arange(self.heads, device=self.device)[:, None] * self.num_queries
+        row = (head + runs(self.query_ptr[1:] - count, count, total)).flatten()
+        degree = self.rowptr[row + 1] - self.rowptr[row]
+        col = self.col[runs(self.rowptr[row], degree)]
+        return self._trusted(offsets(degree), col, total, self.num_keys, self.heads, query_ptr, self.key_ptr)
 
     def _with_loops(self) -> tuple[Self, Tensor]:
         """The union with the edge from each token to itself, in a graph whose queries are its keys.

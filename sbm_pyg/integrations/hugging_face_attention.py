@@ -20,12 +20,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.output_capturing import _active_collector
 
 from ..graphs.graph import AttentionGraph
-from ..graphs.ragged import Tokens, draw_seed, offsets
+from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
-from ..ops.segments import runs
-from ..sources import patterns, selectors
-from ..sources.interface import GraphSource
+from ..sources import patterns
 from ..sources.learned import DensitySource
 
 __all__ = [
@@ -101,15 +99,20 @@ class MaskPairs:
             self._sides[place] = side
         return self._sides[place]
 
-    def row(self, number: int) -> MaskPairs:
-        """The pairs of one query."""
-        pair = (self.allowed, self.bias)
-        allowed, bias = (x if x is None or x.size(2) == 1 else x[:, :, number : number + 1] for x in pair)
-        return self.with_bias(bias, offset=self.offset + number, allowed=allowed)
+    def query_side(self, tokens: Tensor) -> PaddedSequences:
+        """Positions of the real ones of queries ``[B, L, ...]``, which are the last keys if the mask is causal."""
+        real = None
+        if self.is_causal and self.real is not None:
+            real = _unless_all(self.real[:, self.offset : self.offset + tokens.size(1)].to(tokens.device))
+        place = ("queries", tokens.shape[:2], tokens.device)
+        if place not in self._sides:
+            real = None if real is None else real.expand(tokens.size(0), -1)
+            self._sides[place] = PaddedSequences(tokens, real)
+        return self._sides[place]
 
-    def with_bias(self, bias: Tensor | None, **changes: Any) -> MaskPairs:
+    def with_bias(self, bias: Tensor | None) -> MaskPairs:
         """These pairs of the same sequences with another bias."""
-        other = replace(self, bias=bias, **changes)
+        other = replace(self, bias=bias)
         other._sides = self._sides
         return other
 
@@ -453,18 +456,10 @@ class GraphAttention(nn.Module):
             )
         length, keys = query.size(2), key.size(2)
         total = pairs.offset + length if pairs.is_causal else keys
-        is_self, source = length == total, self.conv.source
-        is_pattern = isinstance(source, patterns.PatternSource)
-        if pairs.is_causal and not is_self and not is_pattern:
-            self._check_cached()
-            if length > 1:  # as one step for each, of which the keys of later ones are no part
-                steps = [self(query[:, :, n : n + 1], key, value, pairs.row(n), return_weights) for n in range(length)]
-                weights = torch.cat([step[1] for step in steps], 2) if return_weights else None
-                return torch.cat([step[0] for step in steps], 1), weights
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, L, H, C]
         key, value = key[:, :total], value[:, :total]  # without the free places of a cache
         keys_side = pairs.side(key)
-        query_side = keys_side if is_self else PaddedSequences(query)
+        query_side = keys_side if length == total else pairs.query_side(query)
         flat = [
             side.unpad(x).transpose(0, 1) for side, x in ((query_side, query), (keys_side, key), (keys_side, value))
         ]  # [H, N, C]
@@ -476,18 +471,15 @@ class GraphAttention(nn.Module):
             conv.__dict__.update(score_bias=bias, _score_bias=bias)
         returns = Returns(graph=return_weights, attention_weights=return_weights)
         attend: Any = partial(conv.attend, *flat, returns=returns, edge_filter=edge_filter)
-        if is_self:
+        if query_side is keys_side:
             out = attend(is_causal=pairs.is_causal, ptr=keys_side.ptr)
         else:
-            ptrs = (keys_side.ptr, query_side.ptr)
+            ptrs, graph = (keys_side.ptr, query_side.ptr), None
             try:
-                graph = None
                 if pairs.is_causal:
-                    graph = (
-                        self._last_rows(flat[1], keys_side, length) if is_pattern else self._graph_of_last(flat, *ptrs)
-                    )
+                    graph = self._last_rows(flat[0], flat[1], *ptrs)
                 out = attend(edge_index=graph, bipartite=True, ptr=ptrs)
-            except ValueError as error:  # of a source of a user that chooses among tokens, not for queries
+            except ValueError as error:  # of a source that needs the queries of earlier tokens
                 raise ValueError(f"{error} {NO_CACHE}") from error
         weights = None
         if return_weights:
@@ -497,54 +489,13 @@ class GraphAttention(nn.Module):
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
         return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
 
-    def _draw_seed(self) -> int:
-        """The seed of a call, as :class:`~sbm_pyg.AttentionConv` has it."""
-        return draw_seed(None if self.training else self.conv.eval_seed)
-
-    def _check_cached(self) -> None:
-        """Raise ValueError if the rows of the source depend on the queries of earlier tokens."""
-        source: Any = self.conv.source
-        rule = source.rule.rule if isinstance(source, selectors.SelectorSource) else None
-        depends = isinstance(source, selectors.RoutingSource) or rule not in (None, selectors.top_k)
-        if depends or getattr(source, "block_size", 1) > 1:
-            raise ValueError(
-                "Expected a source that chooses keys for each query alone, with 'block_size' 1 (got "
-                f"{type(source).__name__}). It also needs the queries of earlier tokens, which a cache does not keep. "
-                f"{NO_CACHE}"
-            )
-
-    def _last_rows(self, key: Tensor, side: PaddedSequences, length: int) -> AttentionGraph:
-        """The rows of the last tokens in the pattern over all of them, whose earlier keys are in a cache."""
+    def _last_rows(self, query: Tensor, key: Tensor, key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph:
+        """The rows of the last tokens of each sequence, whose earlier keys are in a cache."""
         assert self.conv.source is not None
-        choice = self.conv.source(Tokens(key, query_ptr=side.ptr, is_causal=True, seed=self._draw_seed()))
-        graph = choice.graph.expand_tokens()
-        real = side.ptr.new_ones(side.shape) if side.real is None else side.real.long()
-        number = real.flatten().cumsum(0).view(side.shape)[:, -length:].flatten() - 1  # [B * L]
-        head = torch.arange(graph.heads, device=key.device)[:, None] * graph.num_queries
-        row = (head + number.clamp(min=0)).flatten()
-        degree = graph.rowptr.diff()[row]
-        query_ptr = torch.arange(side.shape[0] + 1, device=key.device) * length
-        sizes = (number.numel(), graph.num_keys, graph.heads, query_ptr, side.ptr)
-        return AttentionGraph._trusted(offsets(degree), graph.col[runs(graph.rowptr[row], degree)], *sizes)
-
-    def _graph_of_last(self, flat: list[Tensor], key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph | None:
-        """The graph of one new token per sequence, whose earlier keys are in a cache; None: the layer asks its source.
-
-        All keys are allowed, so nothing is causal. The edges of a window, which the source does not force for other
-        tokens than the keys, are to the last keys.
-        """
-        source: Any = self.conv.source
-        windows = [
-            part.window for part in source.modules() if isinstance(part, GraphSource) and part.window is not None
-        ]
-        if not windows or (isinstance(source, DensitySource) and source.target_density == 1):
-            return None
-        tokens = Tokens(flat[0], flat[1], query_ptr, key_ptr, True, seed=self._draw_seed())
-        choice = source(tokens).expand(self.conv.heads)
-        first = torch.maximum(key_ptr[1:] - 1 - max(windows), key_ptr[:-1])
-        count = key_ptr[1:] - first
-        sizes = (query_ptr.numel() - 1, flat[1].size(1), 1, query_ptr, key_ptr)
-        return choice.graph | AttentionGraph._trusted(offsets(count), runs(first, count), *sizes)
+        seed = draw_seed(None if self.training else self.conv.eval_seed)
+        tokens = Tokens._trusted(query, key, query_ptr, key_ptr, True, True, seed, None, at_end=True)
+        choice = self.conv.source(tokens).expand(self.conv.heads)
+        return tokens.drop_later(choice).graph
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

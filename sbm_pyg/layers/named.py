@@ -28,7 +28,7 @@ __all__ = ["make_attention", "options_of", "register_source", "source_names"]
 
 SourceFactory = Callable[..., GraphSource]
 """``(channels, heads, **options) -> GraphSource`` for queries and keys ``[H, N, channels]``."""
-GIVEN = ("n", "tokens", "rule", "ptr", "generator", "sequence_ids", "is_causal", "device")
+GIVEN = ("n", "tokens", "rule", "ptr", "query_ptr", "generator", "sequence_ids", "is_causal", "device")
 """Arguments of rules that each call passes, and those that no config holds."""
 SET = (
     "channels", "in_channels", "out_channels", "heads", "head", "source", "scorer", "concat", "edge_dim", "rows",

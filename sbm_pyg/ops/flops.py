@@ -43,12 +43,8 @@ def _effects(of: Any) -> int:
 
 def _all_scores(of: Any) -> int:
     """Scores of all pairs that may attend; without values to read, of the pairs that are chosen."""
-    heads, num_queries, small, channels = of.query.shape
-    if is_fake(of.query) or of.query.is_meta:
-        pairs = of.out_val[1].numel()
-    else:
-        allowed = reference_segments.allowed_keys(of.query_ptr, of.key_ptr, num_queries, of.is_causal)
-        pairs = heads * int(allowed.sum())
+    heads, _, small, channels = of.query.shape
+    pairs = of.out_val[1].numel() if is_fake(of.query) or of.query.is_meta else heads * int(of.allowed.sum())
     return 2 * (1 if of.weight is None else small) * channels * pairs
 
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..graphs.graph import AttentionGraph
-from ..graphs.ragged import Tokens, check_record, count_pairs, draw_seed, resolve_sequence_ids
+from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
 from ..ops.reference.pairs import index_scores, small_heads
@@ -268,7 +268,8 @@ class IndexProbability(EdgeProbability):
         tokens, degree = self.tokens, self.expected_degree()
         edges = degree.new_zeros(tokens.query_ptr.numel() - 1, tokens.heads)
         edges = edges.index_add(0, tokens.query_sequence, degree.T)
-        return edges / count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal).clamp(min=1)[:, None]
+        pairs = torch.zeros_like(tokens.query_ptr[1:]).index_add(0, tokens.query_sequence, tokens.allowed_keys)
+        return edges / pairs.clamp(min=1)[:, None]
 
     def check(self, graph: AttentionGraph, name: str = "graph") -> None:
         """Check that a graph is over these tokens, heads and sequences.

@@ -150,6 +150,11 @@ class Choice:
                 f"Expected 'source' to return a graph over N = {sizes[0]} queries and M = {sizes[1]} keys, and over "
                 f"their sequences (got {graph}). Build it with the offsets of its tokens."
             )
+        if tokens.at_end and graph.is_causal:
+            raise ValueError(
+                "Expected 'source' to choose for the last tokens of sequences (got a causal graph, whose positions "
+                "count from the first). Use `tokens.query_position` and `tokens.allowed_keys`."
+            )
 
     @property
     def is_stored(self) -> bool:
@@ -301,7 +306,9 @@ def graph_without_edges(tokens: Any) -> AttentionGraph:
     """The graph without edges over tokens, or over those of an :class:`~sbm_pyg.SBM`."""
     rowptr = tokens.query_ptr.new_zeros(tokens.heads * tokens.num_queries + 1)
     sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
-    return AttentionGraph._trusted(rowptr, rowptr.new_empty(0), *sizes, tokens.is_causal)
+    return AttentionGraph._trusted(
+        rowptr, rowptr.new_empty(0), *sizes, getattr(tokens, "has_causal_graph", tokens.is_causal)
+    )
 
 
 @functional_transform("source_graph")
@@ -406,7 +413,7 @@ def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, t
         raise ValueError(
             f"Expected '{name}' over the sequences of this {owner} (got {graph}). Build it with this 'ptr'."
         )
-    if tokens.is_causal and not graph.is_causal:
+    if getattr(tokens, "has_causal_graph", tokens.is_causal) and not graph.is_causal:
         raise ValueError(f"Expected '{name}' to be causal, as this {owner} is (got {graph}). Take `graph.causal()`.")
 
 

@@ -138,7 +138,7 @@ def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Token
     key, key_ptr = (query, query_ptr) if shared else take(tokens.key, tokens.key_ptr)
     if tokens.key_ptr is tokens.query_ptr:
         key_ptr = query_ptr
-    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal, tokens.seed)
+    return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal, tokens.seed, None, tokens.at_end)
 
 
 def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGraph:
@@ -163,10 +163,11 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
     position = torch.arange(totals[0], device=length.device) - ptrs[0][sequence]
     is_drawn = torch.empty_like(order, dtype=torch.bool)
     is_drawn[order] = position < sample_size[sequence]
-    degree = torch.where(is_drawn, allowed_keys(*ptrs, totals[0], tokens.is_causal), 0)
+    allowed = tokens.allowed_keys if block_size == 1 else allowed_keys(*ptrs, totals[0], tokens.is_causal)
+    degree = torch.where(is_drawn, allowed, 0)
     col = runs(ptrs[1][sequence], degree).to(index_type(totals[1])).repeat(tokens.heads)
     rowptr = offsets(degree.repeat(tokens.heads))
-    graph = AttentionGraph._trusted(rowptr, col, *totals, tokens.heads, *ptrs, tokens.is_causal)
+    graph = AttentionGraph._trusted(rowptr, col, *totals, tokens.heads, *ptrs, tokens.has_causal_graph)
     if block_size == 1:
         return graph
     sizes = (tokens.num_queries, tokens.num_keys)
@@ -198,7 +199,7 @@ class DenseChoice(Choice):
     def graph(self) -> AttentionGraph:
         """The full graph. Memory O(H N M)."""
         tokens = self.tokens
-        pairs = tokens.heads * int(count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal).sum())
+        pairs = tokens.heads * int(tokens.allowed_keys.sum())
         way_out = "Take fewer heads or shorter sequences, or do not ask for the graph."
         checks.memory("graph", pairs, 8, tokens.query.device, way_out)
         return sample_rows(tokens, math.inf)
@@ -223,13 +224,15 @@ class DenseChoice(Choice):
 
     @property
     def is_stored(self) -> bool:
-        return False
+        return self.tokens.at_end
 
     def stored(self) -> Choice:
         return Choice(self.graph)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
         tokens = self.tokens
+        if tokens.at_end:  # torch's kernel counts positions from the first query
+            return None
         ptrs = (tokens.query_ptr, tokens.key_ptr)
         return attend_densely(query, key, value, *ptrs, is_causal=tokens.is_causal, **options)
 
@@ -301,15 +304,16 @@ class DensitySource(GraphSource):
             return
         self._checked_density = density
         ptrs = (tokens.query_ptr, tokens.key_ptr)
-        allowed = float(count_pairs(*ptrs, tokens.is_causal).sum()) / max(tokens.num_queries, 1)
+        counts = tokens.allowed_keys if tokens.at_end else count_pairs(*ptrs, tokens.is_causal)
+        allowed = float(counts.sum()) / max(tokens.num_queries, 1)
         near = 0 if self.window is None else (2 - tokens.is_causal) * self.window + 1
-        forced = 0 if tokens.bipartite else near + self.num_sinks
+        forced = near + self.num_sinks if tokens.are_same else 0
         keys = max(density * allowed, getattr(self, "k", None) or 0) + forced
         if keys < min(FEW_KEYS, allowed):
             warnings.warn(
                 f"A target density of {density:.3g} leaves a query {keys:.1f} keys in the mean, of {allowed:.1f} that "
-                f"it may attend to. Set a larger density, a wider 'window', more 'num_sinks', or a 'k' if the source has "
-                "one.",
+                "it may attend to. Set a larger density, a wider 'window', more 'num_sinks', or a 'k' if the source "
+                "has one.",
                 UserWarning,
                 stacklevel=2,
             )

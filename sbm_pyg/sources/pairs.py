@@ -88,7 +88,7 @@ def show_nan(tokens: Tokens, graph: AttentionGraph) -> AttentionGraph:
 def graph_of_rows(tokens: Tokens, rowptr: Tensor, col: Tensor) -> AttentionGraph:
     """The graph of compressed rows with ascending keys."""
     sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
-    return AttentionGraph._trusted(rowptr, col.to(index_type(tokens.num_keys)), *sizes, tokens.is_causal)
+    return AttentionGraph._trusted(rowptr, col.to(index_type(tokens.num_keys)), *sizes, tokens.has_causal_graph)
 
 
 def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor | None, key: Tensor) -> AttentionGraph:
@@ -111,7 +111,7 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
         edges = tokens.heads * int(torch.minimum(k, tokens.allowed_keys).sum())
         checks.memory("k", edges, 8, query.device, "Choose fewer keys, or fewer sequences at once.")
     ptrs = (tokens.query_ptr, tokens.key_ptr)
-    return graph_of_rows(tokens, *schemas.index_top_k(query, weight, key, *ptrs, k, tokens.is_causal))
+    return graph_of_rows(tokens, *schemas.index_top_k(query, weight, key, *ptrs, k, tokens.allowed_keys))
 
 
 def graph_of_pairs(tokens: Tokens, row: Tensor, col: Tensor) -> AttentionGraph:

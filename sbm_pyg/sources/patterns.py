@@ -43,8 +43,9 @@ Ptr = Tensor | None
 
 
 def full(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """Every token attends to every token of its sequence.
 
     Args:
@@ -52,6 +53,8 @@ def full(
         is_causal: No token attends to a later one. Edges to later tokens are not made, and cost nothing.
         heads: Number of heads H; all have the same edges.
         ptr: Offsets of the sequences, ``[B+1]`` int64. None: one sequence of n tokens.
+        query_ptr: Offsets of the queries, ``[B+1]`` int64, if they are the last tokens of each sequence, as with a
+            cache: the graph has their rows alone, and costs what they cost. None: all tokens are queries.
         device: Device of the graph. None: that of ``ptr``, or the default device.
 
     Returns:
@@ -65,13 +68,13 @@ def full(
         >>> full(3)
         AttentionGraph(1 sequence, 1 head, 3 queries, 3 keys, 9 edges, density 100.0%)
     """
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     return positions.consecutive(positions.start, positions.end)
 
 
 def window(
     n: int | None, size: int, *, num_sinks: int = 0, is_causal: bool = False, heads: int = 1, ptr: Ptr = None,
-    device: Device = None,
+    query_ptr: Ptr = None, device: Device = None,
 ) -> AttentionGraph:  # fmt: skip
     """Each token attends to itself, to the tokens at most ``size`` positions away, and to the first ``num_sinks``.
 
@@ -83,7 +86,7 @@ def window(
         size: Largest distance, at least 0; a query has up to ``2 * size + 1`` keys. A sequence of at most
             ``size + 1`` tokens gets its full graph.
         num_sinks: Number of first tokens of each sequence that all of its tokens attend to, at least 0.
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * (2 * size + 1 + num_sinks)`` edges.
@@ -96,7 +99,7 @@ def window(
     """
     size = checks.integer("size", size, 0, "It is a distance in tokens; 0 gives self-loops.")
     num_sinks = check_sinks(num_sinks)
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     if size == num_sinks == 0:  # one edge per token: no synchronization with the device
         token = positions.start + positions.position
         return positions.graph(torch.ones_like(token), token, 1).expand(heads)
@@ -104,8 +107,9 @@ def window(
 
 
 def global_tokens(
-    n: int | None, num_global: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, num_global: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
     An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
@@ -113,7 +117,7 @@ def global_tokens(
 
     Args:
         num_global: Number of global tokens, at least 0. A sequence with no more tokens gets its full graph.
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``2 * H * N * num_global`` edges.
@@ -123,7 +127,7 @@ def global_tokens(
         [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     """
     num_global = checks.integer("num_global", num_global, 0, "It is the number of global tokens of each sequence.")
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     keys = positions.length.where(positions.position < num_global, positions.length.clamp(max=num_global))
     return positions.consecutive(positions.start, positions.start + keys)
 
@@ -138,6 +142,7 @@ def random(
     is_causal: bool = False,
     heads: int = 1,
     ptr: Ptr = None,
+    query_ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
@@ -155,7 +160,7 @@ def random(
         generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
         sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`.
         heads: Number of heads H; each draws its own keys.
-        n, ptr, device: As in :func:`full`.
+        n, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with exactly :math:`H \\sum_b n_b \\min(k, n_b)` edges.
@@ -165,7 +170,7 @@ def random(
         tensor([[2, 2, 2, 2, 2, 2]])
     """
     num_keys_per_query = checks.integer("num_keys_per_query", num_keys_per_query, 0, "Each query draws them.")
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     size = (positions.position + 1 if is_causal else positions.length).repeat(heads)  # [H*N]
     degree = size.clamp(max=num_keys_per_query)
     listed = torch.where(2 * degree > size, size, degree)  # `_draw_distinct` lists all keys to leave some out
@@ -187,6 +192,7 @@ def bigbird(
     is_causal: bool = False,
     heads: int = 1,
     ptr: Ptr = None,
+    query_ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
     """The union of a window, global tokens and random keys, token by token.
@@ -202,7 +208,7 @@ def bigbird(
         num_random: Number of random keys of each query, at least 0.
         seed, generator, sequence_ids: As in :func:`random`.
         heads: Number of heads H. They share the window and the global tokens; each draws its own random keys.
-        n, ptr, device: As in :func:`full`.
+        n, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * (2 * size + 1 + 2 * num_global + num_random)`` edges.
@@ -212,22 +218,21 @@ def bigbird(
         [[512, 512], [512, 512]]
     """
     checks.integer("num_random", num_random, 0, "It is the number of random keys that each query draws.")
-    near = window(n, size, is_causal=is_causal, ptr=ptr, device=device)
-    wide = global_tokens(n, num_global, is_causal=is_causal, ptr=ptr, device=device)
+    sides: Any = {"is_causal": is_causal, "ptr": ptr, "query_ptr": query_ptr, "device": device}
+    near, wide = window(n, size, **sides), global_tokens(n, num_global, **sides)
     heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
     edges = heads * (near.num_edges + wide.num_edges)
     checks.memory("heads", edges, 64, near.device, "Take fewer global tokens, fewer heads or shorter sequences.")
     fixed = near | wide
-    drawn = random(
-        n, num_random, seed=seed, generator=generator, sequence_ids=sequence_ids, is_causal=is_causal, heads=heads,
-        ptr=ptr, device=device,
-    )  # fmt: skip
+    of_draws: Any = {"seed": seed, "generator": generator, "sequence_ids": sequence_ids}
+    drawn = random(n, num_random, heads=heads, **of_draws, **sides)
     return fixed.expand(heads) | drawn
 
 
 def block_diagonal(
-    n: int | None, num_blocks: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, num_blocks: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
     An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
@@ -236,7 +241,7 @@ def block_diagonal(
 
     Args:
         num_blocks: Number of blocks K, at least 1. In a sequence of at most K tokens each token is a block.
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with about :math:`H \\sum_b n_b^2 / K` edges.
@@ -246,7 +251,7 @@ def block_diagonal(
         [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
     """
     num_blocks = checks.integer("num_blocks", num_blocks, 1, "One block is the full graph.")
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     length = positions.length
     # More than n blocks change nothing; the clamp keeps r * K and the ceilings below within int64.
     blocks = length.clamp(max=num_blocks)
@@ -257,8 +262,9 @@ def block_diagonal(
 
 
 def relay_keys(
-    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
     An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this
@@ -266,7 +272,7 @@ def relay_keys(
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * num_relays`` edges.
@@ -276,13 +282,14 @@ def relay_keys(
         [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     return positions.consecutive(positions.end - positions.length.clamp(max=num_relays), positions.end)
 
 
 def relay_queries(
-    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, num_relays: int, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
     Other tokens have no keys. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
@@ -290,7 +297,7 @@ def relay_queries(
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with at most ``H * N * num_relays`` edges.
@@ -300,18 +307,19 @@ def relay_queries(
         [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     """
     num_relays = checks.integer("num_relays", num_relays, 1, "It is the number of relays of each sequence.")
-    positions = _Positions.of(n, is_causal, heads, ptr, device)
+    positions = _Positions.of(n, is_causal, heads, ptr, device, query_ptr)
     is_relay = positions.length - positions.position <= num_relays
     return positions.consecutive(positions.start, torch.where(is_relay, positions.end, positions.start))
 
 
 def self_loops(
-    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, device: Device = None
-) -> AttentionGraph:
+    n: int | None, *, is_causal: bool = False, heads: int = 1, ptr: Ptr = None, query_ptr: Ptr = None,
+    device: Device = None,
+) -> AttentionGraph:  # fmt: skip
     """Each token attends only to itself.
 
     Args:
-        n, is_causal, heads, ptr, device: As in :func:`full`.
+        n, is_causal, heads, ptr, query_ptr, device: As in :func:`full`.
 
     Returns:
         A graph with ``H * N`` edges.
@@ -320,7 +328,7 @@ def self_loops(
         >>> self_loops(3).edge_index.tolist()
         [[0, 1, 2], [0, 1, 2]]
     """
-    return window(n, 0, is_causal=is_causal, heads=heads, ptr=ptr, device=device)
+    return window(n, 0, is_causal=is_causal, heads=heads, ptr=ptr, query_ptr=query_ptr, device=device)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -328,17 +336,22 @@ def self_loops(
 
 @dataclass(frozen=True)
 class _Positions:
-    """The position of each token, the ends of its sequence, and the options of the pattern."""
+    """The position of each query, the ends of its sequence, and the options of the pattern."""
 
     is_causal: bool
     heads: int
+    num_keys: int
     ptr: Tensor  # [B+1]
+    query_ptr: Tensor  # [B+1]
     start: Tensor  # [N], the first token of its sequence
     end: Tensor  # [N], one past the last
     position: Tensor  # [N], r in the formulas
 
     @classmethod
-    def of(cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device) -> _Positions:
+    def of(
+        cls, n: int | None, is_causal: bool, heads: int, ptr: Tensor | None, device: Device,
+        query_ptr: Tensor | None = None,
+    ) -> _Positions:  # fmt: skip
         checks.flag("is_causal", is_causal, "It says whether edges to later tokens are left out.")
         heads = checks.integer("heads", heads, 1, "A graph without heads has no rows.")
         check_tensor(ptr, "ptr")
@@ -360,9 +373,19 @@ class _Positions:
         position = (torch.get_default_device() if ptr is None else ptr.device) if device is None else device
         checks.memory("n" if ptr is None else "ptr", n, 80, position, "Take shorter sequences.", "tokens")
         checks.memory("heads", heads * n, 24, position, "Take fewer heads.", "rows")
-        ptr = resolve_ptr(n, ptr, device=device)
-        start, end = (torch.repeat_interleave(ends, ptr.diff(), output_size=n) for ends in (ptr[:-1], ptr[1:]))
-        return cls(is_causal, heads, ptr, start, end, torch.arange(n, device=ptr.device) - start)
+        ptr, rows = resolve_ptr(n, ptr, device=device), n
+        if query_ptr is None:
+            query_ptr = ptr
+        else:
+            check_tensor(query_ptr, "query_ptr", optional=False)
+            rows = int(query_ptr[-1])
+            query_ptr = resolve_ptr(rows, query_ptr, name="query_ptr", device=ptr.device)
+        count = query_ptr.diff()
+        start, end = (torch.repeat_interleave(ends, count, output_size=rows) for ends in (ptr[:-1], ptr[1:]))
+        places = torch.arange(rows, device=ptr.device) - start
+        if query_ptr is not ptr:  # the last query is the last token
+            places += end - torch.repeat_interleave(query_ptr[1:], count, output_size=rows)
+        return cls(is_causal, heads, n, ptr, query_ptr, start, end, places)
 
     @property
     def length(self) -> Tensor:
@@ -384,8 +407,9 @@ class _Positions:
 
     def graph(self, degree: Tensor, col: Tensor, heads: int) -> AttentionGraph:
         rowptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        n = self.position.numel()
-        return AttentionGraph._trusted(rowptr, col.to(index_type(n)), n, n, heads, self.ptr, self.ptr, self.is_causal)
+        sizes = (self.position.numel(), self.num_keys, heads, self.query_ptr, self.ptr)
+        is_causal = self.is_causal and self.query_ptr is self.ptr
+        return AttentionGraph._trusted(rowptr, col.to(index_type(self.num_keys)), *sizes, is_causal)
 
     def consecutive(self, first: Tensor, end: Tensor) -> AttentionGraph:
         """The graph in which token i attends to tokens ``first[i]..end[i]-1``, in every head."""
@@ -413,9 +437,9 @@ class _Positions:
 
     def _keys(self, first: Tensor, count: Tensor, degree: Tensor) -> Tensor:
         """The keys of consecutive ranges, for rows of these degrees in each head."""
-        itemsize = index_type(self.position.numel()).itemsize
-        total = self.count(degree, self.heads, bytes_each=itemsize if self.heads == 1 else 2 * itemsize)
-        return runs(first, count, total, index_type(self.position.numel()))
+        width = index_type(self.num_keys)
+        total = self.count(degree, self.heads, bytes_each=width.itemsize if self.heads == 1 else 2 * width.itemsize)
+        return runs(first, count, total, width)
 
 
 class _Draws:
@@ -423,9 +447,10 @@ class _Draws:
 
     def __init__(self, positions: _Positions, sequence_ids: Tensor | None, seed: int) -> None:
         sequence_ids = resolve_sequence_ids(sequence_ids, positions.ptr.numel() - 1, positions.ptr.device)
-        sequence_ids = sequence_ids.repeat_interleave(positions.ptr.diff(), output_size=positions.position.numel())
+        rows = positions.position.numel()
+        sequence_ids = sequence_ids.repeat_interleave(positions.query_ptr.diff(), output_size=rows)
         sequence_ids, first_head = (x.repeat(positions.heads) for x in split_ids(sequence_ids))  # [H*N]
-        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(positions.position.numel())
+        head = torch.arange(positions.heads, device=sequence_ids.device).repeat_interleave(rows)
         self.row = torch.arange(head.numel(), device=sequence_ids.device)
         self.position, self.head = positions.position.repeat(positions.heads), head + first_head | RANDOM_KEY
         self.sequence_ids = sequence_ids
@@ -520,7 +545,8 @@ class PatternSource(GraphSource):
     Args:
         rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. Each
             call also passes ``seed``, ``sequence_ids`` and ``is_causal`` of the tokens, if the rule has arguments of
-            these names.
+            these names, and ``query_ptr`` where the queries are the last tokens; without this argument the rule makes
+            the rows of all tokens, of which the last ones remain.
         **options: Its other arguments, e.g. ``size=64``.
 
     Raises:
@@ -533,7 +559,7 @@ class PatternSource(GraphSource):
     """
 
     reads_vectors = False
-    _GIVEN = ("ptr", "seed", "sequence_ids", "is_causal")
+    _GIVEN = ("ptr", "query_ptr", "seed", "sequence_ids", "is_causal")
     for_all_heads = False
     """True in a copy for some heads of a layer, if one graph is for all heads. It then draws the words of head 0."""
 
@@ -543,16 +569,21 @@ class PatternSource(GraphSource):
 
     def forward(self, tokens: Tokens) -> Choice:
         """As :meth:`GraphSource.forward`; queries and keys must be the same tokens."""
-        if tokens.bipartite:
+        if not tokens.are_same:
             raise ValueError(
                 "Expected 'rule' over tokens that are queries and keys (got a pair, as in cross attention). Pass a "
                 "graph, or replace the attention of the encoder alone, `replace_attention(model.encoder, ...)`."
             )
-        arguments = {name: getattr(tokens, "query_ptr" if name == "ptr" else name) for name in self.rule.supplied}
+        arguments = {name: getattr(tokens, "key_ptr" if name == "ptr" else name) for name in self.rule.supplied}
+        makes_rows = "query_ptr" in arguments
+        if makes_rows and not tokens.at_end:
+            arguments["query_ptr"] = None
         if self.for_all_heads and arguments.get("sequence_ids") is not None:
             arguments["sequence_ids"] = split_ids(arguments["sequence_ids"])[0]
         graph = self.rule(None, **arguments)
-        return Choice(graph.causal() if tokens.is_causal else graph)
+        if tokens.at_end and not makes_rows:
+            graph = (graph.causal() if tokens.is_causal else graph).expand_tokens()._last_rows(tokens.query_ptr)
+        return Choice(tokens.drop_later(graph))
 
     def take_heads(self, count: int, total: int) -> None:
         """Make graphs of ``count`` of ``total`` heads; see :class:`~sbm_pyg.HeadParallel`."""
@@ -577,12 +608,13 @@ def check_sinks(num_sinks: int) -> int:
 def with_forced(choice: Choice, size: int | None, num_sinks: int, tokens: Tokens) -> Choice:
     """Add a window and the first tokens to the choice in each head, regardless of the probabilities.
 
-    Nothing is added if queries are not the keys.
+    Nothing is added if queries are not tokens of the keys.
     """
-    if (size is None and not num_sinks) or tokens.bipartite:
+    if (size is None and not num_sinks) or not tokens.are_same:
         return choice
-    if size == 0 and not num_sinks:
+    if size == 0 and not num_sinks and not tokens.at_end:
         return choice._force_loops()
     graph = choice.graph  # its number of tokens is known even where offsets cannot be read, as in compiled code
-    positions = _Positions.of(graph.num_queries, graph.is_causal, 1, graph.query_ptr, None)
+    rows = graph.query_ptr if tokens.at_end else None
+    positions = _Positions.of(graph.num_keys, tokens.is_causal, 1, graph.key_ptr, None, rows)
     return choice.force(positions.near(size, num_sinks))

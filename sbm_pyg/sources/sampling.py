@@ -288,13 +288,14 @@ class SBMSource(LearnedSource, FollowingSource):
     def _predict(self, tokens: Tokens) -> SBM:
         if self.block_size == 1:
             sbm = self.head(tokens)
+            sbm = sbm._of_all_tokens() if tokens.at_end else sbm
             return sbm.causal() if tokens.is_causal else sbm
         same = not tokens.bipartite and tokens.key_ptr.shape == tokens.query_ptr.shape
         if tokens.is_causal and (not same or getattr(self.head, "tied", False)):
             raise ValueError(
                 "Expected the same tokens as queries and keys, and a head that is not tied, with 'is_causal' and "
-                f"'block_size' above 1 (got block_size={self.block_size}). A query block is represented by its "
-                "first token; use block_size=1."
+                f"'block_size' above 1 (got block_size={self.block_size}). The queries of earlier tokens choose for a "
+                "block; use block_size=1."
             )
         sbm = self.head(_pooled(tokens, self.block_size, self.pool))
         return sbm.strict() if tokens.is_causal else sbm
@@ -306,7 +307,9 @@ class SBMSource(LearnedSource, FollowingSource):
         if density is not None:
             sbm, saw = self._scale_to_target_density(sbm, density * self._drawn, tokens.seed)
         choice = self._draw(sbm, tokens)
-        if saw is not None and self._counts:  # last, so that a failed call does not change the running mean
+        if (
+            saw is not None and self._counts and not tokens.at_end
+        ):  # last, so that a failed call does not change the running mean
             self._note(saw)
         if self.block_size == 1:
             return choice
@@ -327,9 +330,12 @@ class SBMSource(LearnedSource, FollowingSource):
         # probabilities exceed 1 only by a target density, or by rounding in low precision
         how: dict[str, Any] = {"method": self.method, "seed": tokens.seed, "sequence_ids": tokens.sequence_ids}
         graph = sample_edges(sbm, exploration=exploration, clamp=True, row_group=self.row_group, **how)
-        choice = Choice(graph, sbm, exploration=exploration)
+        if tokens.at_end:  # the model is over all tokens
+            choice = Choice(graph._last_rows(tokens.query_ptr))
+        else:
+            choice = Choice(graph, sbm, exploration=exploration)
         if drawn > 1:
-            choice = self._keep_best(choice, tokens, sbm._allowed_keys())
+            choice = self._keep_best(choice, tokens, tokens.allowed_keys if tokens.at_end else sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.window
         near, first = (None if count is None else -(-count // self.block_size) for count in (size, self.num_sinks))
         return patterns.with_forced(choice, near, first or 0, tokens)

@@ -22,7 +22,7 @@ from ..graphs.ragged import Tokens, check_record, check_tensor, count_pairs, res
 from ..ops import checks, values
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.reference.sampling import probability_error
-from ..ops.segments import allowed_keys, upcast
+from ..ops.segments import allowed_keys, runs, upcast
 from ..ops.values import can_read
 from .interface import EdgeProbability, check_over
 
@@ -328,6 +328,19 @@ class SBM(EdgeProbability):
         other = self._with(is_causal=True, is_strict=True)
         other._check_strict()
         return other
+
+    def _of_all_tokens(self) -> SBM:
+        """The model with a row for each key, where queries are the last tokens; rows of other tokens are 0.
+
+        So the rows of the queries are those of the whole sequence, whatever depends on positions.
+        """
+        count = self.query_ptr.diff()
+        place = runs(self.key_ptr[1:] - count, count, self.num_queries)
+        shape = (self.heads, self.num_keys, self.num_clusters)
+        rate = self.rate.new_zeros(shape).index_copy(1, place, self.rate)
+        alike = self.rate is self.query_membership
+        member = rate if alike else rate.new_zeros(shape).index_copy(1, place, self.query_membership)
+        return self._with(query_membership=member, rate=rate, query_ptr=self.key_ptr)
 
     def limit(self, budget: float) -> SBM:
         """The model with each query's rates scaled down so that its expected number of keys is at most ``budget``.

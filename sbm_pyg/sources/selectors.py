@@ -106,7 +106,7 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
     size = checks.integer("block_size", block_size, 1, "It is the number of keys of a block.")
     size = min(size, max(tokens.num_keys, tokens.num_queries))
     mean, block_ptr, _ = block_means(tokens.key, tokens.key_ptr, size)
-    own_block = None if tokens.bipartite and not tokens.is_causal else tokens.query_position // size
+    own_block = tokens.query_position // size if tokens.are_same or tokens.is_causal else None
     limit = block_ptr.diff()[tokens.query_sequence]
     limit = torch.minimum(limit, tokens.query_position // size + 1) if tokens.is_causal else limit
     rowptr, chosen = pairs.select_pairs(tokens, pairs.keep_top_k(k, own_block), most=k, among=(mean, block_ptr, limit))
@@ -202,6 +202,8 @@ def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> Atten
     models rank all tokens of a sequence, and then mask later ones.
     """
     tokens = pairs.detached(tokens)
+    if tokens.at_end and tokens.is_causal:  # whose blocks of keys are also blocks of queries
+        return routing(_of_all_keys(tokens), centroids, size)._last_rows(tokens.query_ptr)
     centroids = pairs.check_centroids(centroids, tokens.query)
     if size is not None:
         size = checks.integer("size", size, 1, "It is the number of tokens that a centroid takes.")
@@ -254,7 +256,7 @@ class SelectorSource(GraphSource):
 
     def forward(self, tokens: Tokens) -> Choice:
         graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
-        choice = Choice(graph.causal() if tokens.is_causal else graph)
+        choice = Choice(tokens.drop_later(graph))
         return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
 
     def extra_repr(self) -> str:
@@ -404,6 +406,15 @@ def _named(source: GraphSource, names: tuple[str, ...]) -> list[str]:
 
 def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
     return normalize(x, dim=-1) @ normalize(centroids, dim=-1).mT
+
+
+def _of_all_keys(tokens: Tokens) -> Tokens:
+    """Tokens with a query for each key, where queries are the last tokens; others are 0."""
+    count = tokens.query_ptr.diff()
+    place = pairs.runs(tokens.key_ptr[1:] - count, count, tokens.num_queries)
+    query = torch.zeros_like(tokens.key).index_copy(1, place, tokens.query)
+    ptrs = (tokens.key_ptr, tokens.key_ptr)
+    return Tokens(query, tokens.key, *ptrs, False, tokens.is_causal, tokens.seed, tokens.sequence_ids)
 
 
 def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

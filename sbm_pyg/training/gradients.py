@@ -328,7 +328,7 @@ def row_distillation(
 
     .. math:: - \frac{1}{R} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}}
 
-    over R sampled rows of all heads. Pairs that are edges for any p, by a window, are left out, so p
+    over R sampled rows of all heads. Pairs that are edges for any p, by a window or to sinks, are left out, so p
     learns where attention goes beyond them. Queries and keys are constants too: only the parameters of the source are
     trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
     while attention is dense.
@@ -372,10 +372,11 @@ def row_distillation(
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
         sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     log_p = source.predict(tokens).log_on(blocks)
-    if not tokens.bipartite:
-        forced = blocks.lag.abs() <= (-1 if source.window is None else -(-source.window // source.block_size))
-        forced = forced | (blocks.key_position < -(-source.num_sinks // source.block_size))
-        log_p = log_p.masked_fill(forced, -torch.inf)
+    if source.window is not None and tokens.are_same:
+        near = blocks.lag.abs() <= -(-source.window // source.block_size)
+        log_p = log_p.masked_fill(near, -torch.inf)
+    if source.num_sinks and tokens.are_same:
+        log_p = log_p.masked_fill(blocks.key_position < -(-source.num_sinks // source.block_size), -torch.inf)
     checks.per_edge(graph.col, "[E]", score_bias=bias)
     checks.per_edge(blocks.col, "[E]", log_p=log_p)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled

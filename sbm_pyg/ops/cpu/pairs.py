@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..reference.sampling import KEYS_PER_PANEL, check_keys
-from ..segments import allowed_keys
 from .channels import to_array
 from .draws import KEYS_AT_ONCE, four_dots
 from .random_simd import above16, append64, count_bits, pick16
@@ -321,7 +320,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num
 
 def index_top_k(
     query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
-    is_causal: bool,
+    allowed: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_keys(int(key_ptr[-1]))
     if weight is None:
@@ -333,7 +332,6 @@ def index_top_k(
     weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
     q_ptr, k_ptr = (ptr.contiguous().numpy() for ptr in (query_ptr, key_ptr))
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
-    allowed = allowed_keys(query_ptr, key_ptr, queries, is_causal)
     num_chosen = torch.minimum(count, allowed)
     panel_ptr = np.concatenate([[0], np.cumsum(-(-np.diff(k_ptr) // KEYS_PER_PANEL))])
     columns = np.empty((heads, panel_ptr[-1], channels, KEYS_PER_PANEL), keys.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..segments import allowed_keys, compress, upcast
+from ..segments import compress, upcast
 from ..tiles import best_of, pair_tiles
 
 
@@ -34,17 +34,17 @@ def index_scores(packed: Tensor, key: Tensor, small: int) -> Tensor:
 
 def index_top_k(
     query: Tensor, weight: Tensor | None, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, count: Tensor,
-    is_causal: bool,
+    allowed: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     r"""The keys of the largest scores of each query, by the scores of a lightning indexer: compressed rows.
 
     .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
 
     Small queries are ``[H, N, S, D]``, weights ``[H, N, S]``, keys ``[H, M, D]``. Without weights the scores are dot
-    products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. Query i takes ``count[i]`` keys, or all if it has
-    fewer. The lower key wins a tie, and a score that is NaN counts as infinity, so that NaN shows. Scores that are
-    equal up to rounding may rank differently on another kind of device. Cost O(H N M S D), without an array of all
-    pairs.
+    products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. Query i takes ``count[i]`` of the first
+    ``allowed[i]`` keys of its sequence, or all of these if they are fewer. The lower key wins a tie, and a score that
+    is NaN counts as infinity, so that NaN shows. Scores that are equal up to rounding may rank differently on another
+    kind of device. Cost O(H N M S D), without an array of all pairs.
 
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 1 and 2.
     """
@@ -53,9 +53,8 @@ def index_top_k(
     packed = query.sum(2) if weight is None else torch.cat([query.flatten(2), weight], 2)
     packed, key = upcast(packed), upcast(key)
     row = torch.arange(heads * queries, device=key.device).view(heads, queries)
-    limit = allowed_keys(query_ptr, key_ptr, queries, is_causal)
     parts: list[tuple[Tensor, ...]] = []
-    for tile in pair_tiles(heads, query_ptr, key_ptr, limit):
+    for tile in pair_tiles(heads, query_ptr, key_ptr, allowed):
         tile_queries, tile_keys = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
         scores = tile_queries @ tile_keys.mT if weight is None else index_scores(tile_queries, tile_keys, small)
         scores.masked_fill_(scores.isnan(), torch.inf).masked_fill_(~tile.possible, -torch.inf)

@@ -1,0 +1,126 @@
+"""Decoders with a cache: the rows of new tokens are those of the whole sequence, for all sources that need no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from sbm_pyg import replace_attention
+from sbm_pyg.layers.attention import AttentionConv
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "sliding_window": None,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+LOCAL = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma3_text"]
+NEAR: dict[str, Any] = {"window": 1, "num_sinks": 2}
+SOURCES: dict[str, dict[str, Any]] = {
+    "full": {"source": "full"},
+    "window": {"source": "window", "size": 2, "num_sinks": 1},
+    "relay_queries": {"source": "relay_queries", "num_relays": 40},
+    "bigbird": {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2},
+    "top_k": {"source": "top_k", "k": 3},
+    "top_k, density": {"source": "top_k", "target_density": 0.2, "k": 2, **NEAR},
+    "block_top_k": {"source": "block_top_k", "k": 2, "block_size": 4, **NEAR},
+    "lsh": {"source": "lsh", "num_buckets": 4, "chunk_size": 3, "rounds": 2, **NEAR},
+    "routing": {"source": "routing", "num_clusters": 3, **NEAR},
+    "indexer": {"source": "indexer", "target_density": 0.3, **NEAR},
+    "indexer, drawn": {"source": "indexer", "select": "bernoulli", "target_density": 0.4, **NEAR},
+    "key_selection": {"source": "key_selection", "k": 3, "window": 0},
+    "sbm": {"num_clusters": 4},
+    "sbm, density": {"num_clusters": 4, "target_density": 0.3, **NEAR},
+    "sbm, budget": {"num_clusters": 4, "budget": 2.5, "row_group": 1, "parameterization": "mixed"},
+    "sbm, candidates": {"num_clusters": 4, "target_density": 0.2, "candidates": 2.0, "window": None, "num_sinks": 1},
+    "sbm, fastrg": {"num_clusters": 4, "method": "fastrg"},
+}
+SIXTH = 6  # of the pairs of a model and a source are fast tests
+PAIRS = [
+    pytest.param(model, source, marks=[] if (m + s) % SIXTH == 0 else pytest.mark.slow, id=f"{model}-{source}")
+    for m, model in enumerate(MODELS)
+    for s, source in enumerate(SOURCES)
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_seeded() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    transformers.logging.set_verbosity(before)
+
+
+def decoder(kind: str, source: str | None = None, **changes: Any) -> Any:
+    """A tiny decoder of random weights with a source in each layer, whose running means have seen a batch."""
+    sizes = GPT2 if kind == "gpt2" else SIZES | (LOCAL if "gemma" in kind else {})
+    config = transformers.CONFIG_MAPPING[kind](**sizes | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    if source is not None:
+        replace_attention(model, **SOURCES[source])
+        model.train()(text(2, 20))
+        model.train()(text(2, 20))
+    return model.eval()
+
+
+def text(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 50, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, others: Tensor) -> None:
+    torch.testing.assert_close(ours, others, rtol=0, atol=1e-5)
+
+
+def static_cache(model: Any, length: int) -> Any:
+    return transformers.StaticCache(config=model.config, max_cache_len=length)
+
+
+@pytest.mark.parametrize(("kind", "source"), PAIRS)
+@torch.no_grad()
+def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -> None:
+    """One token and several at once, after a cache that grows or has free places, with padding on either side."""
+    model, tokens = decoder(kind, source), text(3, 24)
+    whole = model(tokens, output_attentions=True)
+    assert all(isinstance(x, AttentionConv) and x.source for x in model.modules() if isinstance(x, AttentionConv))
+    for cache in (transformers.DynamicCache(config=model.config), static_cache(model, 30)):
+        out = [model(part, past_key_values=cache, output_attentions=True) for part in tokens.split((9, 4, 1, 10), 1)]
+        close(torch.cat([part.logits for part in out], 1), whole.logits)
+        for part, start in zip(out, (0, 9, 13, 14), strict=True):
+            for weights, all_weights in [*zip(part.attentions, whole.attentions, strict=True)][-1:]:
+                rows = all_weights[:, :, start : start + weights.size(2)]
+                reach = min(weights.size(3), rows.size(3))
+                close(weights[..., :reach], rows[..., :reach])
+                assert not weights[..., reach:].any()
+    for left in (True, False):  # padding, of which the second call has some if it is on the right
+        real = torch.arange(24) < torch.tensor([[24], [17], [20]])
+        real = real.flip(1) if left else real
+        whole = model(tokens, attention_mask=real.long()).logits
+        cache = model(tokens[:, :15], attention_mask=real[:, :15].long()).past_key_values
+        rows = model(tokens[:, 15:], attention_mask=real.long(), past_key_values=cache).logits
+        close(rows[real[:, 15:]], whole[:, 15:][real[:, 15:]])
+
+
+@pytest.mark.parametrize("source", ["window", "top_k, density", "sbm, density", "block_top_k"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_assisted_generation_writes_what_one_token_at_a_time_does(kind: str, source: str) -> None:
+    model, helper, tokens = decoder(kind, source), decoder(kind), text(1, 12).repeat(1, 2)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, use_cache=False, **how)
+    assert torch.equal(model.generate(tokens, **how), expected)
+    assert torch.equal(model.generate(tokens, assistant_model=helper, **how), expected)
+    assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **how), expected)
+    assert torch.equal(model.generate(tokens, prefill_chunk_size=5, **how), expected)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **how), expected)
