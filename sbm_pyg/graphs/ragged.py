@@ -195,7 +195,7 @@ class Tokens:
         """Whether queries are tokens of the keys, so that they have neighbors at a distance."""
         return not self.bipartite or self.at_end
 
-    def drop_later(self, graph: Any) -> Any:
+    def _drop_later(self, graph: Any) -> Any:
         """The graph, or the choice, without edges from later keys, where these tokens do not attend to them."""
         if not self.is_causal or not self.at_end:
             return graph.causal() if self.is_causal else graph

@@ -495,7 +495,7 @@ class GraphAttention(nn.Module):
         seed = draw_seed(None if self.training else self.conv.eval_seed)
         tokens = Tokens._trusted(query, key, query_ptr, key_ptr, True, True, seed, None, at_end=True)
         choice = self.conv.source(tokens).expand(self.conv.heads)
-        return tokens.drop_later(choice).graph
+        return tokens._drop_later(choice).graph
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

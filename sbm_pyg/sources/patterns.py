@@ -583,7 +583,7 @@ class PatternSource(GraphSource):
         graph = self.rule(None, **arguments)
         if tokens.at_end and not makes_rows:
             graph = (graph.causal() if tokens.is_causal else graph).expand_tokens()._last_rows(tokens.query_ptr)
-        return Choice(tokens.drop_later(graph))
+        return Choice(tokens._drop_later(graph))
 
     def take_heads(self, count: int, total: int) -> None:
         """Make graphs of ``count`` of ``total`` heads; see :class:`~sbm_pyg.HeadParallel`."""

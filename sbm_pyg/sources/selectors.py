@@ -256,7 +256,7 @@ class SelectorSource(GraphSource):
 
     def forward(self, tokens: Tokens) -> Choice:
         graph = self.rule(tokens, **{name: getattr(self, name) for name in self.tensors})
-        choice = Choice(tokens.drop_later(graph))
+        choice = Choice(tokens._drop_later(graph))
         return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
 
     def extra_repr(self) -> str:
