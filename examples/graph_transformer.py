@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch_geometric.nn import GATConv, GCNConv
 
 from sbm_pyg import AttentionConv, SBMAttentionConv, SparseGPSConv, Sparsifier, patterns
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 CHANNELS, HEADS = 64, 4
 

@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch_geometric.nn import GCNConv, GraphConv, Sequential
 
 from sbm_pyg import LearnedGraph, SBMHead, SBMSource, patterns
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 
 NODES, GROUPS, CODE, CHANNELS, BATCH, CALL = 128, 16, 8, 32, 16, "x, e, w -> x"

@@ -1,7 +1,7 @@
-"""Information for bug reports (versions, kernels, devices, a self-test of the kernels), and progress bars.
+"""Information for bug reports (versions, kernels, devices, a self-test of the kernels).
 
 ``python -m sbm_pyg.info`` prints a report as text, or as JSON with ``--json``; the exit status is 1 if the self-test
-fails. :class:`tqdm` shows how far a program is. Not here: benchmarks (``examples/benchmarks``), and the test suite.
+fails. Not here: benchmarks (``examples/benchmarks``), and the test suite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch_geometric.typing
-from tqdm import auto
 
 from . import __version__, ops
 from .ops import cpu, cuda
@@ -26,7 +25,7 @@ from .ops.cpu import threads
 from .ops.reference import edges as reference_edges
 from .ops.reference import sampling as reference_sampling
 
-__all__ = ["collect", "main", "self_test", "tqdm"]
+__all__ = ["collect", "main", "self_test"]
 
 CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors", "huggingface_hub")
 OPTIONAL = {
@@ -39,7 +38,6 @@ OPTIONAL = {
 }
 VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
 TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value
-LOG_SECONDS = 60.0  # between two lines of a progress bar in a file or a pipe
 
 
 def collect(test: bool = True) -> dict[str, Any]:
@@ -233,28 +231,6 @@ def _text(info: dict[str, Any]) -> str:
             rows[device] = f"{verdict}: {row['edges']:,} edges {same}, {errors}"
         section(f"self-test against plain torch ({tested['seconds']:.2f} s)", rows)
     return "\n".join(lines[1:])
-
-
-class tqdm(auto.tqdm):
-    """A progress bar with the arguments of tqdm; in a file or a pipe it writes one line a minute."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        file = options.get("file") or sys.stderr
-        interactive = "ipykernel" in sys.modules or (hasattr(file, "isatty") and file.isatty())
-        self._every = 0.0 if interactive else LOG_SECONDS
-        self._drawn: float | None = None
-        intervals = {} if interactive else {"mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
-        super().__init__(*arguments, **intervals | options)
-
-    def refresh(self, *arguments: Any, **options: Any) -> Any:
-        """Draw the bar, unless the last line in a file is recent."""
-        if self.disable:  # such a bar has no clock
-            return None
-        now = self._time()
-        if self._drawn is not None and now - self._drawn < self._every:
-            return None
-        self._drawn = now
-        return super().refresh(*arguments, **options)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,9 +9,9 @@ import sys
 import pytest
 from numba.core import event
 
-from sbm_pyg.info import LOG_SECONDS, tqdm
 from sbm_pyg.ops.cpu import edges as cpu_edges
 from sbm_pyg.ops.cpu import threads
+from sbm_pyg.progress import LOG_SECONDS, tqdm
 
 assert cpu_edges
 

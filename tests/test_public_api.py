@@ -20,7 +20,7 @@ import sbm_pyg
 from sbm_pyg.ops import schemas
 
 ROOT = Path(sbm_pyg.__file__).parent
-ROOMS = ("ops", "graphs", "sources", "training", "layers", "models", "info")  # each imports those before it
+ROOMS = ("progress", "ops", "graphs", "sources", "training", "layers", "models", "info")  # each imports those before it
 WINGS = "analysis", "integrations", "sparsefinder"  # imported when asked, by nothing else in the library
 OPTIONAL = [
     "lightning", "matplotlib", "scipy", "sklearn", "ortools", "entmax", "torch_sparse", "torch_scatter", "torchmetrics",

@@ -47,7 +47,7 @@ from examples.common.runs import check_folder, read_record, resumable
 from examples.common.tables import Row, Rows, by
 from examples.common.tables import markdown as table
 from sbm_pyg import BlockGraph, FullAttention, Tokens, auxiliary_loss, make_attention, ops, patterns
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 KINDS = ("contract", "operations", "layers", "attention", "tests", "listops")
 ATTENTION = ("sdpa", "varlen", "flex", "edges", "blocks", "sparse", "pyg", "pyg-compiled")

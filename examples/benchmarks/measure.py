@@ -19,7 +19,7 @@ from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Ca
 from examples.benchmarks.samplers import GROWTH, IN_ALL, LAYERS, LENGTHS, SAMPLERS
 from examples.common.gate import Rejected
 from examples.common.tables import Row, Rows, add, read
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 SUITES = {
     "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,

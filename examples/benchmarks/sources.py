@@ -23,8 +23,8 @@ from examples.benchmarks.turns import memory
 from examples.common.command import Command
 from examples.common.tables import markdown, write_csv
 from sbm_pyg import AttentionGraph, GraphSource, SBMHead, SBMSource, Tokens, selectors, sparsefinder
-from sbm_pyg.info import tqdm
 from sbm_pyg.ops import tiles
+from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sparsefinder import predictors
 

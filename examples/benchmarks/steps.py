@@ -22,8 +22,8 @@ from examples.common import hybrid
 from examples.common.command import Command, program
 from examples.common.tables import Row, by, markdown, write_csv
 from sbm_pyg import DensitySource, auxiliary_loss
-from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 METHODS = ["sbm", "indexer:select=top_k,index_heads=2,index_channels=8", "top-k:control=sparsifier"]
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from examples.common.tables import Row, Rows, write_csv
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 
 def memory(field: str) -> float:

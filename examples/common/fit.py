@@ -24,8 +24,8 @@ from examples.common.runs import AGAIN, RunError, claim, read_state, write_check
 from examples.common.tables import Row, add, read
 from sbm_pyg import DensitySource, Sparsifier, auxiliary_loss, sync_statistics
 from sbm_pyg.analysis import plots
-from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 WARMUP, DECAY = 0.05, 0.3  # parts of the steps in which the learning rate rises, and falls to 0
 PAUSE = 120.0  # seconds after which a checkpoint is written even without an evaluation

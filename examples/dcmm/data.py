@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 
 from examples.common.command import require
 from examples.common.releases import IMAGE, read_batch
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

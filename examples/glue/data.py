@@ -26,7 +26,7 @@ from examples.common.runs import (
 )
 from sbm_pyg import Pretrained
 from sbm_pyg.graphs.ragged import offsets
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 HELD_OUT = 100  # one document of so many is tested on
 PAD, UNKNOWN, START, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from examples.common.tables import Row, by, markdown
 from examples.glue.data import MASK, SEPARATOR, START, take
 from sbm_pyg import MaskedLM, SequenceEncoder, mask_tokens
-from sbm_pyg.info import tqdm
 from sbm_pyg.layers.dense import FullAttention
+from sbm_pyg.progress import tqdm
 
 WAYS = RAGGED, *_ = ("ragged", "padded to the longest of a batch", "padded to the limit")
 TOLERANCE = 1e-4  # of losses, in nats

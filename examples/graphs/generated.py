@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import stochastic_blockmodel_graph, to_undirected
 
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 KINDS = ("pattern", "cluster")
 SIZES = (5, 35)  # of communities: from 5 to 34 nodes, as in the original

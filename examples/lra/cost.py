@@ -52,8 +52,8 @@ from examples.lra.report import peak_memory
 from examples.lra.settings import Plan, Settings, method_words, parse, resolve
 from examples.lra.train import Data, make_sparsifier, open_run
 from sbm_pyg import auxiliary_loss, patterns
-from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 SHORT = 64  # tokens
 PARTS = ("forward", "backward", "update")

@@ -49,8 +49,8 @@ from examples.lra.report import RESULTS
 from examples.lra.settings import PRESETS, SETTINGS, Plan, Settings, resolve
 from sbm_pyg import SBM, Choice, Sparsifier
 from sbm_pyg.analysis import plots
-from sbm_pyg.info import tqdm
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
+from sbm_pyg.progress import tqdm
 
 T = TypeVar("T")
 LAST, BEST = "last.ckpt", "best.ckpt"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from sbm_pyg import AttentionGraph, Choice, GraphSource, SBMHead, SBMSource, Tokens, patterns, selectors
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.patterns import PatternSource
 from sbm_pyg.sources.selectors import SelectorSource
 from sbm_pyg.sparsefinder import Projection, Sample, SparsefinderSource, fit_centroids, fit_projection

@@ -16,7 +16,7 @@ from examples.common.tables import Row, add, read
 from examples.sparsefinder.model import Texts, cut, hide, layers, predict, set_sources, test_model
 from examples.sparsefinder.sources import ALONE, GRIDS, Learned, learn, make, make_learned
 from sbm_pyg import GraphSource, TokenClassifier, Tokens
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 from sbm_pyg.sources.patterns import PatternSource, full
 from sbm_pyg.sparsefinder import Sample
 from sbm_pyg.sparsefinder.ground_truth import compare, group_entropy, record

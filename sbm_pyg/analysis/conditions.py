@@ -591,7 +591,7 @@ def lemma1(
         >>> result.found.tolist(), result.absent.tolist()
         ([0, 5], [5, 0])
     """
-    from ..info import tqdm
+    from ..progress import tqdm
 
     n = checks.integer("n", n, 3, "The default is 64.")
     samples = checks.integer("samples", samples, 1, "The default is 200.")

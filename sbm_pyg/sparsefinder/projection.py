@@ -178,7 +178,7 @@ def fit_projection(
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or there are no samples.
     """
-    from ..info import tqdm
+    from ..progress import tqdm
 
     checks.kind("projection", projection, Projection, "a Projection", "Make one.")
     checks.kind("samples", samples, Sequence, "a sequence", "Each pass goes over all of them: make a list.")

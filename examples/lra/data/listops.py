@@ -100,7 +100,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
     recipe = {"task": "listops", "seed": seed, "parameters": dataclasses.asdict(parameters)}
 
     def write(draft: Path) -> dict[str, Any]:
-        from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
+        from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
 
         rows = _distinct_rows(parameters, np.random.default_rng(seed))
         for split in SPLITS:

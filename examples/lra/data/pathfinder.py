@@ -38,7 +38,7 @@ def generate(folder: Path, parameters: Parameters, *, seed: int = 0, progress: b
 
     def write(draft: Path) -> dict[str, Any]:
         from examples.lra.data import snakes  # with numba, which reading need not wait for
-        from sbm_pyg.info import tqdm  # comes with torch, for which --help does not wait
+        from sbm_pyg.progress import tqdm  # comes with torch, for which --help does not wait
 
         contour, level = LEVELS[parameters.level], draft / parameters.level
         facts = f"1.0 {contour} {contour // 3} {snakes.LENGTH} {snakes.THICKNESS} {snakes.MARGIN} 1"

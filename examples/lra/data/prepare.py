@@ -19,7 +19,7 @@ from examples.common.command import require
 from examples.lra.data.batches import Rows, Split
 from examples.lra.data.files import checksum, make_folder, read_manifest
 from examples.lra.data.listops import SPLITS
-from sbm_pyg.info import tqdm
+from sbm_pyg.progress import tqdm
 
 if TYPE_CHECKING:
     from examples.lra.data.tasks import Task
