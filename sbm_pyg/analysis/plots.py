@@ -189,6 +189,7 @@ def plot_pixel_attention(
     """
     layers = _layers(graphs)
     checks.tensors(images=images)
+    require_values(images, "images")
     chosen, titles = _chosen(layers, sequences, titles)
     what, got = f"to be [{layers[0][1].num_sequences}, height, width], one for each sequence", images.shape
     way_out = "Convert colors to gray first."

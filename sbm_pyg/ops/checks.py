@@ -212,7 +212,7 @@ def _check_rows(
             f"(got {rowptr.dtype} and {col.dtype}). Convert them."
         )
     for name, x in per_edge.items():
-        shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge.")
+        shape(name, x, (col.size(0), *numbers[1]), numbers[0], "It holds the numbers of each edge in 'rows'.")
     floating(**per_edge)
     same_device("query", query, rowptr=rowptr, col=col, **per_edge)
     spans("rowptr", rowptr, col.size(0), "edges in 'col'")
