@@ -23,6 +23,7 @@ from ..ops.random_words import GOLDEN
 from ..ops.values import require_unbatched
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.learned import DensitySource
+from ..sources.linear_sbm import LinearSBMHead
 from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
 from ..training.auxiliary import AuxiliaryLosses
@@ -561,7 +562,8 @@ def block_model(
 ) -> SBMSource:
     """The block model of an attention layer, with the options of :class:`SBMHead` and :class:`SBMSource`.
 
-    By default the estimator sets the exploration, and 16 queries share their draws where the method can.
+    By default the estimator sets the exploration, and 16 queries share their draws where the method can. With
+    ``parameterization="linear"`` the head is a :class:`~sbm_pyg.sources.linear_sbm.LinearSBMHead`.
     """
     of_head = {name: options.pop(name) for name in HEAD_OPTIONS & {*options}}
     if exploration is None and estimator is not None:
@@ -569,5 +571,9 @@ def block_model(
     if row_group is None:
         is_bernoulli, has_tokens = options.get("method", "bernoulli") == "bernoulli", options.get("block_size", 1) == 1
         row_group = 16 if is_bernoulli and has_tokens else 1
-    head = SBMHead(channels, heads, num_clusters, **of_head)
+    kind: Any = SBMHead
+    if of_head.get("parameterization") == "linear":
+        kind = LinearSBMHead
+        del of_head["parameterization"]
+    head = kind(channels, heads, num_clusters, **of_head)
     return SBMSource(head, exploration=exploration, row_group=row_group, **options)

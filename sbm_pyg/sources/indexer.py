@@ -33,7 +33,7 @@ from ..ops.reference import sampling as reference_sampling
 from ..ops.reference.pairs import index_scores, small_heads
 from ..ops.tiles import PairTile, pair_tiles
 from ..ops.values import require_values
-from . import patterns
+from . import patterns, starts
 from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, check_finite, check_over
 from .learned import LearnedSource
@@ -102,6 +102,32 @@ class Indexer(nn.Module):
         small = (query @ self.query_weight.to(query.dtype)).unflatten(2, size) * size[1] ** -0.5
         weight = query @ self.head_weight.to(query.dtype) + self.head_bias.to(query.dtype)
         return small, weight, key @ self.key_weight.to(key.dtype)
+
+    @torch.no_grad()
+    def start_from(self, query: Tensor, key: Tensor, *, scale: float) -> None:
+        r"""Begin with the D main directions of the scores of a trained layer, instead of with random parameters.
+
+        Two small heads of opposite signs make scores that are linear, :math:`\mathrm{ReLU}(u) - \mathrm{ReLU}(-u) = u`,
+        which approximate ``scale`` times the scores of the layer best in the mean square; with one small head, only
+        positive ones. Further small heads start with a weight of 0.
+
+        Args:
+            query, key: Queries ``[H, N, C]`` and keys ``[H, M, C]``.
+            scale: Factor of the scores.
+        """
+        rank = min(self.index_channels, self.channels)
+        of_query, of_key = starts.low_rank_scores(query.float(), key.float(), rank)
+        of_query = of_query * scale * self.index_channels**0.5
+        self.reset_parameters()
+        weight = self.query_weight.view(self.heads, self.channels, self.index_heads, self.index_channels)
+        for small, sign in enumerate((1, -1)[: self.index_heads]):
+            weight[:, :, small, :rank] = sign * of_query
+            weight[:, :, small, rank:] = 0
+        self.key_weight[..., :rank] = of_key
+        self.head_weight.zero_()
+        self.head_bias.zero_()
+        self.head_bias[..., 0] = 1
+        self.head_bias[..., 1:2] = -1
 
     def extra_repr(self) -> str:
         small = f"index_heads={self.index_heads}, index_channels={self.index_channels}"
@@ -512,6 +538,12 @@ class IndexerSource(LearnedSource):
         """Reset the parameters of the scorer, and the bias to its initial value."""
         super().reset_parameters()
         self._reset_bias()
+
+    def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
+        """Begin with the main directions of a trained layer, if the scorer can, as :class:`Indexer` does."""
+        start: Any = getattr(self.scorer, "start_from", None)
+        if start is not None:
+            start(query, key, scale=scale)
 
     def predict(self, tokens: Tokens) -> IndexProbability:
         """The probabilities of all pairs, at the target density if there is one."""

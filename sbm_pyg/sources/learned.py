@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -413,6 +413,20 @@ class LearnedSource(DensitySource):
     def _detaches(self) -> bool:
         """Whether the probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
         return self.detach or (self.schedule is not None and self.schedule.is_dense_phase)
+
+    def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
+        """Begin with the queries and keys of a trained layer, without a step of training.
+
+        By default parameters stay as they are. :func:`~sbm_pyg.calibrate` calls it.
+
+        Args:
+            query, key: Queries ``[H, N, C]`` and keys ``[H, M, C]``.
+            scale: Factor of the scores.
+            seed: Seed of random choices.
+        """
+
+    def settle(self, batches: Iterable[Tokens]) -> None:
+        """Set what follows training, such as running means, to its value over some tokens. By default do nothing."""
 
     def choose_among(self, tokens: Tokens, candidates: Candidates) -> Choice:
         """Choose among given pairs of one head, with a target density, a budget and numbers of keys among them.

@@ -7,6 +7,7 @@ Not here: the sampling algorithms (``ops``) and gradients (``estimators``).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -37,12 +38,14 @@ from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
 from .interface import Choice, graph_without_edges
-from .learned import LearnedSource
+from .learned import LearnedSource, sample_rows
 from .sbm import SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
 MOMENTUM = 0.1  # of the running mean of probabilities
+MAX_START_DENSITY = 0.25
+"""Largest part of the keys in each community at a start."""
 FACTORS = ("query_membership", "key_membership", "block_matrix")
 SAFE_IN_FLOAT32 = 2.0**60
 """If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
@@ -273,6 +276,41 @@ class SBMSource(LearnedSource, FollowingSource):
         super().reset_parameters()
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
+
+    def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
+        """Begin with the clusters of a trained layer, if the head can, as :class:`.LinearSBMHead` does."""
+        start: Any = getattr(self.head, "start_from", None)
+        if start is not None and self.block_size == 1:
+            density = min((self.target_density or MAX_START_DENSITY) * self._drawn, MAX_START_DENSITY)
+            start(query, key, scale=scale, density=density, seed=seed)
+
+    @torch.no_grad()
+    def settle(self, batches: Iterable[Tokens]) -> None:
+        """Set the running mean so that graphs of some tokens have the target density, also where p is cut at 1.
+
+        It is then below the mean probability, to which training moves it back. Cost as that of probabilities of some
+        rows of all pairs.
+        """
+        if self.target_density is None:
+            return
+        seen: list[list[Tensor]] = [[] for _ in range(self.running_mean.numel())]
+        for tokens in batches:
+            graph = sample_rows(tokens, 1.0, self.block_size).blocks
+            for head, p in enumerate(
+                self._predict(tokens).on(graph).split(graph.rowptr[:: graph.num_queries].diff().tolist())
+            ):
+                seen[head].append(p)
+        density = self.target_density * self._drawn
+        for head, parts in enumerate(seen):
+            p = torch.cat(parts).double()
+            high = p.mean().clamp(min=MIN_MEAN_PROBABILITY) if p.numel() else p.new_tensor(1.0)
+            low = torch.full_like(high, MIN_MEAN_PROBABILITY)
+            for _ in range(30 if density < 1 else 0):
+                middle = (low * high).sqrt()
+                is_low = (p * (density / middle)).clamp(max=1).mean() > density
+                low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
+            self.running_mean[head] = high
+        self.seen.zero_()
 
     def predict(self, tokens: Tokens) -> SBM:
         """The block model of the tokens, or of their blocks, as the head predicts it.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.utils import softmax
 
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_ids
@@ -23,11 +25,13 @@ from ..sources.learned import LearnedSource, sample_rows, sample_sequences
 from .auxiliary import mean_weights
 
 __all__ = [
-    "attach_local_expectation", "concrete_bias", "distillation", "draw_probes", "relaxed_bias", "row_distillation",
-    "score_function", "straight_through",
+    "attach_local_expectation", "concrete_bias", "distillation", "draw_probes", "kept_attention", "relaxed_bias",
+    "row_distillation", "score_function", "straight_through",
 ]  # fmt: skip
 
 OVER = ("selected", "all")
+CUTS = 8
+"""Rounds in which probabilities are cut at 1 and the others are scaled up."""
 _TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not need all pairs."
 
 
@@ -349,6 +353,70 @@ def row_distillation(
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
     """
+    tokens, scored, graph, bias = _rows_to_learn_from(source, tokens, rows, part, scored, score_bias)
+    blocks = graph.blocks
+    sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
+    log_p = source.predict(tokens).log_on(blocks)
+    checks.per_edge(blocks.col, "[E]", log_p=log_p)
+    log_p = log_p.masked_fill(_forced_pairs(source, tokens, blocks), -torch.inf)
+    return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
+
+
+def kept_attention(
+    source: LearnedSource,
+    tokens: Tokens,
+    density: float,
+    *,
+    scale: float = 1.0,
+    rows: float = 1.0,
+    part: float = 1.0,
+    scored: Tokens | None = None,
+    score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None] | None = None,
+) -> Tensor:
+    r"""Part of the dense attention that a source's graphs of a given density are expected to keep, a scalar in [0, 1].
+
+    .. math:: \frac{\sum_{h, i} \sum_j P_{ij} \min(1, \lambda_h p_{ij})}{\sum_{h, i} \sum_j P_{ij}}
+
+    over R sampled rows of all heads, and over pairs that are not edges for any p. :math:`P` are the attention weights,
+    and the factor :math:`\lambda_h` gives the probabilities of each head the mean ``density``, also where they are cut
+    at 1. Its gradient is part of that of the result, so keys compete for the edges. What :func:`row_distillation` makes
+    small is a bound of another kind: it rewards large probabilities beyond 1 too, and single rows that few edges would
+    serve.
+
+    Args:
+        source: A source that draws pairs independently, without blocks of tokens.
+        tokens, scale, rows, part, scored, score_bias: As in :func:`row_distillation`.
+        density: Mean probability of a pair, in (0, 1).
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or range.
+    """
+    checks.number("density", density, "(0, 1)", "It is the mean probability of a pair.")
+    tokens, scored, graph, bias = _rows_to_learn_from(source, tokens, rows, part, scored, score_bias)
+    checks.require(graph.block_size == 1, "source", "without blocks", f"{graph.block_size}", "Use row_distillation.")
+    p = source.predict(tokens).on(graph).masked_fill(_forced_pairs(source, tokens, graph), 0)
+    logits = graph._logits(scored.query, scored.key, bias, scale)
+    weight = softmax(logits.detach(), ptr=graph.rowptr).masked_fill(_forced_pairs(source, tokens, graph), 0)
+    head, zeros = graph.edge_head, p.new_zeros(tokens.heads)
+    edges = density * zeros.index_add(0, head, torch.ones_like(p))  # expected, [H]
+    total = zeros.index_add(0, head, p.detach()).clamp(min=torch.finfo(p.dtype).tiny)
+    factor = edges / total
+    for _ in range(CUTS):  # each one finds pairs that are above 1 by the factor of the one before
+        is_cut = p.detach() * factor[head] >= 1
+        left = edges - zeros.index_add(0, head, is_cut.to(p.dtype))
+        total = zeros.index_add(0, head, p.detach().masked_fill(is_cut, 0))
+        factor = torch.where((left > 0) & (total > 0), left / total, factor)
+    is_cut = p.detach() * factor[head] >= 1
+    total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
+    factor = factor * total.detach() / total.clamp(min=torch.finfo(p.dtype).tiny)
+    chance = torch.where(is_cut, torch.ones_like(p), p * factor[head])
+    return (weight * chance).sum() / weight.sum().clamp(min=torch.finfo(p.dtype).tiny)
+
+
+def _rows_to_learn_from(
+    source: LearnedSource, tokens: Tokens, rows: float, part: float, scored: Tokens | None, score_bias: Any
+) -> tuple[Tokens, Tokens, AttentionGraph, Tensor | None]:
+    """Tokens of some sequences, those of the scores, and some of their rows with all pairs and their score biases."""
     if not isinstance(source, LearnedSource):
         raise TypeError(f"Expected 'source' to be a LearnedSource (got {type(source).__name__}). It has probabilities.")
     check_record(tokens)
@@ -367,19 +435,20 @@ def row_distillation(
     tokens = sample_sequences(tokens.detached(), part, source.block_size)
     scored = tokens if scored is None else scored
     graph = sample_rows(tokens, rows * (sequences - 1) / (tokens.query_ptr.numel() - 1), source.block_size)
-    blocks = graph.blocks
     with torch.no_grad():
         bias = None if score_bias is None else score_bias(scored.query, scored.key, graph)
-        sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
-    log_p = source.predict(tokens).log_on(blocks)
-    if source.window is not None and tokens.are_same:
-        near = blocks.lag.abs() <= -(-source.window // source.block_size)
-        log_p = log_p.masked_fill(near, -torch.inf)
-    if source.num_sinks and tokens.are_same:
-        log_p = log_p.masked_fill(blocks.key_position < -(-source.num_sinks // source.block_size), -torch.inf)
     checks.per_edge(graph.col, "[E]", score_bias=bias)
-    checks.per_edge(blocks.col, "[E]", log_p=log_p)
-    return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
+    return tokens, scored, graph, bias
+
+
+def _forced_pairs(source: LearnedSource, tokens: Tokens, blocks: AttentionGraph) -> Tensor:
+    """True at pairs of tokens, or of blocks of them, that are edges for any p, ``[E]``."""
+    forced = torch.zeros_like(blocks.col, dtype=torch.bool)
+    if tokens.are_same and source.window is not None:
+        forced |= blocks.lag.abs() <= -(-source.window // source.block_size)
+    if tokens.are_same and source.num_sinks:
+        forced |= blocks.key_position < -(-source.num_sinks // source.block_size)
+    return forced
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
