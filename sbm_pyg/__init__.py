@@ -11,6 +11,7 @@ from .graphs.blocks import BlockGraph, BlockPool
 from .graphs.graph import AttentionGraph
 from .graphs.ragged import Tokens, pad, unpad
 from .layers.attention import AttentionConv, SBMAttentionConv
+from .layers.calibration import calibrate
 from .layers.dcmm import DCMM, DCMMBias
 from .layers.dense import FullAttention
 from .layers.distributed import HeadParallel
@@ -50,8 +51,9 @@ __all__ = [
     "LearnedGraph", "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv",
     "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
     "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
-    "estimators", "gradients", "indexer", "make_attention", "mask_tokens", "ops", "pad", "patterns", "register_source",
-    "replace_attention", "restore_attention", "sample_edges", "selectors", "sparsefinder", "sync_statistics", "unpad",
+    "calibrate", "estimators", "gradients", "indexer", "make_attention", "mask_tokens", "ops", "pad", "patterns",
+    "register_source", "replace_attention", "restore_attention", "sample_edges", "selectors", "sparsefinder",
+    "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

@@ -442,7 +442,7 @@ class GraphAttention(nn.Module):
         is_full = isinstance(source, DensitySource) and source.target_density == 1
         is_full |= isinstance(source, patterns.PatternSource) and source.rule.rule is patterns.full
         is_simple = pairs.has_plain_rows and not (pairs.is_causal and pairs.offset)
-        learns = self.training and torch.is_grad_enabled()
+        learns = self.conv.estimator.learns(self.training)
         return is_full and not is_simple and not learns and self.conv.normalizer == "softmax"
 
     def forward(

@@ -128,6 +128,10 @@ class Estimator:
                 "with select='bernoulli'."
             )
 
+    def learns(self, training: bool) -> bool:
+        """Whether a call in this mode must reach the estimator, also where attention is dense."""
+        return training and torch.is_grad_enabled()
+
     def prepare(self, choice: Choice, training: bool) -> Choice:
         """The choice to attend over; by default that of the source."""
         return choice

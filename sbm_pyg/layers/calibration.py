@@ -1,0 +1,380 @@
+"""Calibration: learned sources of a trained model imitate its dense attention, while all else is frozen.
+
+In: a model whose attention has sources, and a few batches. Out: the same model, with sources that have learned. Not
+here: how attention gets sources (``replace``), the loss (``gradients``), and training with a task (``sparsifier``).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..graphs.ragged import Tokens
+from ..ops import checks
+from ..progress import tqdm
+from ..sources.learned import LearnedSource, sample_rows
+from ..sources.sampling import SBMSource
+from ..training.estimators import AttentionCall, Estimator
+from ..training.gradients import kept_attention, row_distillation
+from .attention import AttentionConv
+from .normalizers import normalize
+
+__all__ = ["CalibratedSource", "calibrate"]
+
+TOKENS_OF_STEP = 1024
+TOKENS_OF_START = 8192
+MEASURED_ROWS = 4.0
+"""Rows of a sequence in a step, and in a measurement, in units of the square root of its length."""
+
+
+class CalibratedSource(NamedTuple):
+    """What a source has learned, measured on the last batch."""
+
+    layer: str
+    """Name of the first layer with the source, as in ``model.named_modules()``."""
+    loss_before: float
+    """The loss before. Graphs of a block model are expected to lose this part of the attention outside of forced edges.
+    For other sources it is the cross-entropy between dense attention and normalized probabilities."""
+    loss: float
+    """The same afterwards."""
+    kept_before: float
+    """Part of the dense attention weights on edges of graphs of the target density, before."""
+    kept: float
+    """The same afterwards."""
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    density: float | None = None,
+    steps: int = 200,
+    learning_rate: float = 1e-2,
+    forward: Callable[[Any], Any] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[CalibratedSource]:
+    """Train the learned sources of a trained model to choose the keys that its dense attention attends to.
+
+    The model is frozen and needs no labels. It runs densely once over the batches, and queries and keys of each layer
+    are stored. Each source then begins with them where it can, see :meth:`~sbm_pyg.LearnedSource.start_from`, and
+    learns from them alone, by Adam: block models raise :func:`~sbm_pyg.gradients.kept_attention` at the target density,
+    others lower :func:`~sbm_pyg.gradients.row_distillation`. So a step costs a part of one layer,
+    and not a forward and a backward pass of the model. Afterwards the model attends sparsely.
+
+    Args:
+        model: A module with :class:`AttentionConv` layers, such as a model of transformers, PyG or torch after
+            :func:`replace_attention`. It is changed in place, and stays in its mode.
+        batches: What the model is called with: a dict by ``model(**batch)``, a tuple or list by ``model(*batch)``, all
+            else by ``model(batch)``. Some 8,000 tokens of the text, or graphs, that the model is meant for will do.
+            The last batch measures and does not train, unless it is the only one.
+        density: Target density of the sources afterwards, in (0, 1). None: each keeps its own.
+        steps: Steps of each source, on some 1,024 tokens each. 0: sources only begin with the queries and keys.
+        learning_rate: Largest rate of Adam, which rises and falls in one cycle.
+        forward: Function that calls the model with a batch, in place of the rules above.
+        directory: Folder with a file for each source that is done; a call with the same model, batches and options goes
+            on from there, and gives the same bits on the same machine. Tokens that do not fit into half of the
+            available memory are stored there, too, for as long as the call runs. None: there are no such files, and
+            these tokens go to the system's folder of temporary files.
+        seed: Seed of the order, the rows and the clusters.
+        progress: Show progress bars, with the part of the attention that graphs of the target density keep.
+
+    Returns:
+        A row for each source, in the order of the model.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The model has no learned source, or one without a target density below 1; there are no batches, or
+            they do not reach each source; a number is out of range; or the directory is that of another calibration.
+
+    Example:
+        >>> import torch
+        >>> from sbm_pyg import calibrate, replace_attention
+        >>> model = torch.nn.TransformerEncoderLayer(32, nhead=2, batch_first=True)  # in place of a trained model
+        >>> names = replace_attention(model, source="sbm", parameterization="linear", num_clusters=8)
+        >>> rows = calibrate(model, [torch.randn(4, 40, 32) for _ in range(3)], density=0.2, steps=5, progress=False)
+        >>> rows[0].layer, model.self_attn.conv.source.target_density
+        ('self_attn.conv', 0.2)
+    """
+    checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
+    steps = checks.integer("steps", steps, 0, "It is a number of steps of each source.")
+    checks.number("learning_rate", learning_rate, "(0, inf)", "It is the largest rate of Adam.")
+    if density is not None:
+        checks.number("density", density, "(0, 1)", "It is the target density afterwards.")
+    seed = checks.seed(seed)
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, AttentionConv)}
+    layers = {name: layer for name, layer in layers.items() if isinstance(layer.source, LearnedSource)}
+    way_out = "Call `replace_attention` first, with source='sbm' or 'indexer'; other sources have nothing to learn."
+    checks.require(layers, "model", "to have layers with a learned source", "none", way_out)
+    names: dict[LearnedSource, str] = {}
+    for name, layer in layers.items():
+        assert isinstance(layer.source, LearnedSource)
+        names.setdefault(layer.source, name)
+    dense = [name for source, name in names.items() if density is None and source.target_density == 1]
+    checks.require(not dense, "density", "to be a number", f"None, and {dense[:1]} is dense", "Pass one, as 0.05.")
+    folder = None if directory is None else Path(directory)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="calibrate-", dir=folder) as storage:
+        store = _Store([*names], Path(storage))
+        _record(model, [*layers.values()], batches, forward, store, progress)
+        unreached = [name for source, name in names.items() if not store.calls[source]]
+        checks.require(not unreached, "batches", "to reach each source", f"none for {unreached[:3]}", "Pass others.")
+        settings = {"sources": [*names.values()], "density": density, "steps": steps, "learning_rate": learning_rate}
+        if folder is not None:
+            _check_settings(folder / "settings.json", settings | {"seed": seed, "batches": store.marks()})
+        with tqdm(total=len(names) * max(steps, 1), desc="calibrate", unit="step", disable=not progress) as bar:
+            for number, (source, name) in enumerate(names.items()):
+                path = None if folder is None else folder / f"{number:03d}.safetensors"
+                if path is None or not path.exists():
+                    state, numbers = _calibrated(source, store.calls[source], density, steps, learning_rate, seed, bar)
+                    if path is not None:
+                        _save(path, state, numbers)
+                else:
+                    state, numbers = load_file(path), json.loads(path.with_suffix(".json").read_text())
+                    bar.update(max(steps, 1))
+                if density is not None:
+                    source.target_density, source.schedule = density, None
+                source.load_state_dict(state, strict=False)
+                rows.append(CalibratedSource(name, *numbers))
+                bar.set_postfix_str(f"{name} keeps {rows[-1].kept:.3f} of attention, before {rows[-1].kept_before:.3f}")
+    return rows
+
+
+# ------------------------------------------------------------------ what the model does
+
+
+class _Call(NamedTuple):
+    """A call of a layer: what its source saw, and what its scores are made of."""
+
+    vectors: tuple[Tensor, ...] | Path  # queries and keys, and those of the scores if they are others
+    layout: tuple[Any, ...]  # of Tokens
+    scale: float
+    score_bias: Any
+
+    def read(self, seed: int) -> tuple[Tokens, dict[str, Any]]:
+        """The tokens in float32, and the arguments of the loss."""
+        vectors = torch.load(self.vectors, mmap=True) if isinstance(self.vectors, Path) else self.vectors
+        query, key, *others = (x.float() for x in vectors)
+        query_ptr, key_ptr, bipartite, is_causal = self.layout
+        tokens = Tokens._trusted(query, key, query_ptr, key_ptr, bipartite, is_causal, seed, None)
+        scored = tokens.with_vectors(*others) if others else None
+        return tokens, {"scale": self.scale, "scored": scored, "score_bias": self.score_bias}
+
+
+class _Store:
+    """The calls of each source. Vectors are on disk from where they fill half of the memory."""
+
+    def __init__(self, sources: list[LearnedSource], folder: Path) -> None:
+        self.calls: dict[LearnedSource, list[_Call]] = {source: [] for source in sources}
+        self.folder, self.free, self.count = folder, -1.0, 0
+
+    def add(self, call: AttentionCall) -> None:
+        """Store a call of a layer."""
+        tokens, source = call.tokens, call.source
+        assert tokens is not None
+        assert isinstance(source, LearnedSource)
+        vectors: tuple[Tensor, ...] = tokens.query, tokens.key
+        if call.query is not tokens.query or call.key is not tokens.key:
+            vectors += (call.query, call.key)
+        vectors = tuple(x.detach().contiguous() for x in vectors)
+        self.free = checks.available(vectors[0].device) / 2 if self.free < 0 else self.free
+        self.free -= sum(x.nbytes for x in vectors)
+        self.count += 1
+        path = self.folder / f"{self.count}.pt"
+        if self.free < 0:
+            self.free = 0
+            torch.save(tuple(x.clone() for x in vectors), path)
+        layout = (tokens.query_ptr, tokens.key_ptr, tokens.bipartite, tokens.is_causal)
+        kept = path if path.exists() else vectors
+        self.calls[source].append(_Call(kept, layout, call.scale, call.score_bias))
+
+    def marks(self) -> list[float]:
+        """A number of each call of the first source, which tells batches apart."""
+        calls = next(iter(self.calls.values()))
+        return [float(call.read(0)[0].query[:, -1].double().sum()) for call in calls]
+
+
+class _Recorder(Estimator):
+    """Stores dense calls, in the place of the estimator of a layer."""
+
+    def __init__(self, store: _Store) -> None:
+        self.store = store
+
+    def learns(self, training: bool) -> bool:
+        return True
+
+    def dense_loss(self, call: AttentionCall) -> Tensor | None:
+        self.store.add(call)
+        return None
+
+
+@torch.no_grad()
+def _record(
+    model: nn.Module, layers: list[AttentionConv], batches: Iterable[Any], forward: Any, store: _Store, progress: bool
+) -> None:
+    """Call the model with each batch, densely and in evaluation mode."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    count = 0
+    with _dense(model, layers, _Recorder(store)), tqdm(batches, "record", unit="batch", disable=not progress) as bar:
+        for batch in bar:
+            count += 1
+            batch = batch.to(device) if hasattr(batch, "to") else tree_map_only(Tensor, lambda x: x.to(device), batch)
+            if forward is not None:
+                forward(batch)
+            elif isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, tuple | list):
+                model(*batch)
+            else:
+                model(batch)
+    checks.require(count, "batches", "to be at least one", "none", "An iterator that is used up has none: make a list.")
+
+
+@contextmanager
+def _dense(model: nn.Module, layers: list[AttentionConv], recorder: Estimator) -> Iterator[None]:
+    """A context in which the model is in evaluation mode, and its layers attend densely with another estimator."""
+    modes = {module: module.training for module in model.modules()}
+    estimators = [layer.estimator for layer in layers]
+    sources = {layer.source for layer in layers if isinstance(layer.source, LearnedSource)}
+    densities = {source: (source._density, source.schedule) for source in sources}
+    try:
+        model.eval()
+        for layer in layers:
+            layer.estimator = recorder
+        for source in sources:
+            source.schedule, source._density = None, 1.0
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for layer, estimator in zip(layers, estimators, strict=True):
+            layer.estimator = estimator
+        for source, (density, schedule) in densities.items():
+            source._density, source.schedule = density, schedule
+
+
+# ------------------------------------------------------------------ what a source learns
+
+
+def _calibrated(
+    source: LearnedSource, calls: list[_Call], density: float | None, steps: int, rate: float, seed: int, bar: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The state of a calibrated copy of a source, and the numbers of its row."""
+    source = copy.deepcopy(source).float().eval()
+    source.schedule = None
+    if density is not None:
+        source.target_density = density
+    examples, held_out = calls[:-1] or calls, calls[-1]
+    _settle(source, examples)
+    before = _measure(source, held_out)
+    _start(source, examples, seed)
+    random = torch.Generator().manual_seed(seed % 2**63)
+    parameters = [parameter.requires_grad_() for parameter in source.parameters()]
+    optimizer = torch.optim.Adam(parameters, rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 1) + 1, pct_start=0.1)
+    with torch.enable_grad():
+        for _ in range(steps):
+            at, draw = (int(torch.randint(most, (), generator=random)) for most in (len(examples), 2**62))
+            optimizer.zero_grad()
+            _loss(source, examples[at], draw).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.update()
+    bar.update(0 if steps else 1)
+    _settle(source, examples)
+    after = _measure(source, held_out)
+    state = {name: x for name, x in source.state_dict().items() if not name.endswith("target_density")}
+    return state, [number for pair in zip(before, after, strict=True) for number in pair]
+
+
+def _loss(source: LearnedSource, call: _Call, seed: int) -> Tensor:
+    """The loss over some rows of some 1,024 tokens of a call: the attention that graphs of a block model lose."""
+    tokens, how = call.read(seed)
+    part = min(1.0, TOKENS_OF_STEP / max(tokens.num_keys, 1))
+    if getattr(call.score_bias, "is_of_batch", False):  # it reads numbers of tokens, which a part of them lacks
+        part = 1.0
+    sequences = tokens.query_ptr.numel() - 1
+    how |= {"rows": math.ceil(part * sequences) / sequences, "part": part}
+    density = source.target_density
+    if isinstance(source, SBMSource) and source.block_size == 1 and density is not None:
+        return 1 - kept_attention(source, tokens, min(density * source._drawn, 0.999), **how)
+    return row_distillation(source, tokens, **how)
+
+
+@torch.no_grad()
+def _start(source: LearnedSource, calls: list[_Call], seed: int) -> None:
+    """Begin with the queries and keys of the first tokens."""
+    sides: list[tuple[Tensor, Tensor]] = []
+    for call in calls:
+        tokens, _ = call.read(0)
+        sides.append((tokens.query, tokens.key))
+        if sum(query.size(1) for query, _ in sides) >= TOKENS_OF_START:
+            break
+    query, key = (torch.cat(parts, 1) for parts in zip(*sides, strict=True))
+    source.start_from(query, key, scale=calls[0].scale, seed=seed)
+
+
+def _settle(source: LearnedSource, calls: list[_Call]) -> None:
+    source.settle(call.read(0)[0] for call in calls)
+
+
+@torch.no_grad()
+def _measure(source: LearnedSource, call: _Call) -> tuple[float, float]:
+    """The loss of a call, and the part of the attention weights of some rows that its graphs keep."""
+    loss = _loss(source, call, 0)
+    tokens, how = call.read(0)
+    scored = how["scored"] or tokens
+    pairs = sample_rows(tokens, MEASURED_ROWS)
+    bias = None if call.score_bias is None else call.score_bias(scored.query, scored.key, pairs)
+    logits = pairs._logits(scored.query, scored.key, bias, call.scale)
+    weight = normalize("softmax", logits[:, None], ptr=pairs.rowptr)[:, 0]
+    graph = source(tokens).graph.expand_tokens().expand(tokens.heads)
+    kept = weight[graph.contains(pairs.edge_index, pairs.edge_head)].sum() / weight.sum().clamp(min=1e-9)
+    return float(loss), float(kept)
+
+
+# ------------------------------------------------------------------ files
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write what a calibration is, or compare it with what has been written."""
+    if not path.exists():
+        _write(path, json.dumps(settings, indent=1))
+        return
+    before = json.loads(path.read_text())
+    of_batches = before.pop("batches"), (settings := {**settings}).pop("batches")
+    same = len(of_batches[0]) == len(of_batches[1])
+    same = same and all(math.isclose(*pair, rel_tol=1e-2, abs_tol=1e-2) for pair in zip(*of_batches, strict=True))
+    others = [name for name in settings if settings[name] != before.get(name)] + ([] if same else ["batches"])
+    way_out = "Pass the same ones in the same order to go on, or another folder."
+    checks.require(not others, "directory", "to be that of this calibration", f"another {others}", way_out)
+
+
+def _save(path: Path, state: Mapping[str, Tensor], numbers: list[float]) -> None:
+    """Write the files of a source; the one that says that it is done comes last."""
+    _write(path.with_suffix(".json"), json.dumps(numbers))
+    draft = path.with_suffix(".draft")
+    save_file({name: x.contiguous() for name, x in state.items()}, draft)
+    draft.replace(path)
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
