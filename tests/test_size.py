@@ -20,15 +20,15 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 30_340,
+    "lines of sbm_pyg": 30_580,
     "lines of sbm_pyg/ops": 11_460,
     "lines of examples": 13_370,
-    "lines of tests": 36_200,
+    "lines of tests": 36_280,
     "rooms of sbm_pyg": 11,
     "arrows between rooms": 33,
     "public names": 323,
     "options of SBMAttentionConv": 14,
-    "refusing lines of sbm_pyg, %": 5.8,
+    "refusing lines of sbm_pyg, %": 5.7,
     "vague local names of sbm_pyg, %": 0.1,
     "vague local names of examples, %": 0.1,
 }

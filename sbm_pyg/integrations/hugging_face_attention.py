@@ -24,6 +24,7 @@ from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..sources import patterns
+from ..sources.last_rows import LastRows
 from ..sources.learned import DensitySource
 
 __all__ = [
@@ -50,6 +51,8 @@ HARMLESS = {
 """Other arguments, which change no weight of the attention of a model."""
 FORBIDDEN = -1e4
 """Numbers up to this one in a mask forbid a pair, as the smallest number of any type and minus infinity do."""
+FEW = 64
+"""Up to so many new tokens of a sequence get their rows by scores of all keys at once."""
 _PAIRS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What masks that all layers of a model share have been found to say, with the version of the tensor."""
 
@@ -76,7 +79,7 @@ class MaskPairs:
     sequence: Tensor | None = None
     allowed: Tensor | None = None
     bias: Tensor | None = None
-    _sides: dict[Any, PaddedSequences] = field(default_factory=dict, init=False)
+    _sides: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def has_plain_rows(self) -> bool:
@@ -109,6 +112,17 @@ class MaskPairs:
             real = None if real is None else real.expand(tokens.size(0), -1)
             self._sides[place] = PaddedSequences(tokens, real)
         return self._sides[place]
+
+    def last_rows(self, query: Tensor) -> LastRows:
+        """Positions of new tokens ``[B, H, L, C]`` among all keys up to the last of them, for all layers."""
+        batch, _, length, _ = query.shape
+        place = ("last rows", batch, length, query.device)
+        if place not in self._sides:
+            keys = self.offset + length
+            real = None if self.real is None else self.real[:, :keys].to(query.device).expand(batch, -1)
+            self._sides[place] = LastRows(batch, length, keys, real, query.device)
+        rows: LastRows = self._sides[place]
+        return rows
 
     def with_bias(self, bias: Tensor | None) -> MaskPairs:
         """These pairs of the same sequences with another bias."""
@@ -318,8 +332,6 @@ def attend(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # rotary positions are float32, which torch's attention casts by itself
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    heads = query.size(1)
-    key, value = (x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1) for x in (key, value))
     part: GraphAttention | None = getattr(module, NAME)
     sizes = query.size(2), key.size(2)
     if attention_mask is None:
@@ -339,14 +351,20 @@ def attend(
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
         if return_weights:
+            key, value = _for_heads(query.size(1), key, value)
             return attend_eagerly(query, key, value, mask, scaling, dropout)
-        # repeated heads have no groups
+        has_groups = key.size(1) != query.size(1)
         out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=has_groups
         )
         return out.transpose(1, 2).contiguous(), None
     part.conv.scale, part.conv.dropout = scaling, dropout
     return part(query, key, value, pairs, return_weights)
+
+
+def _for_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys or values of groups of heads, ``[B, G, S, C]``, repeated for each head, ``[B, H, S, C]``."""
+    return tuple(x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1) for x in tensors)
 
 
 def attend_eagerly(
@@ -454,8 +472,13 @@ class GraphAttention(nn.Module):
                 f"Expected queries [B, H, L, C] of {self.conv.heads} heads and {self.conv.out_channels} channels, as "
                 f"the attributes of the module tell (got {list(query.shape)}). Set them before `replace_attention`."
             )
+        if pairs.is_causal and pairs.offset and pairs.has_plain_rows and pairs.sequence is None and not return_weights:
+            new = self._attend_from_new_tokens(query, key, value, pairs)
+            if new is not None:
+                return new, None
         length, keys = query.size(2), key.size(2)
         total = pairs.offset + length if pairs.is_causal else keys
+        key, value = _for_heads(query.size(1), key, value)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, L, H, C]
         key, value = key[:, :total], value[:, :total]  # without the free places of a cache
         keys_side = pairs.side(key)
@@ -488,6 +511,19 @@ class GraphAttention(nn.Module):
             shape = (query.size(0), self.conv.heads, length, keys)
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
         return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
+
+    def _attend_from_new_tokens(self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs) -> Tensor | None:
+        """The output ``[B, L, H, C']`` of a few new tokens, whose rows need no graph of the batch; None if they do."""
+        conv, source, total = self.conv, self.conv.source, pairs.offset + query.size(2)
+        is_plain = conv.normalizer == "softmax" and conv.score_bias is None and not conv._edgewise
+        if self.training or not is_plain or query.size(2) > FEW or torch.is_autocast_enabled(query.device.type):
+            return None
+        assert source is not None
+        rule = source._row_rule(query, key[:, :, :total])
+        if rule is None:
+            return None
+        out = pairs.last_rows(query).attend(rule, query, key, value, conv.scale)
+        return out.transpose(1, 2).contiguous()
 
     def _last_rows(self, query: Tensor, key: Tensor, key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph:
         """The rows of the last tokens of each sequence, whose earlier keys are in a cache."""

@@ -31,11 +31,13 @@ from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_id
 from ..ops import checks
 from ..ops.reference import sampling as reference_sampling
 from ..ops.reference.pairs import index_scores, small_heads
+from ..ops.segments import upcast
 from ..ops.tiles import PairTile, pair_tiles
 from ..ops.values import require_values
 from . import patterns, starts
 from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, check_finite, check_over
+from .last_rows import RowRule, scores_of_groups
 from .learned import LearnedSource
 from .pairs import check_vectors, graph_of_best, graph_of_rows, number_of_keys, select_pairs, show_nan
 from .sbm import log_odds
@@ -128,6 +130,20 @@ class Indexer(nn.Module):
         self.head_bias.zero_()
         self.head_bias[..., 0] = 1
         self.head_bias[..., 1:2] = -1
+
+    def _score_rows(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores of a few queries ``[B, H, L, C]`` with keys of groups of heads ``[B, G, S, C]``, ``[B, H, L, S]``.
+
+        The projection of keys is applied to the queries, so that keys are read as they are.
+        """
+        rows = query.transpose(0, 1).flatten(1, 2)  # [H, B*L, C]
+        small, weight, _ = self(rows, rows[:, :0])
+        sizes = (self.heads, query.size(0), query.size(2), self.index_heads)
+        small = (small.flatten(1, 2) @ self.key_weight.to(small.dtype).mT).view(*sizes, -1)
+        small = small.permute(1, 0, 2, 3, 4).flatten(2, 3)  # [B, H, L*S, C]
+        scores = scores_of_groups(small, key).relu_().unflatten(2, sizes[2:])
+        weight = upcast(weight.view(sizes).transpose(0, 1))
+        return (weight[..., None, :] @ scores).squeeze(3)
 
     def extra_repr(self) -> str:
         small = f"index_heads={self.index_heads}, index_channels={self.index_channels}"
@@ -573,6 +589,15 @@ class IndexerSource(LearnedSource):
             graph = probability.sample(exploration=exploration, seed=tokens.seed, sequence_ids=tokens.sequence_ids)
             choice = Choice(show_nan(tokens, graph), probability, exploration=exploration)
         return patterns.with_forced(choice, self.window, self.num_sinks, tokens)
+
+    @torch.no_grad()
+    def _row_rule(self, query: Tensor, key: Tensor) -> RowRule | None:
+        scorer = self.scorer
+        is_own = type(self) is IndexerSource and type(scorer) is Indexer
+        if not is_own or self.select != "top_k" or self.target_density == 1:
+            return None
+        assert isinstance(scorer, Indexer)
+        return RowRule(scorer._score_rows(query, key), self.k, self.target_density, self.window, self.num_sinks)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         if self.select == "bernoulli":

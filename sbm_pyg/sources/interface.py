@@ -22,6 +22,7 @@ from ..graphs.ragged import Tokens, check_record, draw_seed, stored_ptr
 from ..ops import checks
 from ..ops.segments import upcast
 from ..ops.values import can_read
+from .last_rows import RowRule
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 
@@ -300,6 +301,15 @@ class GraphSource(torch.nn.Module, ABC):
     @abstractmethod
     def forward(self, tokens: Tokens) -> Choice:
         """Choose a graph over the tokens."""
+
+    def _row_rule(self, query: Tensor, key: Tensor) -> RowRule | None:
+        """How the keys of new tokens follow from scores alone, so that no graph is made; None if they do not.
+
+        Args:
+            query: ``[B, H, L, C]``, the last tokens of each sequence.
+            key: Keys of all tokens, of groups of heads, ``[B, G, S, C]``.
+        """
+        return None
 
 
 def graph_without_edges(tokens: Any) -> AttentionGraph:

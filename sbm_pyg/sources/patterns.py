@@ -32,6 +32,7 @@ from ..ops.random_words import RANDOM_KEY, philox, split_ids
 from ..ops.segments import runs
 from ..ops.values import can_read, require_values
 from .interface import Choice, GraphSource
+from .last_rows import RowRule
 
 __all__ = [
     "PatternSource", "bigbird", "block_diagonal", "full", "global_tokens", "random", "relay_keys", "relay_queries",
@@ -584,6 +585,11 @@ class PatternSource(GraphSource):
         if tokens.at_end and not makes_rows:
             graph = (graph.causal() if tokens.is_causal else graph).expand_tokens()._last_rows(tokens.query_ptr)
         return Choice(tokens._drop_later(graph))
+
+    def _row_rule(self, query: Tensor, key: Tensor) -> RowRule | None:
+        if self.rule.rule is not window:
+            return None
+        return RowRule(None, None, None, self.rule.options["size"], self.rule.default("num_sinks", 0))
 
     def take_heads(self, count: int, total: int) -> None:
         """Make graphs of ``count`` of ``total`` heads; see :class:`~sbm_pyg.HeadParallel`."""

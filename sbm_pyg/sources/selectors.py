@@ -30,6 +30,7 @@ from ..ops.segments import compress, edge_row, group_by_length
 from . import pairs, patterns
 from .following import FollowingSource
 from .interface import Choice, GraphSource, graph_without_edges
+from .last_rows import RowRule, scores_of_groups
 from .learned import DensitySource
 
 __all__ = ["RoutingSource", "SelectorSource", "TopKSource", "block_top_k", "lsh", "routing", "top_k"]
@@ -304,6 +305,13 @@ class TopKSource(DensitySource):
         """Choose by rank."""
         count = pairs.number_of_keys(self.k, self.target_density, tokens.allowed_keys)
         return patterns.with_forced(Choice(top_k(tokens, count)), self.window, self.num_sinks, tokens)
+
+    @torch.no_grad()
+    def _row_rule(self, query: Tensor, key: Tensor) -> RowRule | None:
+        if type(self) is not TopKSource or self.target_density == 1:
+            return None
+        scores = scores_of_groups(query, key)
+        return RowRule(scores, self.k, self.target_density, self.window, self.num_sinks, are_products=True)
 
     def extra_repr(self) -> str:
         return ", ".join(_named(self, ("k", "target_density", "window", "num_sinks")))

@@ -1,4 +1,4 @@
-"""Decoders with a cache: the rows of new tokens are those of the whole sequence, for all sources that need no others."""
+"""Decoders with a cache, and with packed sequences: rows are those of the whole sequence, and of the padded batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from sbm_pyg import replace_attention
+from sbm_pyg.integrations.hugging_face_attention import GraphAttention
 from sbm_pyg.layers.attention import AttentionConv
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
@@ -113,6 +114,36 @@ def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -
         close(rows[real[:, 15:]], whole[:, 15:][real[:, 15:]])
 
 
+@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "indexer"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # with groups of heads, and without
+@torch.no_grad()
+def test_rows_by_scores_alone_need_no_graph(kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = decoder(kind, source), text(3, 24)
+    whole = model(tokens).logits
+    left = torch.arange(24) >= torch.tensor([[0], [7], [2]])
+    padded = model(tokens, attention_mask=left.long()).logits
+    monkeypatch.setattr(GraphAttention, "_last_rows", None)  # which makes graphs
+    for cache in (transformers.DynamicCache(config=model.config), static_cache(model, 30)):
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split((9, 1, 4, 10), 1)]
+        close(torch.cat(parts, 1), whole)
+    cache, start = transformers.DynamicCache(config=model.config), 0
+    for part in tokens.split((9, 1, 14), 1):
+        end = start + part.size(1)
+        rows = model(part, past_key_values=cache, attention_mask=left[:, :end].long()).logits
+        close(rows[left[:, start:end]], padded[:, start:end][left[:, start:end]])
+        start = end
+
+
+def test_gradients_of_rows_by_scores_are_those_of_the_whole_call() -> None:
+    model, tokens = decoder("llama", "top_k, density"), text(2, 12)
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    expected = torch.autograd.grad(model(tokens).logits[:, -1].sum(), weight)[0]
+    cache = model(tokens[:, :-1]).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+    close(torch.autograd.grad(model(tokens[:, -1:], past_key_values=cache).logits.sum(), weight)[0], expected)
+
+
 @pytest.mark.parametrize("source", ["window", "top_k, density", "sbm, density", "block_top_k"])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_assisted_generation_writes_what_one_token_at_a_time_does(kind: str, source: str) -> None:
@@ -124,3 +155,54 @@ def test_assisted_generation_writes_what_one_token_at_a_time_does(kind: str, sou
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **how), expected)
     assert torch.equal(model.generate(tokens, prefill_chunk_size=5, **how), expected)
     assert torch.equal(model.generate(tokens, cache_implementation="static", **how), expected)
+
+
+# ------------------------------------------------------------------ packed sequences
+
+LENGTHS = (5, 1, 9, 6)
+DRAWN_AND_CHOSEN = ["bigbird", "top_k, density", "sbm", "sbm, density"]
+
+
+def packed_inputs(form: str) -> dict[str, Any]:
+    """Sequences in one row, and one of the forms that tell where they begin."""
+    sequences = [{"input_ids": text(1, n, n)[0].tolist()} for n in LENGTHS]
+    with_offsets = form != "positions"
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=with_offsets)
+    batch: dict[str, Any] = dict(collate(sequences))
+    return batch
+
+
+CASES = [
+    pytest.param(kind, source, form, marks=[] if (m + s + f) % 4 == 0 else pytest.mark.slow)
+    for m, kind in enumerate(MODELS)
+    for s, source in enumerate(DRAWN_AND_CHOSEN)
+    for f, form in enumerate(["positions", "offsets"])
+]  # a fourth of them are fast tests
+
+
+@pytest.mark.parametrize(("kind", "source", "form"), CASES)
+def test_packed_sequences_are_those_of_the_padded_batch(kind: str, source: str, form: str) -> None:
+    """In evaluation the outputs, and in training the loss and its gradients."""
+    model = decoder(kind, source)
+    packed = packed_inputs(form)
+    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    padded = torch.zeros_like(real, dtype=torch.long)
+    padded[real] = packed["input_ids"][0]
+    batch: dict[str, Any] = {"input_ids": padded, "attention_mask": real.long(), "use_cache": False}
+    labels = torch.where(real, padded, -100)
+    close(model(**packed, use_cache=False).logits[0], model(**batch).logits[real])
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    grads = []
+    labels[:, 0] = -100  # as the collator has it
+    for inputs in (packed, batch | {"labels": labels}):
+        model.zero_grad()
+        torch.manual_seed(0)  # of the seeds of graphs, one for each layer
+        out = model(**inputs | {"use_cache": False})
+        out.loss.backward()
+        grads.append([out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(grads[0]) == len(grads[1]) > 10
+    for ours, theirs in zip(*grads, strict=True):
+        close(ours, theirs)
