@@ -206,3 +206,64 @@ def test_packed_sequences_are_those_of_the_padded_batch(kind: str, source: str, 
     assert len(grads[0]) == len(grads[1]) > 10
     for ours, theirs in zip(*grads, strict=True):
         close(ours, theirs)
+
+
+# ------------------------------------------------------------------ learned sinks
+
+
+def with_sinks(source: dict[str, Any] | None = None) -> Any:
+    """A tiny GPT-OSS with eager attention, or with a source."""
+    sizes = SIZES | LOCAL | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.CONFIG_MAPPING["gpt_oss"](**sizes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 1 if "sinks" in name else 0.2)
+    if source is not None:
+        replace_attention(model, **source)
+        model.train()(text(2, 20))  # for running means
+        model.train()(text(2, 20))
+    return model.eval()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("pattern", [{"source": "top_k", "target_density": 1.0}, {"source": "full"}, SOURCES["window"]])
+def test_learned_sinks_are_those_of_eager_attention(pattern: dict[str, Any], training: bool) -> None:
+    """Outputs, weights and all gradients, with padding, of all pairs and of those that a mask over eager ones leaves."""
+    eager, sparse = with_sinks().train(training), with_sinks(pattern).train(training)
+    tokens, real = text(3, 12), torch.arange(12) < torch.tensor([[12], [7], [10]])
+    place = torch.arange(12)
+    later = place - place[:, None]  # [L, S]
+    pairs = (later <= 0).expand(3, 12, 12) & real[:, None]
+    near = pairs & ((later >= -2) | (place < 1)) if "size" in pattern else pairs
+    local = pairs & (later > -6)  # the window of LOCAL, whose layer stays dense
+    masks = {
+        name: torch.where(allowed[:, None], 0.0, torch.finfo(torch.float32).min)
+        for name, allowed in (("full_attention", near), ("sliding_attention", local))
+    }
+    results = []
+    for model, mask in ((eager, masks), (sparse, real.long())):
+        out = model(tokens, attention_mask=mask, use_cache=False, output_attentions=True)
+        (out.logits[real] ** 2).mean().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and ".sbm." not in name}
+        assert all(grad.abs().max() > 0 for name, grad in grads.items() if "sinks" in name)
+        results.append((out.logits[real], [x.transpose(1, 2)[real] for x in out.attentions], grads))
+    (expected, all_weights, theirs), (logits, weights, ours) = results
+    close(logits, expected)
+    for x, y in zip(weights, all_weights, strict=True):
+        close(x, y)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        close(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "indexer", "sbm, density", "full"])
+@torch.no_grad()
+def test_learned_sinks_with_a_cache(source: str) -> None:
+    model, tokens = with_sinks(SOURCES[source]), text(3, 24)
+    whole = model(tokens).logits
+    for cache in (transformers.DynamicCache(config=model.config), static_cache(model, 30)):
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split((9, 1, 4, 10), 1)]
+        close(torch.cat(parts, 1), whole)

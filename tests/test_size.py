@@ -20,10 +20,10 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 30_580,
+    "lines of sbm_pyg": 30_640,
     "lines of sbm_pyg/ops": 11_460,
     "lines of examples": 13_370,
-    "lines of tests": 36_280,
+    "lines of tests": 36_340,
     "rooms of sbm_pyg": 11,
     "arrows between rooms": 33,
     "public names": 323,

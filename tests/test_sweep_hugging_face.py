@@ -27,9 +27,9 @@ def test_every_model_type_equals_dense_attention_or_is_refused(tmp_path: Path) -
 
 
 def test_the_sweep_notices_attention_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert results_of(tmp_path / "one", "bert", "gpt_oss") == {"bert": "equal", "gpt_oss": "refused"}
+    assert results_of(tmp_path / "one", "bert", "gemma2") == {"bert": "equal", "gemma2": "refused"}
     lines = [json.loads(line) for line in (tmp_path / "one").read_text().splitlines()]
-    assert [line["type"] for line in lines] == ["bert", "gpt_oss"]
+    assert [line["type"] for line in lines] == ["bert", "gemma2"]
     replace: Any = sweep.replace_attention
     monkeypatch.setattr(sweep, "replace_attention", lambda model, **_: replace(model, source="window", size=1))
     assert results_of(tmp_path / "two", "bert") == {"bert": "fault"}

@@ -23,6 +23,7 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
+from ..ops import schemas
 from ..sources import patterns
 from ..sources.last_rows import LastRows
 from ..sources.learned import DensitySource
@@ -37,7 +38,7 @@ NAME = "sbm"
 NO_CACHE = "Pass use_cache=False and no assistant model: each step then computes all tokens."
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 READ = {
-    "dropout", "scaling", "is_causal", "position_bias", "output_attentions", *PACKED,
+    "dropout", "scaling", "is_causal", "position_bias", "output_attentions", "s_aux", *PACKED,
     "attention_mask", "query", "key", "value", "module",
 }  # fmt: skip
 """Arguments of an attention call that :func:`attend` reads."""
@@ -315,9 +316,13 @@ def _packed_sequences(options: dict[str, Any], query: Tensor, key: Tensor) -> Te
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
-    position_bias: Tensor | None = None, output_attentions: bool | None = None, **options: Any,
+    position_bias: Tensor | None = None, output_attentions: bool | None = None, s_aux: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What ``transformers`` calls in a layer: the output ``[B, L, H, C']``, and weights ``[B, H, L, S]`` if asked."""
+    """What ``transformers`` calls in a layer: the output ``[B, L, H, C']``, and weights ``[B, H, L, S]`` if asked.
+
+    ``s_aux`` ``[H]`` holds learned sinks: one more score of each row, of a key whose value is zero.
+    """
     if not hasattr(module, NAME):
         raise ValueError(
             f"Expected 'model' with graph sources for attn_implementation='sbm' (got none in {type(module).__name__}). "
@@ -350,16 +355,17 @@ def attend(
         mask = unread.dense(*sizes, query.device)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
-        if return_weights:
+        if return_weights or s_aux is not None:
             key, value = _for_heads(query.size(1), key, value)
-            return attend_eagerly(query, key, value, mask, scaling, dropout)
+            out, weights = attend_eagerly(query, key, value, mask, scaling, dropout, s_aux)
+            return out, weights if return_weights else None
         has_groups = key.size(1) != query.size(1)
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=has_groups
         )
         return out.transpose(1, 2).contiguous(), None
     part.conv.scale, part.conv.dropout = scaling, dropout
-    return part(query, key, value, pairs, return_weights)
+    return part(query, key, value, pairs, return_weights, s_aux)
 
 
 def _for_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -368,13 +374,16 @@ def _for_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention that returns its weights."""
     scores = query @ key.transpose(2, 3) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1).nan_to_num(0.0)  # padded queries may have no keys
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], 3)
+    weights = scores.softmax(-1)[..., : key.size(2)].nan_to_num(0.0)  # padded queries may have no keys
     out = nn.functional.dropout(weights, dropout) @ value
     return out.transpose(1, 2).contiguous(), weights
 
@@ -464,8 +473,9 @@ class GraphAttention(nn.Module):
         return is_full and not is_simple and not learns and self.conv.normalizer == "softmax"
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, return_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, return_weights: bool,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend over the graph of the source, ``[B, L, H, C']``, and the weights ``[B, H, L, S]`` or None."""
         if query.shape[1::2] != (self.conv.heads, self.conv.out_channels):
             raise ValueError(
@@ -473,7 +483,7 @@ class GraphAttention(nn.Module):
                 f"the attributes of the module tell (got {list(query.shape)}). Set them before `replace_attention`."
             )
         if pairs.is_causal and pairs.offset and pairs.has_plain_rows and pairs.sequence is None and not return_weights:
-            new = self._attend_from_new_tokens(query, key, value, pairs)
+            new = self._attend_from_new_tokens(query, key, value, pairs, sinks)
             if new is not None:
                 return new, None
         length, keys = query.size(2), key.size(2)
@@ -492,7 +502,7 @@ class GraphAttention(nn.Module):
             edge_filter = None if pairs.allowed is None else bias.allowed
             conv = copy.copy(conv)  # which shares its parameters
             conv.__dict__.update(score_bias=bias, _score_bias=bias)
-        returns = Returns(graph=return_weights, attention_weights=return_weights)
+        returns = Returns(graph=return_weights or sinks is not None, attention_weights=return_weights)
         attend: Any = partial(conv.attend, *flat, returns=returns, edge_filter=edge_filter)
         if query_side is keys_side:
             out = attend(is_causal=pairs.is_causal, ptr=keys_side.ptr)
@@ -505,24 +515,39 @@ class GraphAttention(nn.Module):
             except ValueError as error:  # of a source that needs the queries of earlier tokens
                 raise ValueError(f"{error} {NO_CACHE}") from error
         weights = None
+        extras: list[Any] = []
+        if returns.graph:
+            out, *extras = out
+        out = out.unflatten(1, (self.conv.heads, -1))  # [N, H, C']
+        if sinks is not None:
+            share = _share_of_edges(sinks, conv, flat[0], flat[1], extras[0])
+            out = out * share.T[..., None]
         if return_weights:
-            out, graph, (_, alpha) = out
-            sequence, head, row, col = batch.coordinates(graph)
+            chosen, (_, alpha) = extras
+            alpha = alpha if sinks is None else alpha * share.flatten()[chosen.edge_row]
+            sequence, head, row, col = batch.coordinates(chosen)
             shape = (query.size(0), self.conv.heads, length, keys)
             weights = alpha.new_zeros(shape).index_put((sequence, head, row, col), alpha)
-        return query_side.pad(out.unflatten(1, (self.conv.heads, -1))), weights
+        return query_side.pad(out), weights
 
-    def _attend_from_new_tokens(self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs) -> Tensor | None:
+    def _attend_from_new_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, sinks: Tensor | None
+    ) -> Tensor | None:
         """The output ``[B, L, H, C']`` of a few new tokens, whose rows need no graph of the batch; None if they do."""
         conv, source, total = self.conv, self.conv.source, pairs.offset + query.size(2)
         is_plain = conv.normalizer == "softmax" and conv.score_bias is None and not conv._edgewise
-        if self.training or not is_plain or query.size(2) > FEW or torch.is_autocast_enabled(query.device.type):
+        learns = self.training or (sinks is not None and torch.is_grad_enabled())
+        if learns or not is_plain or query.size(2) > FEW or torch.is_autocast_enabled(query.device.type):
             return None
         assert source is not None
         rule = source._row_rule(query, key[:, :, :total])
         if rule is None:
             return None
-        out = pairs.last_rows(query).attend(rule, query, key, value, conv.scale)
+        if sinks is not None:
+            rule = rule._replace(are_products=False)
+        out, log_sum = pairs.last_rows(query).attend(rule, query, key, value, conv.scale)
+        if sinks is not None and log_sum is not None:
+            out = out * (log_sum - sinks[:, None]).sigmoid().to(out.dtype)[..., None]
         return out.transpose(1, 2).contiguous()
 
     def _last_rows(self, query: Tensor, key: Tensor, key_ptr: Tensor, query_ptr: Tensor) -> AttentionGraph:
@@ -532,6 +557,24 @@ class GraphAttention(nn.Module):
         tokens = Tokens._trusted(query, key, query_ptr, key_ptr, True, True, seed, None, at_end=True)
         choice = self.conv.source(tokens).expand(self.conv.heads)
         return tokens._drop_later(choice).graph
+
+
+def _share_of_edges(sinks: Tensor, conv: AttentionConv, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor:
+    """What the edges of each row have of the weight, next to a sink, ``[H, N]``, differentiable.
+
+    It is the sigmoid of the logarithm of the sum of their exponentials, less the score of the sink, ``[H]``.
+    """
+    graph = graph.expand_tokens()
+    bias = conv._score_bias(query, key, graph)
+    logits = graph._logits(query, key, bias, conv.scale)
+    with torch.no_grad():
+        more = (graph.rowptr, graph.col, None, bias, conv.scale, "score", 0.0, 0)
+        total = schemas.edge_attention(query, key, key[..., :1].contiguous(), *more)[1]
+    total = total.clamp(min=torch.finfo(total.dtype).min)  # of rows without edges
+    row = graph.edge_row
+    sums = torch.zeros_like(total.flatten()).index_add(0, row, (logits - total.flatten()[row]).exp().to(total.dtype))
+    total = total + sums.clamp(min=torch.finfo(sums.dtype).tiny).log().view_as(total)  # with gradients; sums are 1
+    return (total - sinks[:, None]).sigmoid().to(query.dtype)
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

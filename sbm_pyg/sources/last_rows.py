@@ -62,8 +62,12 @@ class LastRows:
         self.are_all = real is None and length == 1
         self._cached: dict[tuple[Any, ...], Any] = {}
 
-    def attend(self, rule: RowRule, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The output ``[B, H, L, C']``. The heads of a group are rows over its keys, which are read where they lie.
+    def attend(
+        self, rule: RowRule, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output ``[B, H, L, C']``, and the logarithm of the sum of exponentials ``[B, H, L]`` or None.
+
+        The heads of a group are rows over its keys, which are read where they lie.
 
         Args:
             rule: How keys are chosen.
@@ -78,11 +82,12 @@ class LastRows:
             places = (keys.view(groups, -1) + first).view_as(keys)  # [B*H, k]
             values = nn.functional.embedding(places, value.reshape(-1, value.size(3)))
             weights = (scores * scale).softmax(-1).to(value.dtype)  # [B*H, 1, k]
-            return torch.bmm(weights, values).view(*query.shape[:3], -1)
+            return torch.bmm(weights, values).view(*query.shape[:3], -1), None
         rowptr, col = self.choose(rule, heads)
         rows = query.reshape(groups, -1, query.size(3))  # [B*G, g*L, C]
         more = (rowptr, col, None, None, scale, "score", 0.0, 0)
-        return schemas.edge_attention(rows, key.flatten(0, 1), value.flatten(0, 1), *more)[0].view(*query.shape[:3], -1)
+        out, total = schemas.edge_attention(rows, key.flatten(0, 1), value.flatten(0, 1), *more)
+        return out.view(*query.shape[:3], -1), total.view(query.shape[:3])
 
     def _products_of_one(self, rule: RowRule, heads: int) -> tuple[Tensor, Tensor]:
         """The products of one new token with its keys, ``[B*H, 1, k]``, and the keys, ``[B*H, k]``.

@@ -31,7 +31,7 @@ def clusters_of_queries(query: Tensor, key: Tensor, num_clusters: int, generator
         num_clusters: Number of clusters K of each head. If there are fewer queries, centers repeat.
         generator: Draws the queries at which clusters begin.
     """
-    root, inverse = _powers(_covariance(key, centered=True))
+    root, inverse = _roots_of(_covariance(key, centered=True))
     points = query @ root
     heads, count, _ = points.shape
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(heads)]).to(query.device)
@@ -67,8 +67,8 @@ def low_rank_scores(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tens
         query, key: ``[H, N, C]`` and ``[H, M, C]``.
         rank: Number of directions r, at most C.
     """
-    query_root, query_inverse = _powers(_covariance(query, centered=False))
-    key_root, key_inverse = _powers(_covariance(key, centered=True))
+    query_root, query_inverse = _roots_of(_covariance(query, centered=False))
+    key_root, key_inverse = _roots_of(_covariance(key, centered=True))
     left, size, right = torch.linalg.svd(query_root @ key_root)
     root = size[:, None, :rank].sqrt()
     return query_inverse @ left[..., :rank] * root, key_inverse @ right.mT[..., :rank] * root
@@ -80,7 +80,7 @@ def _covariance(x: Tensor, centered: bool) -> Tensor:
     return x.mT @ x / max(x.size(1), 1)
 
 
-def _powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _roots_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The square root of positive matrices ``[H, C, C]``, and the inverse of the root."""
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp(min=LEAST * values.amax(1, keepdim=True)).clamp(min=torch.finfo(values.dtype).tiny)[:, None]
