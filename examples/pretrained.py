@@ -34,7 +34,7 @@ parser.add_argument("--window", type=int, default=16, help="each token also atte
 parser.add_argument("--sinks", type=int, default=4, help="and to so many first tokens (default: %(default)s)")
 parser.add_argument("--length", type=int, default=2048, help="tokens of a text to evaluate on (default: %(default)s)")
 parser.add_argument("--texts", type=int, default=4, help="texts to evaluate on (default: %(default)s)")
-parser.add_argument("--batches", type=int, default=9, help="texts of 1,024 tokens to calibrate on (default: 9)")
+parser.add_argument("--batches", type=int, default=5, help="texts to calibrate on, as long (default: 5)")
 parser.add_argument("--steps", type=int, default=200, help="steps of each source (default: %(default)s)")
 parser.add_argument("--save", type=Path, help="folder for the last model")
 parser.add_argument("--seed", type=int, default=0, help="seed of sources and calibration (default: %(default)s)")
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    train = read_texts(tokenizer, options.train, options.batches, min(1024, options.length))
+    train = read_texts(tokenizer, options.train, options.batches, options.length)
     test = read_texts(tokenizer, options.test, options.texts, options.length)
     print(f"{'arm':<18}{'loss':>8}{'density':>9}{'kept':>7}{'s a text':>10}{'calibration':>13}", flush=True)
     for arm in options.arms:

@@ -358,7 +358,7 @@ def row_distillation(
     sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     log_p = source.predict(tokens).log_on(blocks)
     checks.per_edge(blocks.col, "[E]", log_p=log_p)
-    log_p = log_p.masked_fill(_forced_pairs(source, tokens, blocks), -torch.inf)
+    log_p = _without_forced(log_p, -torch.inf, source, tokens, blocks)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
 
 
@@ -394,9 +394,9 @@ def kept_attention(
     checks.number("density", density, "(0, 1)", "It is the mean probability of a pair.")
     tokens, scored, graph, bias = _rows_to_learn_from(source, tokens, rows, part, scored, score_bias)
     checks.require(graph.block_size == 1, "source", "without blocks", f"{graph.block_size}", "Use row_distillation.")
-    p = source.predict(tokens).on(graph).masked_fill(_forced_pairs(source, tokens, graph), 0)
+    p = _without_forced(source.predict(tokens).on(graph), 0, source, tokens, graph)
     logits = graph._logits(scored.query, scored.key, bias, scale)
-    weight = softmax(logits.detach(), ptr=graph.rowptr).masked_fill(_forced_pairs(source, tokens, graph), 0)
+    weight = _without_forced(softmax(logits.detach(), ptr=graph.rowptr), 0, source, tokens, graph)
     head, zeros = graph.edge_head, p.new_zeros(tokens.heads)
     edges = density * zeros.index_add(0, head, torch.ones_like(p))  # expected, [H]
     total = zeros.index_add(0, head, p.detach()).clamp(min=torch.finfo(p.dtype).tiny)
@@ -441,14 +441,13 @@ def _rows_to_learn_from(
     return tokens, scored, graph, bias
 
 
-def _forced_pairs(source: LearnedSource, tokens: Tokens, blocks: AttentionGraph) -> Tensor:
-    """True at pairs of tokens, or of blocks of them, that are edges for any p, ``[E]``."""
-    forced = torch.zeros_like(blocks.col, dtype=torch.bool)
+def _without_forced(x: Tensor, filler: float, source: LearnedSource, tokens: Tokens, blocks: AttentionGraph) -> Tensor:
+    """Numbers ``[E]`` of pairs of tokens, or of blocks, with a filler at pairs that are edges for any p."""
     if tokens.are_same and source.window is not None:
-        forced |= blocks.lag.abs() <= -(-source.window // source.block_size)
+        x = x.masked_fill(blocks.lag.abs() <= -(-source.window // source.block_size), filler)
     if tokens.are_same and source.num_sinks:
-        forced |= blocks.key_position < -(-source.num_sinks // source.block_size)
-    return forced
+        x = x.masked_fill(blocks.key_position < -(-source.num_sinks // source.block_size), filler)
+    return x
 
 
 def relaxed_bias(probability: EdgeProbability, graph: AttentionGraph, exploration: float = 0.0) -> Tensor:
