@@ -202,8 +202,7 @@ class _Store:
             self.free = 0
             torch.save(tuple(x.clone() for x in vectors), path)
         layout = (tokens.query_ptr, tokens.key_ptr, tokens.bipartite, tokens.is_causal)
-        kept = path if path.exists() else vectors
-        self.calls[source].append(_StoredCall(kept, layout, call.scale, call.score_bias))
+        self.calls[source].append(_StoredCall(path if path.exists() else vectors, layout, call.scale, call.score_bias))
 
     def marks(self) -> list[float]:
         """A number of each call of the first source, which tells batches apart."""
@@ -366,9 +365,9 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     of_batches = before.pop("batches"), (settings := {**settings}).pop("batches")
     same = len(of_batches[0]) == len(of_batches[1])
     same = same and all(math.isclose(*pair, rel_tol=1e-2, abs_tol=1e-2) for pair in zip(*of_batches, strict=True))
-    others = [name for name in settings if settings[name] != before.get(name)] + ([] if same else ["batches"])
+    changed = [name for name in settings if settings[name] != before.get(name)] + ([] if same else ["batches"])
     way_out = "Pass the same ones in the same order to go on, or another folder."
-    checks.require(not others, "directory", "to be that of this calibration", f"another {others}", way_out)
+    checks.require(not changed, "directory", "to be that of this calibration", f"another {changed}", way_out)
 
 
 def _save(path: Path, state: Mapping[str, Tensor], numbers: list[float]) -> None:

@@ -31,11 +31,13 @@ from .candidates import CandidateProbability, Candidates
 from .interface import Choice, EdgeProbability, GraphSource, check_finite
 
 __all__ = [
-    "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "sample_rows",
-    "sample_sequences",
+    "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "factor_for_density",
+    "sample_rows", "sample_sequences",
 ]  # fmt: skip
 
 
+CUTS = 8
+"""Rounds in which probabilities are cut at 1 and the others are scaled up."""
 FEW_KEYS = 4
 """Mean number of keys of a query below which a target density is warned of."""
 
@@ -172,6 +174,26 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
         return graph
     sizes = (tokens.num_queries, tokens.num_keys)
     return BlockGraph._trusted_blocks(graph, block_size, tokens.query_ptr, tokens.key_ptr, *sizes)
+
+
+def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float) -> Tensor:
+    """Factor of the probabilities of each head, with which they have a mean where they are cut at 1, ``[H]``.
+
+    Args:
+        p: Probabilities of pairs, ``[E]``. They are constants.
+        head: Head of each pair, ``[E]`` int64.
+        heads: Number of heads H.
+        density: The mean, in (0, 1]; nothing is cut for a mean of 1.
+    """
+    p, zeros, tiny = p.detach(), p.new_zeros(heads), torch.finfo(p.dtype).tiny
+    edges = density * zeros.index_add(0, head, torch.ones_like(p))  # expected
+    factor = edges / zeros.index_add(0, head, p).clamp(min=tiny)
+    for _ in range(CUTS if density < 1 else 0):  # each one finds pairs that are above 1 by the factor of the one before
+        is_cut = p * factor[head] >= 1
+        left = edges - zeros.index_add(0, head, is_cut.to(p.dtype))
+        total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
+        factor = torch.where((left > 0) & (total > 0), left / total.clamp(min=tiny), factor)
+    return factor
 
 
 def _generator(seed: int) -> torch.Generator:

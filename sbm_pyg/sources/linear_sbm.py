@@ -112,9 +112,7 @@ class LinearSBMHead(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         query, key = (_some_tokens(x.float(), generator) for x in (query, key))
         centers = starts.clusters_of_queries(query, key, self.num_clusters, generator)  # [H, K, C]
-        centered = key - key.mean(1, keepdim=True)
-        metric = centered.mT @ centered / key.size(1)
-        nearness = metric @ centers.mT  # [H, C, K]
+        nearness = starts.covariance(key, centered=True) @ centers.mT  # [H, C, K]
         key_map = SHARPNESS * scale * centers.mT
         self.query_map.copy_(scale * nearness)
         self.query_bias.copy_(-scale * (centers * nearness.mT).sum(2) / 2)

@@ -38,7 +38,7 @@ from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
 from .interface import Choice, graph_without_edges
-from .learned import LearnedSource, sample_rows
+from .learned import LearnedSource, factor_for_density, sample_rows
 from .sbm import SBM, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
@@ -293,23 +293,14 @@ class SBMSource(LearnedSource, FollowingSource):
         """
         if self.target_density is None:
             return
-        seen: list[list[Tensor]] = [[] for _ in range(self.running_mean.numel())]
+        parts = []
         for tokens in batches:
             graph = sample_rows(tokens, 1.0, self.block_size).blocks
-            for head, p in enumerate(
-                self._predict(tokens).on(graph).split(graph.rowptr[:: graph.num_queries].diff().tolist())
-            ):
-                seen[head].append(p)
+            parts.append((self._predict(tokens).on(graph).double(), graph.edge_head))
+        p, head = (torch.cat(part) for part in zip(*parts, strict=True))
         density = self.target_density * self._drawn
-        for head, parts in enumerate(seen):
-            p = torch.cat(parts).double()
-            high = p.mean().clamp(min=MIN_MEAN_PROBABILITY) if p.numel() else p.new_tensor(1.0)
-            low = torch.full_like(high, MIN_MEAN_PROBABILITY)
-            for _ in range(30 if density < 1 else 0):
-                middle = (low * high).sqrt()
-                is_low = (p * (density / middle)).clamp(max=1).mean() > density
-                low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
-            self.running_mean[head] = high
+        factor = factor_for_density(p, head, self.running_mean.numel(), density)
+        self.running_mean.copy_((density / factor).clamp(min=MIN_MEAN_PROBABILITY))
         self.seen.zero_()
 
     def predict(self, tokens: Tokens) -> SBM:

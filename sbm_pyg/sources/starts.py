@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["clusters_of_queries", "low_rank_scores", "thresholds"]
+__all__ = ["clusters_of_queries", "covariance", "low_rank_scores", "thresholds"]
 
 ROUNDS = 15
 """Rounds of k-means."""
@@ -31,7 +31,7 @@ def clusters_of_queries(query: Tensor, key: Tensor, num_clusters: int, generator
         num_clusters: Number of clusters K of each head. If there are fewer queries, centers repeat.
         generator: Draws the queries at which clusters begin.
     """
-    root, inverse = _roots_of(_covariance(key, centered=True))
+    root, inverse = _roots_of(covariance(key, centered=True))
     points = query @ root
     heads, count, _ = points.shape
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(heads)]).to(query.device)
@@ -67,14 +67,14 @@ def low_rank_scores(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tens
         query, key: ``[H, N, C]`` and ``[H, M, C]``.
         rank: Number of directions r, at most C.
     """
-    query_root, query_inverse = _roots_of(_covariance(query, centered=False))
-    key_root, key_inverse = _roots_of(_covariance(key, centered=True))
+    query_root, query_inverse = _roots_of(covariance(query, centered=False))
+    key_root, key_inverse = _roots_of(covariance(key, centered=True))
     left, size, right = torch.linalg.svd(query_root @ key_root)
     root = size[:, None, :rank].sqrt()
     return query_inverse @ left[..., :rank] * root, key_inverse @ right.mT[..., :rank] * root
 
 
-def _covariance(x: Tensor, centered: bool) -> Tensor:
+def covariance(x: Tensor, centered: bool) -> Tensor:
     """Second moments ``[H, C, C]``, about the mean where ``centered``."""
     x = x - x.mean(1, keepdim=True) if centered else x
     return x.mT @ x / max(x.size(1), 1)

@@ -21,7 +21,7 @@ from ..ops import checks, schemas, values
 from ..ops.segments import allowed_keys, segments, upcast
 from ..ops.values import can_read, require_values
 from ..sources.interface import EdgeProbability, check_probability, log_probability, min_probability
-from ..sources.learned import LearnedSource, sample_rows, sample_sequences
+from ..sources.learned import LearnedSource, factor_for_density, sample_rows, sample_sequences
 from .auxiliary import mean_weights
 
 __all__ = [
@@ -30,8 +30,6 @@ __all__ = [
 ]  # fmt: skip
 
 OVER = ("selected", "all")
-CUTS = 8
-"""Rounds in which probabilities are cut at 1 and the others are scaled up."""
 _TAKE_FEWER = "Take fewer heads or shorter sequences, or an estimator that does not need all pairs."
 
 
@@ -379,9 +377,8 @@ def kept_attention(
 
     over R sampled rows of all heads, and over pairs that are not edges for any p. :math:`P` are the attention weights,
     and the factor :math:`\lambda_h` gives the probabilities of each head the mean ``density``, also where they are cut
-    at 1. Its gradient is part of that of the result, so keys compete for the edges. What :func:`row_distillation` makes
-    small is a bound of another kind: it rewards large probabilities beyond 1 too, and single rows that few edges would
-    serve.
+    at 1. The gradient flows through this factor too, so the keys of a head compete for its edges. Unlike
+    :func:`row_distillation`, it does not raise probabilities that are already 1. Cost O(E K) for the E sampled pairs.
 
     Args:
         source: A source that draws pairs independently, without blocks of tokens.
@@ -394,20 +391,13 @@ def kept_attention(
     checks.number("density", density, "(0, 1)", "It is the mean probability of a pair.")
     tokens, scored, graph, bias = _rows_to_learn_from(source, tokens, rows, part, scored, score_bias)
     checks.require(graph.block_size == 1, "source", "without blocks", f"{graph.block_size}", "Use row_distillation.")
-    p = _without_forced(source.predict(tokens).on(graph), 0, source, tokens, graph)
-    logits = graph._logits(scored.query, scored.key, bias, scale)
-    weight = _without_forced(softmax(logits.detach(), ptr=graph.rowptr), 0, source, tokens, graph)
-    head, zeros = graph.edge_head, p.new_zeros(tokens.heads)
-    edges = density * zeros.index_add(0, head, torch.ones_like(p))  # expected, [H]
-    total = zeros.index_add(0, head, p.detach()).clamp(min=torch.finfo(p.dtype).tiny)
-    factor = edges / total
-    for _ in range(CUTS):  # each one finds pairs that are above 1 by the factor of the one before
-        is_cut = p.detach() * factor[head] >= 1
-        left = edges - zeros.index_add(0, head, is_cut.to(p.dtype))
-        total = zeros.index_add(0, head, p.detach().masked_fill(is_cut, 0))
-        factor = torch.where((left > 0) & (total > 0), left / total, factor)
+    p = source.predict(tokens).on(graph)
+    weight = softmax(graph._logits(scored.query, scored.key, bias, scale).detach(), ptr=graph.rowptr)
+    p, weight = _without_forced(torch.stack([p, weight]), 0, source, tokens, graph)
+    head = graph.edge_head
+    factor = factor_for_density(p, head, tokens.heads, density)
     is_cut = p.detach() * factor[head] >= 1
-    total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
+    total = torch.zeros_like(factor).index_add(0, head, p.masked_fill(is_cut, 0))
     factor = factor * total.detach() / total.clamp(min=torch.finfo(p.dtype).tiny)
     chance = torch.where(is_cut, torch.ones_like(p), p * factor[head])
     return (weight * chance).sum() / weight.sum().clamp(min=torch.finfo(p.dtype).tiny)
@@ -442,7 +432,7 @@ def _rows_to_learn_from(
 
 
 def _without_forced(x: Tensor, filler: float, source: LearnedSource, tokens: Tokens, blocks: AttentionGraph) -> Tensor:
-    """Numbers ``[E]`` of pairs of tokens, or of blocks, with a filler at pairs that are edges for any p."""
+    """Numbers ``[..., E]`` of pairs of tokens, or of blocks, with a filler at pairs that are edges for any p."""
     if tokens.are_same and source.window is not None:
         x = x.masked_fill(blocks.lag.abs() <= -(-source.window // source.block_size), filler)
     if tokens.are_same and source.num_sinks:
