@@ -99,3 +99,16 @@ def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """Without the library's own remarks, and with equal random numbers in each test."""
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    transformers.logging.set_verbosity(before)

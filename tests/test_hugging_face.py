@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +35,7 @@ from sbm_pyg.integrations.hugging_face import SparsifierCallback
 from sbm_pyg.integrations.hugging_face_attention import MaskBias, PairMask, make_mask, read_mask
 from sbm_pyg.layers import named
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread", "quiet_transformers")]
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT: dict[str, Any] = SIZES | {
@@ -130,16 +129,6 @@ MODELS = {  # and names of the modules with a source
     "llama": (llama, [f"model.layers.{n}.self_attn" for n in (0, 1)]),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_and_seeded() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-    transformers.logging.set_verbosity(before)
 
 
 def inputs(model: Any, real: Tensor | None = REAL) -> dict[str, Tensor]:

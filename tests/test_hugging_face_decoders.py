@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from sbm_pyg import replace_attention
 from sbm_pyg.integrations.hugging_face_attention import GraphAttention
 from sbm_pyg.layers.attention import AttentionConv
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the libraries' own remarks
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread", "quiet_transformers")]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -49,16 +48,6 @@ PAIRS = [
     for m, model in enumerate(MODELS)
     for s, source in enumerate(SOURCES)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_and_seeded() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-    transformers.logging.set_verbosity(before)
 
 
 def decoder(kind: str, source: str | None = None, **changes: Any) -> Any:
