@@ -1,6 +1,7 @@
 """Calibration of the sources of trained models."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GPSConv
 
 from sbm_pyg import AttentionConv, Rotary, SBMAttentionConv, calibrate, make_attention, patterns, replace_attention
+from sbm_pyg.analysis import compare_heads
 from sbm_pyg.layers import calibration
 
 LINEAR: dict[str, Any] = {"parameterization": "linear", "num_clusters": 4}
@@ -49,6 +51,51 @@ def test_graphs_keep_more_of_the_attention(options: dict[str, Any]) -> None:
         assert row.kept > row.kept_before + 0.05
     for layer in model.layers:
         assert layer.self_attn.conv.source.target_density == 0.2
+
+
+def one_broad_head() -> Any:
+    """An encoder whose second head attends to all keys alike."""
+    model = encoder(1, source="top_k", target_density=1.0)
+    with torch.no_grad():
+        model.layers[0].self_attn.in_proj_weight[8:16] *= 0.01
+    return model
+
+
+def test_heads_that_attend_to_many_keys_get_more_of_the_density() -> None:
+    words = [torch.randn(2, 60, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    model, alike = one_broad_head(), one_broad_head()
+    row = calibrate(model, words, density=0.2, progress=False)[0]
+    assert math.isnan(row.loss)
+    assert row.kept > row.kept_before + 0.01
+    source = model.layers[0].self_attn.conv.source
+    peaked, broad = source.head_budgets.tolist()
+    assert broad > 1.2
+    assert peaked + broad == pytest.approx(2)
+    alike.layers[0].self_attn.conv.source.target_density = 0.2
+    densities = []
+    for each in (model, alike):
+        with compare_heads(each) as table, torch.no_grad():
+            each.eval()(words[-1])
+        densities.append([head.density for head in table.heads])
+    assert sum(densities[0]) == pytest.approx(sum(densities[1]), abs=0.02)
+    assert densities[0] == pytest.approx([0.2 * peaked, 0.2 * broad], abs=0.02)
+    unchanged = one_broad_head()
+    with pytest.raises(ValueError, match="source to fit"):
+        calibrate(unchanged, words, density=0.2, by_head=False, progress=False)
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_block_models_draw_the_density_of_each_head(candidates: int) -> None:
+    model = encoder(1, **LINEAR, candidates=candidates)
+    with torch.no_grad():
+        model.layers[0].self_attn.in_proj_weight[8:16] *= 0.01
+    words = [torch.randn(2, 200, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    calibrate(model, words, density=0.1, steps=30, progress=False)
+    source = model.layers[0].self_attn.conv.source
+    assert source.head_budgets[1] > 1.3
+    with compare_heads(model) as table, torch.no_grad():
+        model.eval()(words[-1])
+    assert [head.density for head in table.heads] == pytest.approx((0.1 * source.head_budgets).tolist(), abs=0.02)
 
 
 def test_steps_improve_the_start() -> None:
@@ -189,8 +236,10 @@ def test_progress_says_how_much_attention_is_kept(capsys: pytest.CaptureFixture[
     ("change", "error", "words"),
     [
         ({"model": 3}, TypeError, "model"),
-        ({"model": nn.Linear(3, 3)}, ValueError, "learned source"),
-        ({"model": AttentionConv(16, 8, source=patterns.PatternSource(patterns.full))}, ValueError, "learned source"),
+        ({"model": nn.Linear(3, 3)}, ValueError, "source to fit"),
+        ({"model": AttentionConv(16, 8, source=patterns.PatternSource(patterns.full))}, ValueError, "source to fit"),
+        ({"model": make_attention("top_k", 16, 8, 2), "by_head": False}, ValueError, "source to fit"),
+        ({"by_head": 2}, TypeError, "by_head"),
         ({"batches": []}, ValueError, "batches"),
         ({"forward": lambda batch: None}, ValueError, "reach each source"),
         ({"density": None}, ValueError, "density"),

@@ -73,7 +73,7 @@ def test_dot_and_gate() -> None:
 
 
 def test_index_top_k() -> None:
-    ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((N,), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
+    ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((HEADS, N), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
     given = (
         random(HEADS, N, 3, 4),
         random(HEADS, N, 3),

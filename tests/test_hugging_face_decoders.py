@@ -30,6 +30,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "bigbird": {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2},
     "top_k": {"source": "top_k", "k": 3},
     "top_k, density": {"source": "top_k", "target_density": 0.2, "k": 2, **NEAR},
+    "top_k, budgets": {"source": "top_k", "target_density": 0.2, **NEAR},
     "block_top_k": {"source": "block_top_k", "k": 2, "block_size": 4, **NEAR},
     "lsh": {"source": "lsh", "num_buckets": 4, "chunk_size": 3, "rounds": 2, **NEAR},
     "routing": {"source": "routing", "num_clusters": 3, **NEAR},
@@ -40,6 +41,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "sbm, density": {"num_clusters": 4, "target_density": 0.3, **NEAR},
     "sbm, budget": {"num_clusters": 4, "budget": 2.5, "row_group": 1, "parameterization": "mixed"},
     "sbm, candidates": {"num_clusters": 4, "target_density": 0.2, "candidates": 2.0, "window": None, "num_sinks": 1},
+    "sbm, budgets": {"num_clusters": 4, "target_density": 0.2, "candidates": 3.0, **NEAR},
     "sbm, fastrg": {"num_clusters": 4, "method": "fastrg"},
 }
 SIXTH = 6  # of the pairs of a model and a source are fast tests
@@ -63,6 +65,9 @@ def decoder(kind: str, source: str | None = None, **changes: Any) -> Any:
         replace_attention(model, **SOURCES[source])
         model.train()(text(2, 20))
         model.train()(text(2, 20))
+        for part in model.modules():
+            if isinstance(part, AttentionConv) and source.endswith("budgets"):
+                part.get_submodule("source").head_budgets = torch.linspace(0.3, 6.0, part.heads)
     return model.eval()
 
 
@@ -103,7 +108,7 @@ def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -
         close(rows[real[:, 15:]], whole[:, 15:][real[:, 15:]])
 
 
-@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "indexer"])
+@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "top_k, budgets", "indexer"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # with groups of heads, and without
 @torch.no_grad()
 def test_rows_by_scores_alone_need_no_graph(kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:

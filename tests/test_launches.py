@@ -159,7 +159,7 @@ def test_sampling_says_why_it_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_of_sixteen_million_pairs_take_one_tile(tokens: int) -> None:
     """Four of the waits, and half of the operations, are for a tile."""
     query, key = torch.randn(1, tokens, 2, 4), torch.randn(1, tokens, 4)
-    ptr, count = torch.tensor([0, tokens]), torch.full((tokens,), 5)
+    ptr, count = torch.tensor([0, tokens]), torch.full((1, tokens), 5)
     with plain_torch() as counted:
         torch.ops.sbm_pyg.index_top_k(query, torch.ones(1, tokens, 2), key, ptr, ptr, count, 1 + torch.arange(tokens))
     assert counted.launches <= 110

@@ -864,7 +864,7 @@ def _samples() -> dict[str, tuple]:
         "entmax_support": (plain[3], torch.tensor([0, graph.num_edges]), alpha[0].detach()),
         "reach_dot": (query, key, *cuts[:2], True, True),
         "reach_dot_backward": (torch.ones(2, 3), *plain[:2], *cuts[:2], False, False, True, True),
-        "scale_to_density": (*positive, running, *cuts[:2], 0.5, True, True),
+        "scale_to_density": (*positive, running, *cuts[:2], 0.5, None, True, True),
         "scale_to_density_backward": (
             torch.ones(2, 3, 4), torch.ones(2, 3), *(x.detach() for x in positive), running, *cuts[:2],
             torch.ones(2, 3), torch.ones(2, 3), False, False, True, True,
@@ -873,7 +873,7 @@ def _samples() -> dict[str, tuple]:
         "segment_entmax": (src, torch.tensor([0, graph.num_edges]), alpha),
         "segment_entmax_backward": (p[None], p[None], torch.tensor([0, graph.num_edges]), alpha.detach(), True),
         "sample_sbm": (*memberships, ptr, ptr, torch.tensor([0]), 5, "bernoulli", 0.0, True, True),
-        "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((3,), 2), torch.ones(3, dtype=torch.int64)),
+        "index_top_k": (query[:, :, None], query[..., :1], key, *cuts[:2], torch.full((2, 3), 2), torch.ones(3, dtype=torch.int64)),
         "segment_top_k": (plain[3], graph.rowptr, torch.full((graph.rowptr.numel() - 1,), 2)),
         "union_rows": (*rows, graph.rowptr, graph.col, graph.num_keys),
         "add_loops": (torch.tensor([0, 1, 2]), torch.tensor([1, 1]), 2),
@@ -1110,9 +1110,14 @@ def test_reach_dots_are_sums_over_allowed_pairs(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("is_causal", "is_strict"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("lengths", [(5, 7, 28), (0, 1, 39), (40,)])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("needs", "by_head"), [((True, True), True), ((True, False), False), ((False, True), True)])
 def test_rates_scaled_to_a_density(
-    lengths: tuple[int, ...], is_causal: bool, is_strict: bool, dtype: torch.dtype, needs: tuple[bool, bool]
+    lengths: tuple[int, ...],
+    is_causal: bool,
+    is_strict: bool,
+    dtype: torch.dtype,
+    needs: tuple[bool, bool],
+    by_head: bool,
 ) -> None:
     """Against a dense computation; one head has a running mean, the others have none, and one has tiny numbers."""
     random, ptr, density = torch.Generator().manual_seed(len(lengths)), pointer(lengths), 0.3
@@ -1127,11 +1132,13 @@ def test_rates_scaled_to_a_density(
     degree, allowed = ((wide[0] @ wide[1].mT) * meet).sum(-1), meet.sum(-1).double()
     edges, pairs = (torch.stack([part.sum(-1) for part in x.split(lengths, -1)], -1) for x in (degree, allowed))
     mean = (edges / pairs.clamp(min=1)).clamp(min=1e-3)
-    pooled = (density / running.double().clamp(min=1e-3)[:, None] * mean.detach() / mean)[:, sequence]
-    alone = (density * allowed).clamp(min=1) / degree.maximum(1e-3 * allowed.clamp(min=1))
+    densities = torch.tensor([0.3, 0.1, 0.5]) if by_head else None
+    of_heads = density if densities is None else densities[:, None].double()
+    pooled = (of_heads / running.double().clamp(min=1e-3)[:, None] * mean.detach() / mean)[:, sequence]
+    alone = (of_heads * allowed).clamp(min=1) / degree.maximum(1e-3 * allowed.clamp(min=1))
     factor = torch.where(running[:, None] > 0, pooled, alone)
     wanted = [wide[0] * factor[..., None], factor, degree, torch.stack([edges.sum(1), pairs.sum().expand(3)])]
-    given = (running, ptr, ptr, density, is_causal, is_strict)
+    given = (running, ptr, ptr, density, densities, is_causal, is_strict)
     weights = torch.rand(3, 40, 11, generator=random).to(dtype), torch.rand(3, 40, generator=random).to(degree.dtype)
     weights = weights[0], weights[1].to(torch.promote_types(dtype, torch.float32))
     near = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
@@ -1158,7 +1165,7 @@ def test_a_sequence_that_is_not_finite_scales_no_other(value: float, running: fl
     rate, member = torch.rand(1, 6, 2), torch.rand(1, 6, 2)
     member[0, 4, 1] = value
     ptr = torch.tensor([0, 3, 6])
-    given = (rate, member, torch.tensor([running]), ptr, ptr, 0.5, False, False)
+    given = (rate, member, torch.tensor([running]), ptr, ptr, 0.5, None, False, False)
     for scale in (schemas.scale_to_density, reference_density.scale_to_density):
         scaled, factor, degree, statistics = scale(*given)
         assert scaled[:, :3].isfinite().all()
@@ -1232,7 +1239,7 @@ def best_keys(
         first, last = int(ptrs[1][b]), int(ptrs[1][b + 1])
         last = min(last, first + i - int(ptrs[0][b]) + 1) if is_causal else last
         row = scores[head, i].masked_fill(scores[head, i].isnan(), torch.inf).tolist()
-        rows.append(sorted(sorted(range(first, last), key=lambda j: (-row[j], j))[: int(count[i])]))
+        rows.append(sorted(sorted(range(first, last), key=lambda j: (-row[j], j))[: int(count[head, i])]))
     return rows
 
 
@@ -1255,7 +1262,7 @@ def test_the_best_keys_are_those_of_the_largest_scores(
     query, weight, key = (whole(-2, 2, *size).to(dtype) for size in sizes)
     key[torch.rand(2, keys, generator=random) < 0.1] = torch.nan if seed % 2 else torch.inf
     query[torch.rand(2, queries, generator=random) < 0.1] = torch.nan
-    count = whole(1, 1 + most // (1 + seed % 9), queries)
+    count = whole(1, 1 + most // (1 + seed % 9), 2, queries)
     allowed = segments.allowed_keys(*ptrs, queries, is_causal)
     given = (query, weight if weighted else None, key, *ptrs, count, allowed)
     weights = weight.double() if weighted else None
@@ -1324,7 +1331,7 @@ def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:
 def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
     ptr = torch.tensor([0, 700, 2000])
     query, weight, key = torch.randn(2, 2000, 4, 8), torch.randn(2, 2000, 4), torch.randn(2, 2000, 8)
-    rest = (key, ptr, ptr, torch.full((2000,), 20), segments.allowed_keys(ptr, ptr, 2000, True))
+    rest = (key, ptr, ptr, torch.full((2, 2000), 20), segments.allowed_keys(ptr, ptr, 2000, True))
     for arguments in ((query, weight, *rest), (query, None, *rest)):
         found = []
         for threads in (1, 4):

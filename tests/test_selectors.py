@@ -245,6 +245,24 @@ def test_ranks_keep_a_part_of_the_keys_of_each_query(lengths: tuple[list[int], l
     assert TopKSource(2)(tokens).graph == top_k(tokens, 2)
 
 
+def test_heads_have_densities_of_their_own() -> None:
+    tokens, budgets = Tokens(draw(0, 2, 40, 4), query_ptr=torch.tensor([0, 10, 40])), torch.tensor([0.5, 3.0])
+    ranks, indexer = TopKSource(target_density=0.2), IndexerSource(Indexer(4, 2), target_density=0.2)
+    for source in (ranks, indexer):
+        source.head_budgets = budgets
+        assert source(tokens).graph.density[0].tolist() == pytest.approx([0.1, 0.6])
+        source.head_budgets = 9 * budgets
+        assert source(tokens).graph.density.tolist() == pytest.approx([[0.9, 1], [0.9, 1]])
+        loaded = copy.deepcopy(source)
+        loaded.head_budgets = None
+        loaded.load_state_dict(source.state_dict())
+        assert loaded(tokens).graph == source(tokens).graph
+    drawn = IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.2)
+    drawn.head_budgets = budgets
+    expected = drawn.predict(tokens).expected_density()
+    torch.testing.assert_close(expected, torch.tensor([[0.1, 0.6], [0.1, 0.6]]))
+
+
 @pytest.mark.parametrize("make", [TopKSource, partial(IndexerSource, Indexer(4))])
 def test_a_loaded_state_decides_between_a_number_of_keys_and_a_density(make: Callable[..., Any]) -> None:
     tokens = Tokens(draw(1, 1, 20, 4))
@@ -384,7 +402,7 @@ X = torch.ones(2, 5, 3)
         (lambda: top_k(Tokens(X), 0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
         (lambda: top_k(Tokens(X.to("meta")), 2), ValueError, "Expected 'query' to hold values"),
         (lambda: top_k(Tokens(X), torch.ones(5)), TypeError, r"Expected 'k' to be int64 \(got torch.float32\)"),
-        (lambda: top_k(Tokens(X), torch.ones(4, dtype=torch.int64)), ValueError, r"Expected 'k' to be \[N\] = \[5\]"),
+        (lambda: top_k(Tokens(X), torch.ones(4, dtype=torch.int64)), ValueError, r"Expected 'k' to be one number, \[N\] = \[5\] or \[H, N\] = \[2, 5\] \(got \[4\]\)"),
         (lambda: TopKSource(0), ValueError, r"Expected 'k' to be at least 1 \(got 0\)"),
         (lambda: block_top_k(Tokens(X), 0, 1), ValueError, "Expected 'k' to be at least 1"),
         (lambda: block_top_k(Tokens(X), 1, 0), ValueError, "Expected 'block_size' to be at least 1"),

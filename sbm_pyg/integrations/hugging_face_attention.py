@@ -450,18 +450,26 @@ class GraphAttention(nn.Module):
         self.is_complete = True
 
     def get_extra_state(self) -> Tensor:
-        """The target density, or NaN."""
+        """The target density, or NaN, and the budgets of the heads, if there are some."""
         source = self.conv.source
         density = source.state_dict().get("target_density") if isinstance(source, DensitySource) else None
         if density is None or not density.numel():
-            return torch.tensor(math.nan, dtype=torch.float64)
-        return density
+            density = torch.tensor(math.nan, dtype=torch.float64)
+        if not isinstance(source, DensitySource) or source.head_budgets is None:
+            return density
+        return torch.cat([density[None], source.head_budgets.to(density)])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the target density."""
-        source, is_none = self.conv.source, math.isnan(float(state))  # as with a number of keys
-        if isinstance(source, DensitySource) and not (is_none and source._needs_density):
-            source._restore_density(None if is_none else float(state))
+        """Set the target density and the budgets."""
+        source, density = self.conv.source, float(state.flatten()[0])
+        if not isinstance(source, DensitySource):
+            return
+        is_none = math.isnan(density)  # as with a number of keys
+        if not (is_none and source._needs_density):
+            source._restore_density(None if is_none else density)
+        source.head_budgets = state[1:].float() if state.dim() else None
+        if source.head_budgets is not None:
+            source.head_budgets._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def attends_densely(self, pairs: MaskPairs) -> bool:
         """Whether torch's dense kernel computes what the source would: all pairs, of a mask that is no simple one."""
@@ -578,5 +586,6 @@ def _share_of_edges(sinks: Tensor, conv: AttentionConv, query: Tensor, key: Tens
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Remove the target density from a state dict, since the extra state has it."""
-    state.pop(f"{prefix}conv.source.target_density", None)
+    """Remove target density and budgets from a state dict, since the extra state has them."""
+    for name in ("target_density", "head_budgets"):
+        state.pop(f"{prefix}conv.source.{name}", None)

@@ -1,7 +1,8 @@
-"""Calibration: learned sources of a trained model imitate its dense attention, while all else is frozen.
+"""Calibration: sources of a trained model learn from its dense attention, while all else is frozen.
 
-In: a model whose attention has sources, and a few batches. Out: the same model, with sources that have learned. Not
-here: how attention gets sources (``replace``), the loss (``gradients``), and training with a task (``sparsifier``).
+In: a model whose attention has sources, and a few batches. Out: the same model, with sources that have learned, and the
+density of each head. Not here: how attention gets sources (``replace``), the loss (``gradients``), and training with a
+task (``sparsifier``).
 """
 
 from __future__ import annotations
@@ -21,22 +22,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..graphs.ragged import Tokens
+from ..graphs.graph import AttentionGraph
+from ..graphs.ragged import Tokens, count_pairs
 from ..ops import checks
 from ..progress import tqdm
-from ..sources.learned import LearnedSource, sample_rows
+from ..sources.learned import DensitySource, LearnedSource, sample_rows
 from ..sources.sampling import SBMSource
 from ..training.estimators import AttentionCall, Estimator
-from ..training.gradients import kept_attention, row_distillation
+from ..training.gradients import kept_attention, row_distillation, without_forced
 from .attention import AttentionConv
 from .normalizers import normalize
 
 __all__ = ["CalibratedSource", "calibrate"]
 
 TOKENS_OF_STEP = 1024
+PAIRS_OF_STEP = 2**16
+"""Largest number of pairs of a head in a step, unless its rows are longer."""
 TOKENS_OF_START = 8192
 MEASURED_ROWS = 4.0
-"""Rows of a sequence in a step, and in a measurement, in units of the square root of its length."""
+"""Rows of a sequence in a measurement, in units of the square root of its length."""
+LEAST_BUDGET = 0.05
+"""Least density of a head, as a multiple of the target density."""
+DENSITIES = torch.tensor(
+    [0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5]
+)
+"""Densities between which that of a head is interpolated."""
 
 
 class CalibratedSource(NamedTuple):
@@ -46,7 +56,8 @@ class CalibratedSource(NamedTuple):
     """Name of the first layer with the source, as in ``model.named_modules()``."""
     loss_before: float
     """The loss before. Graphs of a block model are expected to lose this part of the attention outside of forced edges.
-    For other sources it is the cross-entropy between dense attention and normalized probabilities."""
+    For other learned sources it is the cross-entropy between dense attention and normalized probabilities, and NaN for
+    those that have nothing to learn."""
     loss: float
     """The same afterwards."""
     kept_before: float
@@ -60,6 +71,7 @@ def calibrate(
     batches: Iterable[Any],
     *,
     density: float | None = None,
+    by_head: bool = True,
     steps: int = 200,
     learning_rate: float = 1e-2,
     forward: Callable[[Any], Any] | None = None,
@@ -67,12 +79,14 @@ def calibrate(
     seed: int = 0,
     progress: bool = True,
 ) -> list[CalibratedSource]:
-    """Train the learned sources of a trained model to choose the keys that its dense attention attends to.
+    """Fit the sources of a trained model to the keys that its dense attention attends to.
 
     The model is frozen and needs no labels. It runs densely once over the batches, and queries and keys of each layer
-    are stored. Each source then begins with them where it can, see :meth:`~sbm_pyg.LearnedSource.start_from`, and
-    learns from them alone, by Adam: block models raise :func:`~sbm_pyg.gradients.kept_attention` at the target density,
-    others lower :func:`~sbm_pyg.gradients.row_distillation`. So a step costs a part of one layer,
+    are stored. From these the target density is divided among the heads of the whole model, so that the keys with the
+    largest weights of each head together keep most of the attention: heads that attend to many keys get more. Each
+    learned source then begins with them where it can, see :meth:`~sbm_pyg.LearnedSource.start_from`, and
+    learns from them alone, by Adam: block models raise :func:`~sbm_pyg.gradients.kept_attention` at the density of each
+    head, others lower :func:`~sbm_pyg.gradients.row_distillation`. So a step costs a part of one layer,
     and not a forward and a backward pass of the model. Afterwards the model attends sparsely.
 
     Args:
@@ -84,6 +98,8 @@ def calibrate(
             to five times its density of edges at 2,048. The last batch measures and does not train, unless it is the
             only one.
         density: Target density of the sources afterwards, in (0, 1). None: each keeps its own.
+        by_head: Divide the density among the heads, by :attr:`~sbm_pyg.DensitySource.head_budgets`. False: heads are
+            alike.
         steps: Steps of each source, on some 1,024 tokens each. 0: sources only begin with the queries and keys.
         learning_rate: Largest rate of Adam, which rises and falls in one cycle.
         forward: Function that calls the model with a batch, in place of the rules above.
@@ -99,7 +115,7 @@ def calibrate(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The model has no learned source, or one without a target density below 1; there are no batches, or
+        ValueError: The model has no source to fit, or one without a target density below 1; there are no batches, or
             they do not reach each source; a number is out of range; or the directory is that of another calibration.
 
     Example:
@@ -116,34 +132,38 @@ def calibrate(
     checks.number("learning_rate", learning_rate, "(0, inf)", "It is the largest rate of Adam.")
     if density is not None:
         checks.number("density", density, "(0, 1)", "It is the target density afterwards.")
+    checks.flag("by_head", by_head, "It says whether heads have densities of their own.")
     seed = checks.seed(seed)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, AttentionConv)}
-    layers = {name: layer for name, layer in layers.items() if isinstance(layer.source, LearnedSource)}
-    way_out = "Call `replace_attention` first, with source='sbm' or 'indexer'; other sources have nothing to learn."
-    checks.require(layers, "model", "to have layers with a learned source", "none", way_out)
-    names: dict[LearnedSource, str] = {}
+    layers = {name: layer for name, layer in layers.items() if _is_fitted(layer.source, by_head)}
+    way_out = "Call `replace_attention` first, with source='sbm', 'indexer' or 'top_k'."
+    checks.require(layers, "model", "to have layers with a source to fit", "none", way_out)
+    names: dict[DensitySource, str] = {}
     for name, layer in layers.items():
-        assert isinstance(layer.source, LearnedSource)
+        assert isinstance(layer.source, DensitySource)
         names.setdefault(layer.source, name)
     dense = [name for source, name in names.items() if density is None and source.target_density == 1]
     checks.require(not dense, "density", "to be a number", f"None, and {dense[:1]} is dense", "Pass one, as 0.05.")
     folder = None if directory is None else Path(directory)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[CalibratedSource] = []
     with tempfile.TemporaryDirectory(prefix="calibrate-", dir=folder) as storage:
         store = _Store([*names], Path(storage))
         _record(model, [*layers.values()], batches, forward, store, progress)
         unreached = [name for source, name in names.items() if not store.calls[source]]
         checks.require(not unreached, "batches", "to reach each source", f"none for {unreached[:3]}", "Pass others.")
-        settings = {"sources": [*names.values()], "density": density, "steps": steps, "learning_rate": learning_rate}
+        settings = {"sources": [*names.values()], "density": density, "by_head": by_head, "steps": steps}
+        settings["learning_rate"] = learning_rate
         if folder is not None:
             _check_settings(folder / "settings.json", settings | {"seed": seed, "batches": store.marks()})
+        budgets = _divide_density(store.calls, density, progress) if by_head else {}
         with tqdm(total=len(names) * max(steps, 1), desc="calibrate", unit="step", disable=not progress) as bar:
             for number, (source, name) in enumerate(names.items()):
                 path = None if folder is None else folder / f"{number:03d}.safetensors"
                 if path is None or not path.exists():
-                    state, numbers = _calibrated(source, store.calls[source], density, steps, learning_rate, seed, bar)
+                    how = (density, budgets.get(source), steps, learning_rate, seed, bar)
+                    state, numbers = _calibrated(source, store.calls[source], *how)
                     if path is not None:
                         _save(path, state, numbers)
                 else:
@@ -155,6 +175,11 @@ def calibrate(
                 rows.append(CalibratedSource(name, *numbers))
                 bar.set_postfix_str(f"{name} keeps {rows[-1].kept:.3f} of attention, before {rows[-1].kept_before:.3f}")
     return rows
+
+
+def _is_fitted(source: object, by_head: bool) -> bool:
+    """Whether a source learns, or has a density to divide among its heads."""
+    return isinstance(source, LearnedSource) or (by_head and getattr(source, "has_head_budgets", False))
 
 
 # ------------------------------------------------------------------ what the model does
@@ -181,15 +206,15 @@ class _StoredCall(NamedTuple):
 class _Store:
     """The calls of each source. Vectors are on disk from where they fill half of the memory."""
 
-    def __init__(self, sources: list[LearnedSource], folder: Path) -> None:
-        self.calls: dict[LearnedSource, list[_StoredCall]] = {source: [] for source in sources}
+    def __init__(self, sources: list[DensitySource], folder: Path) -> None:
+        self.calls: dict[DensitySource, list[_StoredCall]] = {source: [] for source in sources}
         self.folder, self.free, self.count = folder, -1.0, 0
 
     def add(self, call: AttentionCall) -> None:
         """Store a call of a layer."""
         tokens, source = call.tokens, call.source
         assert tokens is not None
-        assert isinstance(source, LearnedSource)
+        assert isinstance(source, DensitySource)
         vectors: tuple[Tensor, ...] = tokens.query, tokens.key
         if call.query is not tokens.query or call.key is not tokens.key:
             vectors += (call.query, call.key)
@@ -254,7 +279,7 @@ def _attending_densely(model: nn.Module, layers: list[AttentionConv], recorder: 
     """A context in which the model is in evaluation mode, and its layers attend densely with another estimator."""
     modes = {module: module.training for module in model.modules()}
     estimators = [layer.estimator for layer in layers]
-    sources = {layer.source for layer in layers if isinstance(layer.source, LearnedSource)}
+    sources = {layer.source for layer in layers if isinstance(layer.source, DensitySource)}
     densities = {source: (source._density, source.schedule) for source in sources}
     try:
         model.eval()
@@ -272,11 +297,81 @@ def _attending_densely(model: nn.Module, layers: list[AttentionConv], recorder: 
             source._density, source.schedule = density, schedule
 
 
+# ------------------------------------------------------------------ the density of each head
+
+
+@torch.no_grad()
+def _divide_density(
+    calls: Mapping[DensitySource, list[_StoredCall]], density: float | None, progress: bool
+) -> dict[DensitySource, Tensor]:
+    """Budgets of the heads of each source that has them, ``[H]``, with which largest weights keep most attention.
+
+    What a head keeps by its largest weights is a concave function of their number. So the best division takes the
+    steepest parts of all these functions.
+    """
+    sources = [source for source in calls if source.has_head_budgets and (density or source.target_density)]
+    curves = []
+    for source in tqdm(sources, "divide the density", unit="source", disable=not progress):
+        examples = calls[source][:-1] or calls[source]
+        curves.append(torch.stack([_kept_by_density(source, call) for call in examples]).sum(0))  # [H, 1 + G]
+    if not curves:
+        return {}
+    pairs, kept = (x.double() for x in torch.cat(curves).split([1, len(DENSITIES)], 1))  # [H of all, 1], [H of all, G]
+    targets = torch.cat([
+        torch.full((len(curve), 1), density or source.target_density or 1.0)
+        for source, curve in zip(sources, curves, strict=True)
+    ])  # fmt: skip
+    width = DENSITIES.diff() * pairs  # edges of each part of a function
+    gain = kept.diff(dim=1) / width.clamp(min=1e-9)
+    least = LEAST_BUDGET * targets
+    free = ((targets - least) * pairs).sum()
+    order = gain.flatten().argsort(descending=True, stable=True)
+    edges = width.flatten()[order]
+    edges = (free - (edges.cumsum(0) - edges)).clamp(min=0).minimum(edges)  # the parts that are taken
+    taken = torch.zeros_like(gain).flatten().index_copy(0, order, edges).view_as(gain).sum(1, keepdim=True)
+    budgets = ((least + taken / pairs.clamp(min=1)) / targets)[:, 0].float()
+    parts = budgets.split([len(curve) for curve in curves])
+    return {source: part.to(curve.device) for source, part, curve in zip(sources, parts, curves, strict=True)}
+
+
+def _kept_by_density(source: DensitySource, call: _StoredCall) -> Tensor:
+    """Pairs of some rows of a call, and the attention outside of forced edges that their largest weights keep.
+
+    ``[H, 1 + G]``, for the G densities.
+    """
+    tokens, weight, graph = _weights_of_rows(call, 1.0)
+    weight = without_forced(weight, 0.0, source, tokens, graph)
+    order = weight.argsort(descending=True, stable=True)
+    order = order[graph.edge_row[order].argsort(stable=True)]  # by row, then the largest first
+    total = torch.cat([weight.new_zeros(1, dtype=torch.float64), weight[order].double().cumsum(0)])
+    size = graph.rowptr.diff()
+    count = (DENSITIES.to(size.device) * size[:, None]).round().long()  # [H*N, G]
+    kept = total[graph.rowptr[:-1, None] + count] - total[graph.rowptr[:-1, None]]
+    return torch.cat([size[:, None].double(), kept], 1).view(graph.heads, graph.num_queries, -1).sum(1)
+
+
+def _weights_of_rows(call: _StoredCall, rows: float) -> tuple[Tokens, Tensor, AttentionGraph]:
+    """The tokens of a call, some rows of all their pairs, and the attention weights of these, ``[E]``."""
+    tokens, how = call.read(0)
+    scored = how["scored"] or tokens
+    graph = sample_rows(tokens, rows)
+    bias = None if call.score_bias is None else call.score_bias(scored.query, scored.key, graph)
+    logits = graph._logits(scored.query, scored.key, bias, call.scale)
+    return tokens, normalize("softmax", logits[:, None], ptr=graph.rowptr)[:, 0], graph
+
+
 # ------------------------------------------------------------------ what a source learns
 
 
 def _calibrated(
-    source: LearnedSource, calls: list[_StoredCall], density: float | None, steps: int, rate: float, seed: int, bar: Any
+    source: DensitySource,
+    calls: list[_StoredCall],
+    density: float | None,
+    budgets: Tensor | None,
+    steps: int,
+    rate: float,
+    seed: int,
+    bar: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The state of a calibrated copy of a source, and the numbers of its row."""
     source = copy.deepcopy(source).float().eval()
@@ -286,6 +381,20 @@ def _calibrated(
     examples, held_out = calls[:-1] or calls, calls[-1]
     _settle(source, examples)
     before = _held_out_numbers(source, held_out)
+    if budgets is not None:
+        source.head_budgets = budgets
+    if isinstance(source, LearnedSource):
+        _train(source, examples, steps, rate, seed, bar)
+    else:
+        bar.update(max(steps, 1))
+    _settle(source, examples)
+    after = _held_out_numbers(source, held_out)
+    state = {name: x for name, x in source.state_dict().items() if not name.endswith("target_density")}
+    return state, [number for pair in zip(before, after, strict=True) for number in pair]
+
+
+def _train(source: LearnedSource, examples: list[_StoredCall], steps: int, rate: float, seed: int, bar: Any) -> None:
+    """Begin with the queries and keys of some calls, and take steps of Adam."""
     _start(source, examples, seed)
     random = torch.Generator().manual_seed(seed % 2**63)
     parameters = [parameter.requires_grad_() for parameter in source.parameters()]
@@ -301,10 +410,6 @@ def _calibrated(
             schedule.step()
             bar.update()
     bar.update(0 if steps else 1)
-    _settle(source, examples)
-    after = _held_out_numbers(source, held_out)
-    state = {name: x for name, x in source.state_dict().items() if not name.endswith("target_density")}
-    return state, [number for pair in zip(before, after, strict=True) for number in pair]
 
 
 def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
@@ -314,10 +419,15 @@ def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
     if getattr(call.score_bias, "is_of_batch", False):  # it reads numbers of tokens, which a part of them lacks
         part = 1.0
     sequences = tokens.query_ptr.numel() - 1
-    how |= {"rows": math.ceil(part * sequences) / sequences, "part": part}
-    density = source.target_density
-    if isinstance(source, SBMSource) and source.block_size == 1 and density is not None:
-        return 1 - kept_attention(source, tokens, min(density * source._drawn, 0.999), **how)
+    share = math.ceil(part * sequences) / sequences
+    length = tokens.query_ptr.diff()
+    pairs = count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal) / length.clamp(min=1).sqrt()  # of some rows
+    rows = min(1.0, PAIRS_OF_STEP / max(share * float(pairs.sum()), 1.0))
+    how |= {"rows": rows * share, "part": part}
+    if isinstance(source, SBMSource) and source.block_size == 1:
+        density = source._drawn_densities
+        density = density[:, 0].clamp(max=0.999) if isinstance(density, Tensor) else min(density or 1, 0.999)
+        return 1 - kept_attention(source, tokens, density, **how)
     return row_distillation(source, tokens, **how)
 
 
@@ -334,20 +444,16 @@ def _start(source: LearnedSource, calls: list[_StoredCall], seed: int) -> None:
     source.start_from(query, key, scale=calls[0].scale, seed=seed)
 
 
-def _settle(source: LearnedSource, calls: list[_StoredCall]) -> None:
-    source.settle(call.read(0)[0] for call in calls)
+def _settle(source: DensitySource, calls: list[_StoredCall]) -> None:
+    if isinstance(source, LearnedSource):
+        source.settle(call.read(0)[0] for call in calls)
 
 
 @torch.no_grad()
-def _held_out_numbers(source: LearnedSource, call: _StoredCall) -> tuple[float, float]:
+def _held_out_numbers(source: DensitySource, call: _StoredCall) -> tuple[float, float]:
     """The loss of a call, and the part of the attention weights of some rows that its graphs keep."""
-    loss = _loss(source, call, 0)
-    tokens, how = call.read(0)
-    scored = how["scored"] or tokens
-    pairs = sample_rows(tokens, MEASURED_ROWS)
-    bias = None if call.score_bias is None else call.score_bias(scored.query, scored.key, pairs)
-    logits = pairs._logits(scored.query, scored.key, bias, call.scale)
-    weight = normalize("softmax", logits[:, None], ptr=pairs.rowptr)[:, 0]
+    loss = _loss(source, call, 0) if isinstance(source, LearnedSource) else math.nan
+    tokens, weight, pairs = _weights_of_rows(call, MEASURED_ROWS)
     graph = source(tokens).graph.expand_tokens().expand(tokens.heads)
     kept = weight[graph.contains(pairs.edge_index, pairs.edge_head)].sum() / weight.sum().clamp(min=1e-9)
     return float(loss), float(kept)

@@ -232,7 +232,7 @@ class HeadParallel(torch.nn.Module):
             for key, child in children
         }
         local._parameters, local._buffers = dict(module._parameters), dict(module._buffers)
-        for key, dim in (dims or {}).items():
+        for key, dim in {"head_budgets": 0, **(dims or {})}.items():
             owner = cast(torch.nn.Module, local._modules.get(key, local))
             names = [key] if owner is local else [*owner._parameters]
             for kind in (owner._parameters, owner._buffers):

@@ -382,10 +382,10 @@ def _reach_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _scaled_backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None and grad_factor is None:
-        return (None,) * 8
+        return (None,) * 9
     grad = torch.zeros_like(ctx.saved_tensors[0]) if grad is None else grad.contiguous()
     arguments = (grad, grad_factor, *ctx.saved_tensors, *ctx.options, *ctx.needs_input_grad[:2])
-    return _needed(ctx, scale_to_density_backward(*arguments), 8)
+    return _needed(ctx, scale_to_density_backward(*arguments), 9)
 
 
 def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -416,7 +416,7 @@ GRADIENTS[edge_dot] = _saver(range(4)), _dot_backward
 GRADIENTS[index_score] = _saver(range(5)), _score_backward
 GRADIENTS[edge_cross_entropy] = _saver((3,), outputs=(1,), constants=(1,)), _cross_entropy_backward
 GRADIENTS[reach_dot] = _saver(range(4), (4, 5)), _reach_backward
-GRADIENTS[scale_to_density] = _saver(range(5), (6, 7), outputs=(1, 2), constants=(2, 3)), _scaled_backward
+GRADIENTS[scale_to_density] = _saver(range(5), (7, 8), outputs=(1, 2), constants=(2, 3)), _scaled_backward
 GRADIENTS[edge_attention] = _saver(range(7), range(7, 11), outputs=(0, 1), constants=(1,)), _attention_backward
 GRADIENTS[block_attention] = (
     _saver((*range(7), 9), (7, 8, 10, 11, 12), outputs=(0, 1), constants=(1,)), _block_backward

@@ -214,7 +214,7 @@ class IndexProbability(EdgeProbability):
         query: Small queries, ``[H, N, S, D]``.
         weight: Weights of the small heads, ``[H, N, S]``.
         key: Small keys, ``[H, M, D]``.
-        degree: Expected number of keys of each query, ``[N]``, positive. None: pairs do not compete.
+        degree: Expected number of keys of each query, ``[N]`` or ``[H, N]``, positive. None: pairs do not compete.
         bias: The b of each head, ``[H]``, or None for 0. It has no effect with degrees.
 
     Raises:
@@ -250,14 +250,16 @@ class IndexProbability(EdgeProbability):
         require_values(query, "query")
         way_out = "They score."
         checks.require(min(small, channels) >= 1, "query", "of at least one head and channel", query.shape, way_out)
-        for name, x, shape, words in (("degree", degree, (count,), "[N]"), ("bias", bias, (heads,), "[H]")):
+        is_shared = not isinstance(degree, Tensor) or degree.dim() == 1
+        of_degree = ((count,), "[N]") if is_shared else ((heads, count), "[H, N]")
+        for name, x, shape, words in (("degree", degree, *of_degree), ("bias", bias, (heads,), "[H]")):
             if x is not None:
                 checks.tensors(**{name: x})
                 checks.floating(**{name: x})
                 checks.shape(name, x, shape, words, "It is one number of each.")
         wide = torch.promote_types(query.dtype, torch.float32)
         self.query, self.weight, self.key = (x.to(wide) for x in (query, weight, key))
-        self.degree, self.bias = degree, bias
+        self.degree, self.bias = None if degree is None else degree.expand(heads, -1), bias
         packed = torch.cat([self.query.flatten(2), self.weight], 2)
         self.tokens = tokens.with_vectors(packed, self.key)
         self._known: dict[RowReduction, Tensor] = {}
@@ -287,7 +289,7 @@ class IndexProbability(EdgeProbability):
         score = self.score(graph)
         if self.degree is None:
             return torch.sigmoid(score if self.bias is None else score + self.bias[graph.edge_head])
-        degree = self.degree.to(score.dtype).repeat(self.tokens.heads)
+        degree = self.degree.to(score.dtype).flatten()
         return degree[graph.edge_row] * (score - self.log_total.flatten()[graph.edge_row]).exp()
 
     def log_on(self, graph: AttentionGraph) -> Tensor:
@@ -302,7 +304,7 @@ class IndexProbability(EdgeProbability):
     def expected_degree(self) -> Tensor:
         """Sum of the probabilities of each query's pairs, ``[H, N]``, differentiable, without a cut at 1."""
         if self.degree is not None:
-            return self.degree.to(self.query.dtype).expand(self.tokens.heads, -1)
+            return self.degree.to(self.query.dtype)
         return self._reduce_rows(_PROBABILITY_SUM)
 
     def expected_density(self) -> Tensor:
@@ -326,7 +328,7 @@ class IndexProbability(EdgeProbability):
         """Each query attends to the keys of its k largest scores; the lower key wins a tie.
 
         Args:
-            k: Keys of each query, at least 1; one number or ``[N]`` int64.
+            k: Keys of each query, at least 1; one number, ``[N]`` or ``[H, N]`` int64.
 
         Raises:
             TypeError, ValueError: ``k`` has the wrong type, shape or range, or memory does not hold the edges.
@@ -365,7 +367,7 @@ class IndexProbability(EdgeProbability):
             else:
                 total = scores.logsumexp(3, keepdim=True)
                 totals.append((tile, total[..., 0]))
-                p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[query][..., None]).nan_to_num_(0.0)
+                p = scores.sub_(total).exp_().mul_(self.degree.to(scores.dtype)[:, query][..., None]).nan_to_num_(0.0)
             threshold = p.add_(exploration).clamp_(max=1).mul_(possible).mul_(2.0**32)
             position = tokens.query_position[query]
             return reference_sampling.bernoulli_draws(threshold.long(), position, ids[query], head, seed)
@@ -507,6 +509,7 @@ class IndexerSource(LearnedSource):
     """
 
     head_dims: ClassVar[dict[str, int]] = {"bias": 0}
+    has_head_budgets = True
 
     def __init__(
         self,
@@ -571,8 +574,8 @@ class IndexerSource(LearnedSource):
         return IndexProbability(tokens, query, weight, key, degree=degree, bias=self.bias)
 
     def _count(self, tokens: Tokens) -> Tensor | None:
-        """Number of keys of each query, ``[N]``, or None."""
-        density, allowed = self.target_density, tokens.allowed_keys
+        """Number of keys of each query, ``[N]`` or ``[H, N]``, or None."""
+        density, allowed = self._densities, tokens.allowed_keys
         if density is not None:
             return torch.minimum((density * allowed).clamp(min=self.k or 1), allowed.clamp(min=1))
         return None if self.k is None else allowed.clamp(max=self.k)
@@ -582,7 +585,7 @@ class IndexerSource(LearnedSource):
         probability = self.predict(tokens)
         check_finite("scorer", tokens, probability.query, probability.weight, probability.key)
         if self.select == "top_k":
-            count = number_of_keys(self.k, self.target_density, tokens.allowed_keys)
+            count = number_of_keys(self.k, self._densities, tokens.allowed_keys)
             choice = Choice(probability.top_k(count), probability, independent=False)
         else:
             exploration = self._exploration
@@ -597,7 +600,7 @@ class IndexerSource(LearnedSource):
         if not is_own or self.select != "top_k" or self.target_density == 1:
             return None
         assert isinstance(scorer, Indexer)
-        return RowRule(scorer._score_rows(query, key), self.k, self.target_density, self.window, self.num_sinks)
+        return RowRule(scorer._score_rows(query, key), self.k, self._densities, self.window, self.num_sinks)
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         if self.select == "bernoulli":

@@ -26,7 +26,7 @@ class RowRule(NamedTuple):
     """Scores ``[B, H, L, S]``, which may be overwritten; None if no key is chosen by its score."""
     k: int | None
     """Keys by score, as in :class:`~sbm_pyg.sources.selectors.TopKSource`, and their density."""
-    target_density: float | None
+    density: float | Tensor | None
     window: int | None
     num_sinks: int
     are_products: bool = False
@@ -76,7 +76,8 @@ class LastRows:
             scale: Factor of the scores.
         """
         groups, heads = key.size(0) * key.size(1), query.size(1)
-        if rule.are_products and self.are_all and not torch.is_grad_enabled():
+        alike = not isinstance(rule.density, Tensor)  # each row has as many keys
+        if rule.are_products and self.are_all and alike and not torch.is_grad_enabled():
             scores, keys = self._products_of_one(rule, heads)
             first = torch.arange(0, groups * value.size(2), value.size(2), device=keys.device)[:, None]
             places = (keys.view(groups, -1) + first).view_as(keys)  # [B*H, k]
@@ -141,13 +142,16 @@ class LastRows:
     def _best(self, rule: RowRule, heads: int) -> tuple[Tensor, Tensor]:
         """Compressed rows of the largest scores, by their places among all scores."""
         assert rule.scores is not None
-        place = ("counts", rule.k, rule.target_density, heads)
-        if place not in self._cached:
-            count = torch.as_tensor(
-                number_of_keys(rule.k, rule.target_density, self.allowed), device=rule.scores.device
-            )
-            self._cached[place] = self._by_head(torch.minimum(count, self.allowed), heads).flatten()
-        count = self._cached[place]
+        place = ("counts", rule.k, rule.density, heads)
+        if isinstance(rule.density, Tensor):
+            count = torch.as_tensor(number_of_keys(rule.k, rule.density[None], self.allowed[:, None]))  # [B or 1, H, L]
+            count = torch.minimum(count, self.allowed[:, None]).expand(self.shape[0], -1, -1).flatten()
+        elif place in self._cached:
+            count = self._cached[place]
+        else:
+            count = torch.as_tensor(number_of_keys(rule.k, rule.density, self.allowed), device=rule.scores.device)
+            count = self._by_head(torch.minimum(count, self.allowed), heads).flatten()
+            self._cached[place] = count
         return schemas.segment_top_k(rule.scores.flatten(), self._ends(count.numel()), count)
 
     def _by_head(self, pairs: Tensor, heads: int) -> Tensor:

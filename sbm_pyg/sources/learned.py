@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,19 +176,22 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
     return BlockGraph._trusted_blocks(graph, block_size, tokens.query_ptr, tokens.key_ptr, *sizes)
 
 
-def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float) -> Tensor:
+def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Tensor) -> Tensor:
     """Factor of the probabilities of each head, with which they have a mean where they are cut at 1, ``[H]``.
 
     Args:
         p: Probabilities of pairs, ``[E]``. They are constants.
         head: Head of each pair, ``[E]`` int64.
         heads: Number of heads H.
-        density: The mean, in (0, 1]; nothing is cut for a mean of 1.
+        density: The mean, in (0, 1], one number or ``[H]``; nothing is cut where it is 1.
     """
     p, zeros, tiny = p.detach(), p.new_zeros(heads), torch.finfo(p.dtype).tiny
-    edges = density * zeros.index_add(0, head, torch.ones_like(p))  # expected
+    mean = torch.as_tensor(density, dtype=p.dtype, device=p.device)
+    edges = mean * zeros.index_add(0, head, torch.ones_like(p))  # expected
     factor = edges / zeros.index_add(0, head, p).clamp(min=tiny)
-    for _ in range(CUTS if density < 1 else 0):  # each one finds pairs that are above 1 by the factor of the one before
+    for _ in range(
+        CUTS if isinstance(density, Tensor) or density < 1 else 0
+    ):  # each one finds pairs that are above 1 by the factor of the one before
         is_cut = p * factor[head] >= 1
         left = edges - zeros.index_add(0, head, is_cut.to(p.dtype))
         total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
@@ -303,10 +306,21 @@ class DensitySource(GraphSource):
         DenseChoice(Tokens(1 sequences, 2 heads, 10 queries, 10 keys))
     """
 
+    head_budgets: Tensor | None
+    """Density of each head as a multiple of the target density, ``[H]``, positive; None: heads are alike.
+
+    A head whose product is above 1 is dense. :func:`~sbm_pyg.calibrate` sets them, and ``state_dict`` contains them.
+    """
+    has_head_budgets: ClassVar[bool] = False
+    """Whether :meth:`choose` gives heads the densities that budgets say."""
     schedule: Schedule | None = None
     """What a :class:`~sbm_pyg.Sparsifier` has set for training; ``state_dict`` does not contain it."""
     _density: float | None = None
     _checked_density: float | None = None  # whose number of keys has been looked at
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("head_budgets", None)
 
     @abstractmethod
     def choose(self, tokens: Tokens) -> Choice:
@@ -364,6 +378,14 @@ class DensitySource(GraphSource):
         self._prepare()
 
     @property
+    def _densities(self) -> float | Tensor | None:
+        """The target density, or that of each head where they differ, ``[H, 1]``."""
+        density, budgets = self.target_density, self.head_budgets
+        if density is None or budgets is None:
+            return density
+        return (density * budgets.to(checks.widest(budgets.device))).clamp(max=1)[:, None]
+
+    @property
     def _needs_density(self) -> bool:
         """Whether the source needs a target density to know how many edges to draw."""
         return False
@@ -379,6 +401,8 @@ class DensitySource(GraphSource):
             destination[f"{prefix}target_density"] = torch.empty(0, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        if f"{prefix}head_budgets" in state_dict:
+            self.head_budgets = state_dict[f"{prefix}head_budgets"].detach().clone()
         density = state_dict.pop(f"{prefix}target_density", None)
         if density is not None and torch.as_tensor(density).numel() <= 1:
             self._restore_density(float(density) if torch.as_tensor(density).numel() else None)

@@ -95,20 +95,23 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
     """The graph in which each query attends to the keys of its k largest scores, by the op ``index_top_k``.
 
     Args:
-        k: Keys of each query, at least 1; one number or ``[N]`` int64.
+        k: Keys of each query, at least 1; one number, ``[N]`` or ``[H, N]`` int64.
         query, weight, key: Of that op.
     """
     if not isinstance(k, Tensor):
         k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
         k = torch.full_like(tokens.query_position, k)
-    k = k.expand(tokens.num_queries) if k.dim() == 0 else k
     checks.require(k.dtype == torch.int64, "k", "to be int64", k.dtype, "It counts keys.", TypeError)
-    checks.shape("k", k, (tokens.num_queries,), "[N]", "It is the number of keys of each query.")
+    shape = (tokens.heads, tokens.num_queries)
+    is_valid = k.dim() < 3 and k.shape in (torch.Size(), shape[1:], shape)
+    what = f"to be one number, [N] = [{shape[1]}] or [H, N] = {[*shape]}"
+    checks.require(is_valid, "k", what, [*k.shape], "It is the number of keys of each query.")
+    k = k.expand(shape)
     checks.same_device("query", query, k=k)
     if values.can_read(k):
         if k.numel() and int(k.min()) < 1:
             raise ValueError(f"Expected 'k' to be at least 1 (got {int(k.min())}). Each query has a key.")
-        edges = tokens.heads * int(torch.minimum(k, tokens.allowed_keys).sum())
+        edges = int(torch.minimum(k, tokens.allowed_keys).sum())
         checks.memory("k", edges, 8, query.device, "Choose fewer keys, or fewer sequences at once.")
     ptrs = (tokens.query_ptr, tokens.key_ptr)
     return graph_of_rows(tokens, *schemas.index_top_k(query, weight, key, *ptrs, k, tokens.allowed_keys))
@@ -236,15 +239,16 @@ def select_pairs(
     return rowptr, col
 
 
-def number_of_keys(k: int | None, density: float | None, allowed: Tensor) -> int | Tensor:
-    """Keys of each query: k, or ``ceil(density * allowed)`` and at least k of them, ``[N]`` int64.
+def number_of_keys(k: int | None, density: float | Tensor | None, allowed: Tensor) -> int | Tensor:
+    """Keys of each query: k, or ``ceil(density * allowed)`` and at least k of them, as ``allowed`` or as broadcast.
 
     The product is corrected for floating-point error first, so that 0.55 of 100 is 55.
 
     Args:
         k: Number of keys, at least 1. None: 1.
-        density: Part of the keys that a query may attend to, in (0, 1]. None: k keys.
-        allowed: Number of keys that each query may attend to, ``[N]``.
+        density: Part of the keys that a query may attend to, in (0, 1], one number or one for each head, ``[H, 1]``.
+            None: k keys.
+        allowed: Number of keys that each query may attend to, ``[N]`` int64.
     """
     least = 1 if k is None else k
     if density is None:

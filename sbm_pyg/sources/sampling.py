@@ -221,6 +221,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     state_name = "running_mean"
     head_dims: ClassVar[dict[str, int]] = {"running_mean": 0, "seen": 1}
+    has_head_budgets = True
 
     def __init__(
         self,
@@ -274,8 +275,9 @@ class SBMSource(LearnedSource, FollowingSource):
     def reset_parameters(self) -> None:
         """Reset the parameters of the head and the running mean."""
         super().reset_parameters()
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
+        if "running_mean" in self._buffers:
+            for buffer in (self.running_mean, self.seen, self.last_seed):
+                buffer.zero_()
 
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
         """Begin with the clusters of a trained layer, if the head can, as :class:`.LinearSBMHead` does."""
@@ -298,7 +300,9 @@ class SBMSource(LearnedSource, FollowingSource):
             graph = sample_rows(tokens, 1.0, self.block_size).blocks
             parts.append((self._predict(tokens).on(graph).double(), graph.edge_head))
         p, head = (torch.cat(part) for part in zip(*parts, strict=True))
-        density = self.target_density * self._drawn
+        density = self._drawn_densities
+        assert density is not None
+        density = density[:, 0].to(p) if isinstance(density, Tensor) else density
         factor = factor_for_density(p, head, self.running_mean.numel(), density)
         self.running_mean.copy_((density / factor).clamp(min=MIN_MEAN_PROBABILITY))
         self.seen.zero_()
@@ -332,9 +336,9 @@ class SBMSource(LearnedSource, FollowingSource):
     def choose(self, tokens: Tokens) -> Choice:
         """Scale the model to the target density, sample its graph, and note its statistics."""
         values.require_unbatched(query=tokens.query, key=tokens.key)
-        sbm, saw, density = self._predict(tokens), None, self.target_density
+        sbm, saw, density = self._predict(tokens), None, self._drawn_densities
         if density is not None:
-            sbm, saw = self._scale_to_target_density(sbm, density * self._drawn, tokens.seed)
+            sbm, saw = self._scale_to_target_density(sbm, density, tokens.seed)
         choice = self._draw(sbm, tokens)
         if (
             saw is not None and self._counts and not tokens.at_end
@@ -351,6 +355,14 @@ class SBMSource(LearnedSource, FollowingSource):
         density = self.target_density
         return self.candidates if density is None else min(self.candidates, 1 / density)
 
+    @property
+    def _drawn_densities(self) -> float | Tensor | None:
+        """The density of graphs that are drawn, of which each query keeps the best edges, as :attr:`_densities`."""
+        densities = self._densities
+        if isinstance(densities, Tensor):
+            return (densities * self.candidates).clamp(max=1)
+        return None if densities is None else densities * self._drawn
+
     def _draw(self, sbm: SBM, tokens: Tokens) -> Choice:
         """Sample the graph of a scaled model, keep the best edges of each query, and add forced edges."""
         drawn = self._drawn
@@ -363,7 +375,7 @@ class SBMSource(LearnedSource, FollowingSource):
             choice = Choice(graph._last_rows(tokens.query_ptr))
         else:
             choice = Choice(graph, sbm, exploration=exploration)
-        if drawn > 1:
+        if self.candidates > 1:
             choice = self._keep_best(choice, tokens, tokens.allowed_keys if tokens.at_end else sbm._allowed_keys())
         size = 0 if sbm.is_strict and self.window is None else self.window
         near, first = (None if count is None else -(-count // self.block_size) for count in (size, self.num_sinks))
@@ -378,18 +390,19 @@ class SBMSource(LearnedSource, FollowingSource):
         graph = choice.graph
         with torch.no_grad():
             score = ops.schemas.edge_dot(tokens.query, tokens.key, graph.rowptr, graph.col)
-        count = graph.rowptr.diff().to(checks.widest(graph.device)) / self._drawn
-        if self.target_density is not None:
-            share = self.target_density * allowed
-            count = count.maximum(share.expand(graph.heads, -1).flatten())
-        rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long())
+        densities = self._densities
+        drawn = (1 / densities).clamp(max=self.candidates) if isinstance(densities, Tensor) else self._drawn
+        count = graph.degree.to(checks.widest(graph.device)) / drawn
+        if densities is not None:
+            count = count.maximum(densities * allowed)
+        rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long().flatten())
         return choice._with(graph=graph._with(rowptr, graph.col[edge], graph.heads))
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         choice = super()._select_among(probability, candidates, tokens)
         return self._keep_best(choice, tokens, candidates.graph.degree[0]) if self._drawn > 1 else choice
 
-    def _scale_to_target_density(self, sbm: SBM, density: float, seed: int) -> tuple[SBM, Tensor]:
+    def _scale_to_target_density(self, sbm: SBM, density: float | Tensor, seed: int) -> tuple[SBM, Tensor]:
         """Scale the model so that, by the running mean of each head, its mean probability is ``density``.
 
         Also returns the expected edges before scaling, and the pairs, of each head, ``[2, H]``, without sequences that

@@ -387,16 +387,17 @@ class SBM(EdgeProbability):
         """
         check_over(graph, name, self, self)
 
-    def _scale_to_density(self, density: float, running: Tensor) -> tuple[SBM, Tensor]:
+    def _scale_to_density(self, density: float | Tensor, running: Tensor) -> tuple[SBM, Tensor]:
         """The model with the rates of each query scaled to a density, by :mod:`sbm_pyg.ops.reference.density`.
 
         Also expected edges before scaling, and pairs, of each head, ``[2, H]``, without sequences that are not finite.
 
         Args:
-            density: The density.
+            density: The density, or that of each head, ``[H, 1]``.
             running: Running mean of the probabilities of each head, ``[H]``; 0: each query is scaled by itself.
         """
-        ends = (self.query_ptr, self.key_ptr, density, self.is_causal, self.is_strict)
+        of_heads = (1.0, density[:, 0]) if isinstance(density, Tensor) else (density, None)
+        ends = (self.query_ptr, self.key_ptr, *of_heads, self.is_causal, self.is_strict)
         rate, factor, _, statistics = ops.schemas.scale_to_density(self.rate, self.key_membership, running, *ends)
         return self._scaled(rate, factor), statistics
 

@@ -62,7 +62,7 @@ def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
 
     Args:
         tokens: Queries and keys.
-        k: Keys of each query, at least 1; one number or ``[N]`` int64.
+        k: Keys of each query, at least 1; one number, ``[N]`` or ``[H, N]`` int64.
 
     Returns:
         A graph with at most ``H * N * k`` edges.
@@ -288,6 +288,8 @@ class TopKSource(DensitySource):
         AttentionGraph(1 sequence, 2 heads, 10 queries, 10 keys, 60 edges, density 30.0%)
     """
 
+    has_head_budgets = True
+
     def __init__(
         self, k: int | None = None, *, target_density: float | None = None, window: int | None = None,
         num_sinks: int = 0,
@@ -303,7 +305,7 @@ class TopKSource(DensitySource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
-        count = pairs.number_of_keys(self.k, self.target_density, tokens.allowed_keys)
+        count = pairs.number_of_keys(self.k, self._densities, tokens.allowed_keys)
         return patterns.with_forced(Choice(top_k(tokens, count)), self.window, self.num_sinks, tokens)
 
     @torch.no_grad()
@@ -311,7 +313,7 @@ class TopKSource(DensitySource):
         if type(self) is not TopKSource or self.target_density == 1:
             return None
         scores = scores_of_groups(query, key)
-        return RowRule(scores, self.k, self.target_density, self.window, self.num_sinks, are_products=True)
+        return RowRule(scores, self.k, self._densities, self.window, self.num_sinks, are_products=True)
 
     def extra_repr(self) -> str:
         return ", ".join(_named(self, ("k", "target_density", "window", "num_sinks")))

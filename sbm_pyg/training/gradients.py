@@ -20,7 +20,7 @@ from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_id
 from ..ops import checks, schemas, values
 from ..ops.segments import allowed_keys, segments, upcast
 from ..ops.values import can_read, require_values
-from ..sources.interface import EdgeProbability, check_probability, log_probability, min_probability
+from ..sources.interface import EdgeProbability, GraphSource, check_probability, log_probability, min_probability
 from ..sources.learned import LearnedSource, factor_for_density, sample_rows, sample_sequences
 from .auxiliary import mean_weights
 
@@ -356,14 +356,14 @@ def row_distillation(
     sampled = blocks.rowptr.diff().count_nonzero().clamp(min=1)
     log_p = source.predict(tokens).log_on(blocks)
     checks.per_edge(blocks.col, "[E]", log_p=log_p)
-    log_p = _without_forced(log_p, -torch.inf, source, tokens, blocks)
+    log_p = without_forced(log_p, -torch.inf, source, tokens, blocks, source.block_size)
     return graph._cross_entropy(scored.query, scored.key, log_p, bias, scale).sum() / sampled
 
 
 def kept_attention(
     source: LearnedSource,
     tokens: Tokens,
-    density: float,
+    density: float | Tensor,
     *,
     scale: float = 1.0,
     rows: float = 1.0,
@@ -383,17 +383,18 @@ def kept_attention(
     Args:
         source: A source that draws pairs independently, without blocks of tokens.
         tokens, scale, rows, part, scored, score_bias: As in :func:`row_distillation`.
-        density: Mean probability of a pair, in (0, 1).
+        density: Mean probability of a pair, in (0, 1), one number or one for each head, ``[H]``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
     """
-    checks.number("density", density, "(0, 1)", "It is the mean probability of a pair.")
+    if not isinstance(density, Tensor):
+        checks.number("density", density, "(0, 1)", "It is the mean probability of a pair.")
     tokens, scored, graph, bias = _rows_to_learn_from(source, tokens, rows, part, scored, score_bias)
     checks.require(graph.block_size == 1, "source", "without blocks", f"{graph.block_size}", "Use row_distillation.")
     p = source.predict(tokens).on(graph)
     weight = softmax(graph._logits(scored.query, scored.key, bias, scale).detach(), ptr=graph.rowptr)
-    p, weight = _without_forced(torch.stack([p, weight]), 0, source, tokens, graph)
+    p, weight = without_forced(torch.stack([p, weight]), 0, source, tokens, graph)
     head = graph.edge_head
     factor = factor_for_density(p, head, tokens.heads, density)
     is_cut = p.detach() * factor[head] >= 1
@@ -431,12 +432,14 @@ def _rows_to_learn_from(
     return tokens, scored, graph, bias
 
 
-def _without_forced(x: Tensor, filler: float, source: LearnedSource, tokens: Tokens, blocks: AttentionGraph) -> Tensor:
+def without_forced(
+    x: Tensor, filler: float, source: GraphSource, tokens: Tokens, blocks: AttentionGraph, block_size: int = 1
+) -> Tensor:
     """Numbers ``[..., E]`` of pairs of tokens, or of blocks, with a filler at pairs that are edges for any p."""
     if tokens.are_same and source.window is not None:
-        x = x.masked_fill(blocks.lag.abs() <= -(-source.window // source.block_size), filler)
+        x = x.masked_fill(blocks.lag.abs() <= -(-source.window // block_size), filler)
     if tokens.are_same and source.num_sinks:
-        x = x.masked_fill(blocks.key_position < -(-source.num_sinks // source.block_size), filler)
+        x = x.masked_fill(blocks.key_position < -(-source.num_sinks // block_size), filler)
     return x
 
 

@@ -34,13 +34,13 @@ def _scale_rates(
         edges[head, b], pairs[head, b] = sum_edges, sum_pairs
         # Once the head has a running mean of its density, all its queries share one factor.
         mean = sum_edges / max(sum_pairs, 1)
-        pooled = density / max(running[head], least) * (mean / mean if mean > least or mean != mean else 1.0)
+        pooled = density[head] / max(running[head], least) * (mean / mean if mean > least or mean != mean else 1.0)
         for i in range(query_ptr[b], query_ptr[b + 1]):
             # Before that each query gets its own factor.
             allowed, number = min(shift + i, keys), pooled
             if not running[head] > 0:
                 floor = least * max(allowed, 1)
-                number = max(density * allowed, 1.0) / (floor if degree[head, i] < floor else degree[head, i])
+                number = max(density[head] * allowed, 1.0) / (floor if degree[head, i] < floor else degree[head, i])
             factor[head, i] = number
             for k in range(rate.shape[2]):
                 scaled[head, i, k] = rate[head, i, k] * factor[head, i]
@@ -75,14 +75,15 @@ def _degree_gradients(
 
 
 def scale_to_density(
-    rate: Tensor, member: Tensor, running: Tensor, query_ptr: Tensor, key_ptr: Tensor, density: float, is_causal: bool,
-    is_strict: bool,
+    rate: Tensor, member: Tensor, running: Tensor, query_ptr: Tensor, key_ptr: Tensor, density: float,
+    densities: Tensor | None, is_causal: bool, is_strict: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     arrays = reach.to_arrays(rate, member, query_ptr, key_ptr, is_causal, is_strict)
     degree, (rates, _, *sides) = reach.degrees(*arrays), arrays
     sums = np.empty((2, rate.size(0), query_ptr.numel() - 1))
     scaled, factor, means = np.empty_like(rates), np.empty_like(degree), running.double().numpy()
-    arguments = (rates, *sides, degree, means, density, MIN_MEAN_PROBABILITY, scaled, factor, *sums)
+    density_of_heads = np.full(rate.size(0), density) if densities is None else densities.double().numpy()
+    arguments = (rates, *sides, degree, means, density_of_heads, MIN_MEAN_PROBABILITY, scaled, factor, *sums)
     run(_scale_rates, [(*piece, *arguments) for piece in reach.sequence_pieces(*arrays[:3])])
     statistics = np.where(np.isfinite(sums[0]), sums, 0).sum(2).astype(degree.dtype)
     more = torch.from_numpy(factor), torch.from_numpy(degree), torch.from_numpy(statistics)

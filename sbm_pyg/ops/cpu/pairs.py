@@ -315,7 +315,7 @@ def _rank_rows(first, last, queries, query, weight, columns, batch, allowed, num
         end = panels * KEYS_PER_PANEL
         for j in range(count, end):
             poke(row, j, query.dtype.type(np.nan))
-        used = _write_best(row, count, end, num_chosen[i], small > 0, best, where, key_ptr[b], out, used)
+        used = _write_best(row, count, end, num_chosen[r], small > 0, best, where, key_ptr[b], out, used)
 
 
 def index_top_k(
@@ -332,7 +332,7 @@ def index_top_k(
     weights, keys = to_array(weight, like).reshape(heads * queries, small), to_array(key, like)
     q_ptr, k_ptr = (ptr.contiguous().numpy() for ptr in (query_ptr, key_ptr))
     batch = np.repeat(np.arange(q_ptr.size - 1), np.diff(q_ptr))
-    num_chosen = torch.minimum(count, allowed)
+    num_chosen = torch.minimum(count, allowed).flatten().numpy()
     panel_ptr = np.concatenate([[0], np.cumsum(-(-np.diff(k_ptr) // KEYS_PER_PANEL))])
     columns = np.empty((heads, panel_ptr[-1], channels, KEYS_PER_PANEL), keys.dtype)
     spans = [(head, b) for head in range(heads) for b in range(q_ptr.size - 1)]
@@ -341,9 +341,9 @@ def index_top_k(
         heads * queries, task_count(heads * int(allowed.sum()) * (max(1, small) * channels // 8 + 4), 8)
     )
     rowptr = np.zeros(heads * queries + 1, np.int64)
-    np.cumsum(np.tile(num_chosen.numpy(), heads), out=rowptr[1:])
+    np.cumsum(num_chosen, out=rowptr[1:])
     outs = [np.empty(rowptr[last] - rowptr[first] + KEYS_PER_PANEL, np.int32) for first, last in pieces]
-    shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), num_chosen.numpy(), k_ptr)
+    shared = (queries, queries_of_rows, weights, columns.ravel(), batch, allowed.numpy(), num_chosen, k_ptr)
     tasks = [(*piece, *shared, panel_ptr, out) for piece, out in zip(pieces, outs, strict=True)]
     run(_rank_rows, tasks)
     ends = (out[: rowptr[last] - rowptr[first]] for (first, last), out in zip(pieces, outs, strict=True))

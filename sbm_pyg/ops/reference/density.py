@@ -1,7 +1,8 @@
 """Rates that are scaled to a target density, in plain torch.
 
 In and out: the tensors of ``scale_to_density`` in :mod:`sbm_pyg.ops.schemas`, and of its backward pass. With the
-expected number of keys :math:`d_i` of a query and its number of allowed keys :math:`m_i`, the factor of its rates is
+expected number of keys :math:`d_i` of a query, its number of allowed keys :math:`m_i`, and the density
+:math:`\\rho` of the graph, or of its head, the factor of its rates is
 
 * :math:`\\max(\\rho m_i, 1) / \\max(d_i, \\epsilon m_i)` where the running mean of the head is 0: the keys of a row
   compete;
@@ -33,17 +34,18 @@ def _means(
 
 
 def scale_to_density(
-    rate: Tensor, member: Tensor, running: Tensor, query_ptr: Tensor, key_ptr: Tensor, density: float, is_causal: bool,
-    is_strict: bool,
+    rate: Tensor, member: Tensor, running: Tensor, query_ptr: Tensor, key_ptr: Tensor, density: float,
+    densities: Tensor | None, is_causal: bool, is_strict: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     degree = reach_dot(rate, member, query_ptr, key_ptr, is_causal, is_strict)
     allowed, edges, pairs = _means(degree, query_ptr, key_ptr, is_causal, is_strict)
     mean = (edges / pairs.clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY)
     running = running.to(degree.dtype)[:, None]
-    pooled = density / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean / mean)  # NaN in a sequence that is not finite
+    of_head = density if densities is None else densities.to(degree.dtype)[:, None]
+    pooled = of_head / running.clamp(min=MIN_MEAN_PROBABILITY) * (mean / mean)  # NaN in a sequence that is not finite
     pooled = pooled.repeat_interleave(query_ptr.diff(), dim=1, output_size=degree.size(1))
     least = MIN_MEAN_PROBABILITY * allowed.clamp(min=1)
-    alone = (density * allowed).clamp(min=1) / torch.maximum(degree, least)
+    alone = (of_head * allowed).clamp(min=1) / torch.maximum(degree, least)
     factor = torch.where(running > 0, pooled, alone)
     counts = edges.isfinite()
     statistics = torch.stack([torch.where(counts, edges, 0).sum(1), (counts * pairs).sum(1)])

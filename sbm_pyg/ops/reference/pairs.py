@@ -41,7 +41,7 @@ def index_top_k(
     .. math:: I_{ij} = \sum_{s=1}^{S} w_{is} \, \mathrm{ReLU}(\langle q_{is}, k_j \rangle)
 
     Small queries are ``[H, N, S, D]``, weights ``[H, N, S]``, keys ``[H, M, D]``. Without weights the scores are dot
-    products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. Query i takes ``count[i]`` of the first
+    products, :math:`I_{ij} = \sum_s \langle q_{is}, k_j \rangle`. Query i of head h takes ``count[h, i]`` of the first
     ``allowed[i]`` keys of its sequence, or all of these if they are fewer. The lower key wins a tie, and a score that
     is NaN counts as infinity, so that NaN shows. Scores that are equal up to rounding may rank differently on another
     kind of device. Cost O(H N M S D), without an array of all pairs.
@@ -58,7 +58,7 @@ def index_top_k(
         tile_queries, tile_keys = packed[:, tile.query], key[:, tile.key.clamp(min=0)]
         scores = tile_queries @ tile_keys.mT if weight is None else index_scores(tile_queries, tile_keys, small)
         scores.masked_fill_(scores.isnan(), torch.inf).masked_fill_(~tile.possible, -torch.inf)
-        is_edge = best_of(scores, tile.possible, count[tile.query])
+        is_edge = best_of(scores, tile.possible, count[:, tile.query])
         parts.append(tile.rows(is_edge, tile.key.to(dtype)[:, None].expand_as(is_edge)[is_edge], row))
     return compress(parts, row.numel())
 
