@@ -19,7 +19,6 @@ from torch_geometric.nn.dense.linear import Linear
 from ..graphs.graph import Adjacency, AttentionGraph
 from ..graphs.ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..ops import checks
-from ..ops.random_words import GOLDEN
 from ..ops.values import require_unbatched
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.learned import DensitySource
@@ -27,7 +26,7 @@ from ..sources.linear_sbm import LinearSBMHead
 from ..sources.sampling import SBMSource
 from ..sources.sbm import SBMHead
 from ..training.auxiliary import AuxiliaryLosses
-from ..training.estimators import AttentionCall, Estimator, NoEstimator, resolve_estimator
+from ..training.estimators import AttentionCall, Estimator, resolve_estimator
 from .normalizers import Entmax, check_normalizer
 from .positions import Rotary
 from .propagation import OUTPUT_ONLY, EdgeAttention, Returns, channel_pair, check_tokens, owned
@@ -329,7 +328,9 @@ class AttentionConv(EdgeAttention):
         dropout = self.dropout if self.training else 0.0
         out, weights = self._attend_densely(call, dropout), None
         if out is None:
-            out, weights, call = self._attend_over_edges(call, edge_index, edge_head, edge_attr, dropout, returns)
+            out, weights, call = self._attend_over_edges(
+                call, edge_index, edge_head, edge_attr, dropout, returns.attention_weights
+            )
         out = self._train_source(out, call, dense_loss)
         return self._pack_outputs(out, call.choice, weights, returns)
 
@@ -378,42 +379,6 @@ class AttentionConv(EdgeAttention):
         query, key, value = call.query, call.key, call.value
         out = call.choice.attend(query, key, value, scale=self.scale, dropout=dropout, bias=self._dense_bias)
         return None if out is None else out.transpose(0, 1)
-
-    def _attend_over_edges(
-        self,
-        call: AttentionCall,
-        edge_index: Adjacency | None,
-        edge_head: Tensor | None,
-        edge_attr: Tensor | None,
-        dropout: float,
-        returns: Returns,
-    ) -> tuple[Tensor, Any, AttentionCall]:
-        """Attend over the allowed edges, with what the estimator adds before and after.
-
-        Returns:
-            The output ``[N, H, C']``, the attention weights if they are asked for, and the call with the graph attended
-            over and its score bias.
-        """
-        estimator = self.estimator if call.choice.probability is not None else NoEstimator()
-        graph_before, choice = call.choice.graph, call.limit(estimator.prepare(call.choice, self.training))
-        graph = choice.graph
-        noise_seed = call.seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
-        if self.first_head:
-            noise_seed = (call.seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
-        gate, soft_mask = estimator.gate(choice), estimator.bias(choice, self.training, noise_seed)
-        checks.per_edge(graph.blocks.col, "[E]", gate=gate, bias=soft_mask)
-        gate, soft_mask = (x if x is None else graph.spread(x) for x in (gate, soft_mask))
-        bias = self._score_bias(call.query, call.key, graph)
-        bias = soft_mask if bias is None else bias if soft_mask is None else bias + soft_mask
-        edge = None
-        if edge_attr is not None:
-            edge = self._project_edges(edge_attr, edge_index, edge_head, graph_before, graph)
-        inputs = (call.query, call.key, call.value, gate, bias)
-        out, weights = self._attend_over_graph(
-            graph, edge_index, edge_head, inputs, edge, dropout, noise_seed, returns.attention_weights
-        )
-        call = replace(call, choice=choice, bias=bias)
-        return estimator.attach(out.transpose(0, 1), call).transpose(0, 1), weights, call
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
         """Pack the output ``[N, H, C']`` and the requested extras in the documented order."""

@@ -8,7 +8,7 @@ projections, and graph sources (``attention``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch_geometric.utils.sparse import set_sparse_value
 
 from ..graphs.graph import AttentionGraph, edge_list
 from ..ops import checks
+from ..ops.random_words import GOLDEN
 from ..ops.reference.edges import dropout_mask
-from ..training.estimators import Estimator
+from ..training.estimators import AttentionCall, Estimator, NoEstimator
 from .normalizers import Entmax, alpha_of, attend_by_entmax, normalize
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
@@ -50,6 +51,7 @@ class EdgeAttention(MessagePassing):
     """Base of :class:`~sbm_pyg.AttentionConv`: attention over a graph, given queries, keys and values."""
 
     heads: int
+    first_head: int
     out_channels: int
     scale: float
     normalizer: str | Entmax
@@ -227,57 +229,90 @@ class EdgeAttention(MessagePassing):
         checks.per_edge(graph.col, "[E]", score_bias=bias)
         return bias
 
-    def _attend_over_graph(
+    def _attend_over_edges(
         self,
+        call: AttentionCall,
+        edge_index: Any,
+        edge_head: Tensor | None,
+        edge_attr: Tensor | None,
+        dropout: float,
+        return_weights: bool,
+    ) -> tuple[Tensor, Any, AttentionCall]:
+        """Attend over the allowed edges, with what the estimator adds before and after.
+
+        Returns:
+            The output ``[N, H, C']``, the attention weights as PyG's layers return them, if they are asked for, and the
+            call with the graph attended over and its score bias.
+        """
+        estimator = self.estimator if call.choice.probability is not None else NoEstimator()
+        graph_before, choice = call.choice.graph, call.limit(estimator.prepare(call.choice, self.training))
+        graph = choice.graph
+        seed = call.seed  # of dropout and of soft masks, whose words are numbered from head 0 of this layer
+        if self.first_head:
+            seed = (call.seed + self.first_head * GOLDEN + 2**63) % 2**64 - 2**63
+        gate, soft_mask = estimator.gate(choice), estimator.bias(choice, self.training, seed)
+        checks.per_edge(graph.blocks.col, "[E]", gate=gate, bias=soft_mask)
+        gate, soft_mask = (x if x is None else graph.spread(x) for x in (gate, soft_mask))
+        bias = self._score_bias(call.query, call.key, graph)
+        bias = soft_mask if bias is None else bias if soft_mask is None else bias + soft_mask
+        query, key, value, over, shown, position = call.query, call.key, call.value, graph, None, None
+        if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):
+            position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
+        if self._explained and edge_head is None:
+            shown = edge_index
+        if edge_attr is not None:
+            edge = self._project_edges(edge_attr, edge_index, edge_head, graph_before, graph)
+            over, key, value = self._edges_as_keys(graph, key, value, edge)
+            shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
+        inputs, alpha, is_explained = (query, key, value, gate, bias), None, self._explained
+        if is_explained or self._edgewise:
+            order = position if is_explained else None
+            out, alpha = self._propagate_edges(over, shown, order, inputs, dropout, seed)
+        else:
+            arguments = self._call_hooks(self._message_and_aggregate_forward_pre_hooks, (over, *inputs, dropout, seed))
+            out = self.message_and_aggregate(*arguments)
+            out = self._call_hooks(self._message_and_aggregate_forward_hooks, out, arguments)
+        self._alpha, weights = None, None
+        if return_weights:
+            if alpha is None:
+                logit = over._logits(query, key, bias, self.scale)
+                alpha = normalize(self.normalizer, logit[:, None], ptr=over.rowptr)
+            weights = self._pack_weights(alpha, graph, edge_index, edge_head, position, is_explained)
+        call = replace(call, choice=choice, bias=bias)
+        return estimator.attach(out.transpose(0, 1), call).transpose(0, 1), weights, call
+
+    def _call_hooks(self, hooks: dict[int, Callable[..., Any]], result: Any, *arguments: Any) -> Any:
+        """The result after the hooks that PyG keeps for a step, each of which may replace it."""
+        for hook in hooks.values():
+            changed = hook(self, *arguments, result)
+            result = result if changed is None else changed
+        return result
+
+    def _pack_weights(
+        self,
+        alpha: Tensor,
         graph: AttentionGraph,
         edge_index: Any,
         edge_head: Tensor | None,
-        inputs: Inputs,
-        edge: Tensor | None,
-        dropout: float,
-        seed: int,
-        return_weights: bool,
-    ) -> tuple[Tensor, Any]:
-        """Attend over a graph, built from ``edge_index`` or chosen by the source.
+        position: Tensor | None,
+        is_in_order: bool,
+    ) -> Any:
+        """Attention weights as PyG's layers return them, for weights ``[E, H or 1]`` of the edges of the graph.
 
         Args:
-            edge: Projected features of the edges, see :meth:`_project_edges`; or None.
-
-        Returns:
-            The output, ``[N, H, C']``, and the attention weights as PyG's layers return them, if asked for.
+            position: Where the graph has each edge of the caller, or None if it is the caller's graph.
+            is_in_order: Whether the weights are in the order of the edges of the caller.
         """
-        position, alpha, ordered = None, None, False
-        if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):
-            position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
-        tokens, shown = graph, None if edge_head is not None else edge_index
-        if edge is not None:
-            graph, keys, values = self._edges_as_keys(graph, inputs[1], inputs[2], edge)
-            inputs = (inputs[0], keys, values, *inputs[3:])
-            shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
-        if self._explained:
-            out, alpha = self._propagate_edges(graph, shown, position, inputs, dropout, seed)
-            ordered = True
-        elif self._edgewise:
-            out, alpha = self._propagate_edges(graph, None, None, inputs, dropout, seed)
-        else:
-            out = self._fused(graph, *inputs, dropout, seed)
-        self._alpha = None
-        if not return_weights:
-            return out, None
-        if alpha is None:
-            query, key, _, _, bias = inputs
-            logit = graph._logits(query, key, bias, self.scale)
-            alpha = normalize(self.normalizer, logit[:, None], ptr=graph.rowptr)
         if position is None:
-            return out, (tokens.edge_index, alpha[:, 0])
-        if not ordered:
+            return graph.edge_index, alpha[:, 0]
+        if not is_in_order:
             alpha = (alpha if edge_head is not None else alpha.view(self.heads, -1).T)[position]
         alpha = alpha if edge_head is None else alpha[:, 0]
         if not isinstance(edge_index, Tensor):
-            return out, edge_index.set_value(alpha, layout="coo")
+            return edge_index.set_value(alpha, layout="coo")
         if edge_index.layout == torch.sparse_coo:
             edge_index = edge_index.coalesce()
-        return out, (set_sparse_value(edge_index, alpha) if is_sparse(edge_index) else edge_index, alpha)
+        return set_sparse_value(edge_index, alpha) if is_sparse(edge_index) else edge_index, alpha
 
     def _propagate_edges(
         self,
@@ -325,17 +360,6 @@ class EdgeAttention(MessagePassing):
         if edge_index is None:
             out = out.view(heads, graph.num_queries, -1).transpose(0, 1)
         return out, weights[0]
-
-    def _fused(self, *arguments: Any) -> Tensor:
-        """:meth:`message_and_aggregate` with the hooks that PyG has for it."""
-        for before in self._message_and_aggregate_forward_pre_hooks.values():
-            changed = before(self, arguments)
-            arguments = arguments if changed is None else changed
-        out = self.message_and_aggregate(*arguments)
-        for after in self._message_and_aggregate_forward_hooks.values():
-            changed = after(self, arguments, out)
-            out = out if changed is None else changed
-        return out
 
     def message_and_aggregate(
         self,
