@@ -141,7 +141,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _advice(machine: dict[str, Any], threads: int) -> str | None:
-    """What to do if other processes leave less cores than torch has threads."""
+    """Advice on the number of threads, if other processes leave fewer cores than torch has threads."""
     busy, passive = round(machine["load"] or 0), os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     if threads == 1 or passive or busy + threads <= machine["cores"]:
         return None
@@ -165,7 +165,7 @@ def _torch_sparse() -> str | None:
 
 
 def _processor() -> dict[str, Any]:
-    """Name and vector instructions of the processor that numba compiles for; without numba, its name alone."""
+    """Name of the processor and, if numba is installed, the vector instructions that it compiles for."""
     if not cpu.INSTALLED:
         return {"processor": platform.machine(), "instructions": "unknown"}
     import llvmlite.binding

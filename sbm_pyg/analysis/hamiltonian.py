@@ -286,7 +286,7 @@ def _degrees(n: int, tokens: Array, into: Array) -> Certificate | None:
 
 
 def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | None]:
-    """Rank of each token's strong component in their chain, ``[n]``; and a certificate if they form no chain."""
+    """Rank of each token's strong component, ``[n]``, in a chain; and a certificate if there is no chain."""
     out = _matrix(n, tokens, into)
     count, labels = scipy_sparse().csgraph.connected_components(out, connection="strong")
     if count == 1:
@@ -308,7 +308,7 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
 
 
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
-    """Find tokens with too few predecessors: a path gives n - 1 tokens different predecessors, by a matching."""
+    """Find tokens that have too few predecessors for a path, which gives n - 1 tokens different ones, by a matching."""
     rows = _matrix(n, into, tokens)
     mate, follower = np.empty((2, n), np.int32)  # the predecessor of each token, and its successor
     match(rows.indptr, rows.indices, mate, follower)  # scipy's takes exponential time on shuffled grids
@@ -340,7 +340,7 @@ def _separator(n: int, tokens: Array, into: Array) -> Certificate | None:
 
 
 def _closed(n: int, tokens: Array, into: Array, ranks: Array) -> tuple[Array, Array]:
-    """The arcs and those of a dummy token n, which joins the possible ends of a path to its possible starts."""
+    """Add the arcs of a dummy token n, which joins the possible ends of a path to its possible starts."""
     begin, end = np.flatnonzero(ranks == 0), np.flatnonzero(ranks == ranks.max())
     tails = np.concatenate([tokens, end, np.full(len(begin), n)])
     heads = np.concatenate([into, np.full(len(end), n), begin])

@@ -75,7 +75,7 @@ class HeadTable:
         return table
 
     def diffuse(self, least: float = 0.5) -> list[Head]:
-        """Heads whose attention is too diffuse for their density: no graph of it keeps this part of the weights.
+        """Heads for which no graph of their density keeps this fraction of the attention weights.
 
         Args:
             least: The part, in [0, 1].
@@ -259,7 +259,7 @@ def _edge_weights(layer: AttentionConv, query: Tensor, key: Tensor, graph: Atten
 
 
 def _log(weight: Tensor) -> Tensor:
-    """Scores whose softmax over a row is the weights, which add up to 1."""
+    """Logarithms of attention weights, as scores: their softmax over a row is the weights again."""
     return weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
 
 

@@ -244,7 +244,7 @@ def plot_pixel_attention(
 def plot_inputs(
     graphs: Graphs, *, sequences: Sequence[int] | None = None, titles: Sequence[str] | None = None, notes: str = ""
 ) -> Figure:
-    """The masks of single inputs, one row for each and one column for each layer and head.
+    """The masks of single inputs: a row for each input, a column for each layer and head.
 
     Args:
         graphs, sequences, titles, notes: As :func:`plot_pixel_attention`; titles are next to the rows.
@@ -509,7 +509,7 @@ def _density_of(density: Any) -> Tensor:
 def _chosen(
     layers: list[tuple[int, AttentionGraph]], sequences: Sequence[int] | None, titles: Sequence[str] | None
 ) -> tuple[list[int], Sequence[str]]:
-    """The sequences to draw, the first four if None, and their titles."""
+    """The sequences to draw and their titles; by default the first four."""
     total = layers[0][1].num_sequences
     numbers = range(min(4, total)) if sequences is None else sequences
     if not isinstance(numbers, Sequence) or isinstance(numbers, str) or len(numbers) == 0:
@@ -619,7 +619,7 @@ def _percent(fraction: float) -> str:
 
 
 def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
-    """The graphs of layers that have one, with the numbers of the layers."""
+    """The graphs of the layers that attend over one, and the numbers of these layers."""
     layer_graphs = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
     if not isinstance(layer_graphs, Sequence) or not all(
         graph is None or isinstance(graph, AttentionGraph) for graph in layer_graphs

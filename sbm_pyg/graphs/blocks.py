@@ -373,7 +373,7 @@ def pool_blocks(x: Tensor, cut: Cut, pool: torch.nn.Module | None = None, *, bef
 
 
 def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean of each block, in float32 or better, for a rule. Memory is O(H N C) for any block size.
+    """Mean of each block in float32 or better, for rules that read block means. Memory is O(H N C) for any block size.
 
     :func:`pool_blocks` adds up the tokens of a block in another order, so the last bit may differ.
 

@@ -180,7 +180,7 @@ class Tokens:
 
     @cached_property
     def allowed_keys(self) -> Tensor:
-        """Number of keys that each query may attend to, the first of its sequence, ``[N]`` int64."""
+        """Number of keys that each query may attend to, ``[N]`` int64. They are the first keys of its sequence."""
         if self.at_end and self.is_causal:
             return self.query_position + 1
         return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
@@ -192,11 +192,11 @@ class Tokens:
 
     @property
     def are_same(self) -> bool:
-        """Whether queries are tokens of the keys, so that they have neighbors at a distance."""
+        """True if queries and keys are the same tokens, or queries are the last ones, so that pairs have a distance."""
         return not self.bipartite or self.at_end
 
     def _drop_later(self, graph: Any) -> Any:
-        """The graph, or the choice, without edges from later keys, where these tokens do not attend to them."""
+        """Remove edges from later keys from a graph or a choice, if the tokens are causal."""
         if not self.is_causal or not self.at_end:
             return graph.causal() if self.is_causal else graph
         edges = getattr(graph, "graph", graph)
@@ -205,7 +205,7 @@ class Tokens:
 
     @property
     def first_head(self) -> int:
-        """Number of head 0 in random words; 0, unless the heads of a layer are divided among processes."""
+        """Number of head 0 in the random words. It is 0, unless the heads of a layer are divided among processes."""
         ids = self.sequence_ids
         return 0 if ids is None or not ids.numel() else int(ids[0] >> 32)
 
@@ -241,7 +241,7 @@ def as_integers(x: Any) -> Any:
 
 
 def unmerged(x: Tensor) -> Tensor:
-    """The tensor itself; in compiled code, a copy for ops with an output size set by values, such as ``nonzero``.
+    """Return the tensor; in compiled code a copy, for ops such as ``nonzero`` whose output size depends on values.
 
     The compiler merges equal calls in a program, for example those of two layers over one mask, and loses the size of
     the second, which later code refers to (``InductorError: u3 not in ...``). It does not merge calls that depend on
@@ -268,7 +268,7 @@ def count_positions(ptr: Tensor, count: int) -> Tensor:
 
 
 def count_pairs(query_ptr: Tensor, key_ptr: Tensor, is_causal: bool = False) -> Tensor:
-    """Number of pairs of a query and a key in each sequence, ``[B]`` int64; if causal, without later keys."""
+    """Number of pairs of a query and a key in each sequence, ``[B]`` int64. If causal, later keys do not count."""
     queries, keys = query_ptr.diff(), key_ptr.diff()
     if not is_causal:
         return queries * keys

@@ -279,7 +279,7 @@ class CompressedRows:
 
     @property
     def lag(self) -> Tensor:
-        """Position of the query minus that of the key, for each edge, ``[E]`` int64; each within its sequence."""
+        """Position of the query in its sequence minus that of the key, for each edge, ``[E]`` int64."""
         key, query = self.edge_index
         if self.key_ptr is self.query_ptr:
             return query - key
@@ -449,7 +449,7 @@ class CompressedRows:
         return self._with(rowptr, col, self.heads), edge
 
     def _last_rows(self, query_ptr: Tensor) -> Self:
-        """The graph with the last queries of each sequence alone, by their offsets ``[B+1]``. Cost O(HB + E')."""
+        """The graph of the last queries of each sequence, whose offsets are ``[B+1]``. Cost O(HB + E')."""
         count, total = query_ptr.diff(), int(query_ptr[-1])
         head = torch.arange(self.heads, device=self.device)[:, None] * self.num_queries
         row = (head + runs(self.query_ptr[1:] - count, count, total)).flatten()
@@ -583,7 +583,7 @@ def check_graph(graph: object, name: str = "graph") -> None:
 
 
 def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, int, int]:
-    """The sizes, if each is at least 1 and int64 can number all pairs."""
+    """Check that each size is at least 1 and that int64 can number all pairs, and return the sizes."""
     heads = checks.integer("heads", heads, 1, "It is the number of heads.")
     num_queries = checks.integer("num_queries", num_queries, 0, "It is the number of queries.")
     num_keys = checks.integer("num_keys", num_keys, 0, "It is the number of keys.")
@@ -596,7 +596,7 @@ def check_sizes(num_queries: int, num_keys: int, heads: int = 1) -> tuple[int, i
 
 
 def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Key, query and head of each edge, ``[E]`` int64 each, if the arguments are a list of edges."""
+    """Check a list of edges, and return the key, query and head of each edge, ``[E]`` int64 each."""
     for name, value in (("edge_index", edge_index), ("edge_head", edge_head)):
         check_tensor(value, name, optional=name == "edge_head")
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):

@@ -187,7 +187,7 @@ def make_mask(
     mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32, device: Any = "cpu", **options: Any,
 ) -> Tensor:  # fmt: skip
-    """What ``transformers`` calls in a forward pass: a :class:`PairMask`, or the mask of eager attention."""
+    """Make the mask of a forward pass of ``transformers``: a :class:`PairMask` if it can be one, else an eager mask."""
     is_plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     if not is_plain or int(kv_offset) or (attention_mask is not None and attention_mask.dim() != 2):
         options |= {"allow_is_bidirectional_skip": False, "dtype": dtype, "device": device}

@@ -21,10 +21,10 @@ __all__ = ["SparsifierCallback"]
 class SparsifierCallback(lightning.Callback):
     """Trains a model with dense attention first and with sparse graphs later, by a :class:`~sbm_pyg.Sparsifier`.
 
-    The number of steps, the step at which training is, and the scaler of float16 are those of the trainer, so a
-    training goes on where an earlier one of the same trainer ended. Validation and tests run at the target density.
-    ``loss_dense``, ``loss_sparse`` and ``target_density`` are logged and in the progress bar, and checkpoints contain
-    the state. A warning follows if training ends before it has become sparse.
+    The callback takes the number of steps, the current step and the scaler of float16 from the trainer, so a second
+    ``fit`` of one trainer continues where the first one ended. Validation and tests run at the target density.
+    The callback logs ``loss_dense``, ``loss_sparse`` and ``target_density``, also to the progress bar, and saves its
+    state in checkpoints. It warns if training ends before it has become sparse.
 
     Args:
         density: Target density in (0, 1).

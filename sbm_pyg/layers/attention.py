@@ -339,7 +339,7 @@ class AttentionConv(EdgeAttention):
         ptr: OneOrTwo | None, batch: OneOrTwo | None, positions: OneOrTwo | None, bipartite: bool, is_causal: bool,
         limit: Callable[[Any], Any], seed: int | None, sequence_ids: Tensor | None,
     ) -> AttentionCall:  # fmt: skip
-        """The call over the given graph, or over the one that the source chooses, with rotated queries and keys."""
+        """Rotate queries and keys, and take the given graph or let the source choose one."""
         seed = draw_seed(self._default_seed(query, key, edge_index) if seed is None else seed)
         tokens = None
         if edge_index is None:
@@ -358,7 +358,7 @@ class AttentionConv(EdgeAttention):
         )  # fmt: skip
 
     def _train_source(self, out: Tensor, call: AttentionCall, dense_loss: Tensor | None) -> Tensor:
-        """The output, whose backward pass asks for the loss by which the source learns, if there is one."""
+        """Add the loss by which the source learns, if there is one, to the backward pass of the output."""
         loss = dense_loss
         if loss is None and call.choice.is_stored and call.choice.probability is not None:
             loss = self.estimator.auxiliary_loss(call)
@@ -366,7 +366,7 @@ class AttentionConv(EdgeAttention):
         return self.auxiliary_losses.add(out, loss, type(self.estimator).__name__, is_needed)
 
     def _default_seed(self, query: Tensor, key: Tensor, edge_index: Adjacency | None) -> int | None:
-        """The seed of a call without one; None for one of torch's generator."""
+        """The seed of a call that passes none; None if torch's generator is to draw it."""
         if not self.training and self.eval_seed is not None:
             return self.eval_seed
         if edge_index is None:
@@ -396,13 +396,13 @@ class AttentionConv(EdgeAttention):
 
     @property
     def _dense_bias(self) -> Callable[[int, int], Tensor] | None:
-        """The score bias of all pairs of a sequence, or None if the layer has no bias, or only one of edges."""
+        """The function for the score bias of all pairs of a sequence, or None if the layer's bias has none."""
         return getattr(self.score_bias, "dense_bias", None)
 
     def _rotate(
         self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, positions: OneOrTwo | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, rotated by their positions if the layer does so."""
+        """Rotate queries and keys by their positions if the layer has a ``rotary``."""
         if self.rotary is None:
             if positions is not None:
                 raise ValueError(

@@ -198,7 +198,7 @@ class HeadParallel(torch.nn.Module):
         return counts, seeds[0]
 
     def _local(self) -> tuple[AttentionConv, list[tuple[Tensor, Tensor, int]]]:
-        """A copy of the layer for the heads of this process, and the buffers of heads, their views, and dimensions."""
+        """Copy the layer for the heads of this process; also return buffers of heads, views and dimensions."""
         memo: dict[int, torch.nn.Module] = {}
         buffers: list[tuple[Tensor, Tensor, int]] = []
         shared = {id(lin) for lin in (self.conv.lin_query, self.conv.lin_key, self.conv.lin_value)}
@@ -266,7 +266,7 @@ class HeadParallel(torch.nn.Module):
 
     @torch.no_grad()
     def _gather(self, buffer: Tensor, view: Tensor, dim: int) -> None:
-        """Fill a buffer with the heads of all processes; ``view`` was a part of it, and may be in 32 bits since."""
+        """Fill a buffer with the heads of all processes. ``view`` was a part of it, perhaps in another dtype."""
         view = view.contiguous()
         parts = [torch.empty_like(view) for _ in range(self.processes)]
         distributed.all_gather(parts, view, group=self.process_group)
@@ -283,7 +283,7 @@ class HeadParallel(torch.nn.Module):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows for each process, in the order of ranks, in exchange for those of each process; and back in backward."""
+    """All-to-all exchange: send rows to each process and receive rows from each; backward, gradients return."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -231,7 +231,7 @@ class LearnedGraph(nn.Module):
         return choice.select((choice.graph.lag != 0) | among.graph.contains(choice.graph.edge_index))
 
     def _weigh(self, choice: Choice, tokens: Tokens, among: Candidates | None) -> tuple[Tensor, Tensor]:
-        """Edges and their weights, with probes in training."""
+        """The edges and their weights. In training, probes with weight 0 follow the edges."""
         graph, probability, like = choice.graph, choice.probability, tokens.query
         fixed = graph.edge_index, like.new_ones(graph.num_edges)
         if not self.training or not torch.is_grad_enabled():
@@ -274,7 +274,7 @@ class LearnedGraph(nn.Module):
 
 
 def _over(edges: Adjacency | None, tokens: Tokens, name: str) -> AttentionGraph | None:
-    """The graph of an argument over the nodes, or None."""
+    """The argument as a graph over the nodes, or None."""
     if edges is None:
         return None
     try:
@@ -307,7 +307,7 @@ def edge_weights(
 
 
 class _Weights(torch.autograd.Function):
-    """Weights 1 of edges and 0 of probes; their gradients, weighted, are those of the probabilities.
+    """Weights: 1 for edges, 0 for probes. The backward pass turns their gradients into gradients of the probabilities.
 
     Gradients that are not finite count as 0: degrees normalized without self-loops have no slope at a node without
     edges.
@@ -337,7 +337,7 @@ class _Weights(torch.autograd.Function):
 
 
 def _probes_of(tokens: Tokens, per_node: float, among: Candidates | None) -> tuple[AttentionGraph, Tensor]:
-    """Probes among all pairs of different nodes, or among candidates; and the probability of a pair to be one."""
+    """Draw probes among all pairs of different nodes, or among candidates; also return the probability of a probe."""
     if among is None:
         ptr = tokens.query_ptr
         empty = tokens.query_position.new_zeros(tokens.num_queries + 1), tokens.query_position.new_zeros(0)

@@ -494,7 +494,7 @@ def _from_nested(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 class PaddedSequences:
-    """Positions of the real tokens of queries or keys in the padded tensor; with ``real=None`` all tokens are real.
+    """Positions of the real tokens of queries or keys in a padded tensor. With ``real=None`` there is no padding.
 
     Args:
         padded: ``[B, length, ...]``.

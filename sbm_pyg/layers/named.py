@@ -38,7 +38,7 @@ SET = (
 
 
 class NamedSource(NamedTuple):
-    """How plain options make a source.
+    """The functions that make a source from plain options.
 
     ``make(channels, heads, **options)`` returns it. A ``make`` with an argument ``estimator`` gets that of the layer.
     Options are the arguments of the callables in ``takes``, or any if it is None. ``sizes`` are defaults of this name.
@@ -50,7 +50,7 @@ class NamedSource(NamedTuple):
 
 
 def _with(kind: Callable[..., GraphSource], part: Callable[..., Any], **sizes: int) -> NamedSource:
-    """A source of a kind around a scorer, which takes options too, or around a rule."""
+    """Return a function that makes a source around a scorer or a rule, and passes each the options that it has."""
 
     def make(channels: int, heads: int, **options: Any) -> GraphSource:
         if isinstance(part, type):
@@ -143,7 +143,7 @@ def check_known(what: str, options: Iterable[str], names: Collection[str], error
 def make_attention(
     source: str | None, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, /, **options: Any
 ) -> AttentionConv:
-    """An :class:`AttentionConv` with the source of a name, from options that a config may hold.
+    """Make an :class:`AttentionConv` whose source is given by name, from options that a config can hold.
 
     Args:
         source: ``"sbm"``, a block model as in :class:`SBMAttentionConv`; ``"indexer"``; a pattern such as ``"window"``;

@@ -135,7 +135,7 @@ def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
 
 
 def alpha_of(normalizer: str | Entmax) -> float | Tensor:
-    """One alpha for all heads, or alphas ``[H]``; 1 for softmax."""
+    """The alpha of a normalizer: a number, or ``[H]`` if each head has one. Softmax has alpha 1."""
     return ALPHAS[normalizer] if isinstance(normalizer, str) else normalizer.alpha
 
 
@@ -189,7 +189,7 @@ def normalize(
     ptr: Tensor | None = None,
     num_nodes: int | None = None,
 ) -> Tensor:
-    """Weights of edges, ``[E, H or 1]``. One column may hold all heads; later heads are then later nodes."""
+    """Weights of edges, ``[E, H or 1]``. If one column holds all heads, their rows follow each other."""
     if normalizer == "softmax":
         return edge_softmax(logit, index, ptr, num_nodes)
     alpha = alpha_of(normalizer)

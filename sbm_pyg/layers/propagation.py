@@ -431,7 +431,7 @@ def converts(tokens: Tensor, weight: Tensor) -> bool:
 
 
 def owned(out: Tensor, heads: int) -> Tensor:
-    """The output ``[N, H*C]`` in memory of its own, since an activation may overwrite it in place.
+    """Copy the output ``[N, H*C]`` if it is a view, since an activation may overwrite it in place.
 
     Otherwise it may be a view of what a kernel saved for the backward pass.
     """

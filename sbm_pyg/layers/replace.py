@@ -172,7 +172,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost models of ``transformers`` in a model, by name. Without an import of that package."""
+    """The outermost models of ``transformers`` in a model, by name. That package is not imported."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     models = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     return {
@@ -212,7 +212,7 @@ def _replaced(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _dense(layer: nn.Module) -> nn.Module:
-    """The layer of torch or PyG for a layer that may have been replaced."""
+    """Return the original layer of torch or PyG, for a layer that was replaced; else None."""
     if isinstance(layer, SparseGPSConv):
         return layer.to_gps()
     return layer.to_torch() if isinstance(layer, SBMMultiheadAttention) else layer
@@ -229,7 +229,7 @@ def _check_hooks(name: str, *modules: nn.Module) -> None:
 
 
 def _put(model: nn.Module, layers: Mapping[str, nn.Module], made: Mapping[nn.Module, nn.Module]) -> list[str]:
-    """Put the new layers in the places of the old ones, and return their names."""
+    """Replace layers by new ones in all their parents, and return the names of the new layers."""
     for name, module in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[module])

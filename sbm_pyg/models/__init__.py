@@ -1,4 +1,4 @@
-"""Models of sequences: an encoder with attention of any source, heads for usual tasks, and saving."""
+"""Models of sequences: an encoder whose attention takes any source, heads for common tasks, and saving."""
 
 from .encoder import EncoderTrace, SequenceEncoder
 from .heads import MaskedLM, PairClassifier, SequenceClassifier, TokenClassifier, mask_tokens

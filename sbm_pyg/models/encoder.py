@@ -120,14 +120,14 @@ class EncoderTrace:
 
 
 def attention_names() -> list[str]:
-    """The names that an encoder takes: those of sources, of which ``"full"`` needs none, and ``"dcmm"``."""
+    """The names for ``attention`` of an encoder: those of all sources, and ``"full"`` and ``"dcmm"``."""
     return [*named.source_names(), "dcmm"]
 
 
 def _make_attention(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Construct the attention layer of a name; each option goes to the layer, source or bias that has it."""
+    """Construct an attention layer by name, and pass each option to the layer, source or bias that has it."""
     of_bias = {*inspect.signature(DCMMBias).parameters}
     if name == "full":
         names: set[str] | None = {*inspect.signature(FullAttention).parameters}.difference(named.SET, named.GIVEN)

@@ -137,7 +137,7 @@ class Pretrained(
     def _from_pretrained(
         cls, *, model_id: str, map_location: str | torch.device = "cpu", strict: bool = True, **options: Any
     ) -> Self:
-        """Load weights strictly, from safetensors alone, and in their dtypes; the mixin does none of these."""
+        """Load weights from safetensors, strictly and in their dtypes. The mixin of the Hub would be more lenient."""
         download = {name: options.pop(name) for name in DOWNLOAD if name in options}
         is_folder = os.path.isdir(model_id)
         path = os.path.join(model_id, WEIGHTS) if is_folder else hf_hub_download(model_id, WEIGHTS, **download)

@@ -221,7 +221,7 @@ def segment_entmax(
 
 
 def _alphas(src: Tensor, alpha: float | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Alpha in a shape, and in its range."""
+    """Check alpha, and broadcast it to a shape."""
     if not isinstance(alpha, Tensor):
         return torch.full((), alpha, dtype=checks.widest(src.device), device=src.device).expand(shape)
     checks.tensors(alpha=alpha)
@@ -317,7 +317,7 @@ def sample_sbm(
 
 
 def _check_sequences(queries: int, keys: int, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor) -> None:
-    """Refuse offsets, and numbers of sequences, that do not describe so many tokens."""
+    """Raise an error unless offsets and sequence numbers describe the given numbers of tokens."""
     checks.tensors(query_ptr=query_ptr, key_ptr=key_ptr, sequence_ids=sequence_ids)
     checks.shape("query_ptr", query_ptr, (None,), "[B+1]", "It holds the offsets of the sequences.")
     for name, x in (("query_ptr", query_ptr), ("key_ptr", key_ptr), ("sequence_ids", sequence_ids)):

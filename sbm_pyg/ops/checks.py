@@ -117,7 +117,7 @@ def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, c
 
 
 def forced(forced: Tensor | None, col: Tensor) -> None:
-    """Refuse anything that is not a mask of the edges; None passes."""
+    """Raise an error unless ``forced`` is None or a bool mask ``[E]`` of the edges."""
     if forced is None:
         return
     shape("forced", forced, (col.size(0),), "[E]", "It holds one bool per edge.")
@@ -133,7 +133,7 @@ def check_tuple(name: str, x: Any, parts: str, count: int) -> None:
 
 
 def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-    """Refuse tokens that do not fit together."""
+    """Raise an error unless queries, keys and values have fitting shapes, one floating dtype and one device."""
     if torch.compiler.is_compiling() or (value is not None and _fit(query, key, value)):
         return
     tensors(query=query, key=key)
@@ -150,7 +150,7 @@ def attention_tokens(query: Tensor, key: Tensor, value: Tensor | None = None) ->
 
 
 def _fit(query: Any, key: Any, value: Any) -> bool:
-    """Whether tokens surely fit together: one expression, for the calls that are right, before each part is named."""
+    """True if the tokens fit together: a fast check, before slower ones find a faulty argument."""
     parts = (query, key, value)
     return (
         all(isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.dim() == 3 for x in parts)
@@ -183,7 +183,7 @@ def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
 def edge_rows(
     rowptr: Tensor, col: Tensor, query: Tensor, *, key: Tensor, value: Tensor | None = None, **per_edge: Tensor | None
 ) -> None:
-    """Refuse rows, tokens and numbers per edge that are not of one graph."""
+    """Raise an error unless rows, tokens and numbers per edge fit each other."""
     if torch.compiler.is_compiling():
         return
     attention_tokens(query, key, value)
@@ -194,7 +194,7 @@ def _check_rows(
     rowptr: Tensor, col: Tensor, rows: tuple[str, int | None], query: Tensor, numbers: tuple[str, tuple[int, ...]],
     per_edge: Mapping[str, Tensor | None],
 ) -> None:  # fmt: skip
-    """Refuse compressed rows, and numbers of their edges, that are not of one graph.
+    """Raise an error unless compressed rows, and the numbers per edge, fit each other.
 
     Args:
         rows: Shape of the offsets, and their number, None where it is not known.
@@ -222,7 +222,7 @@ def block_rows(
     rows: tuple[Tensor, Tensor, Tensor | None], query: Tensor, key: Tensor, value: Tensor, ptrs: tuple[Tensor, Tensor],
     block_size: int,
 ) -> int:  # fmt: skip
-    """Refuse rows over blocks, tokens, offsets and numbers per pair of tokens that are not of one graph of blocks.
+    """Raise an error unless rows over blocks, tokens, offsets and numbers per pair of tokens fit each other.
 
     Returns:
         The block size.
@@ -314,7 +314,7 @@ def number(name: str, value: Any, span: str, way_out: str) -> None:
 
 
 def scalar(name: str, value: Any, way_out: str) -> float:
-    """The number that is given, or that a tensor holds; refuse anything else, several numbers too."""
+    """Return a number as a float, also from a tensor with one element; raise TypeError for anything else."""
     if isinstance(value, Tensor):
         dense(name, value)
         if value.numel() != 1 or value.is_complex() or value.is_meta:
@@ -407,7 +407,7 @@ def install(extra: str, options: str = "") -> str:
 
 
 def memory(name: str, count: int, bytes_each: int, device: torch.device, way_out: str, what: str = "edges") -> None:
-    """Refuse so many things for which an argument asks, if memory cannot hold them, before any is allocated.
+    """Raise ValueError if memory cannot hold the elements that an argument asks for, before any is allocated.
 
     ``bytes_each`` are those that one takes while it is made.
     """
@@ -431,7 +431,7 @@ def parameters(name: str | Mapping[str, int], count: int, way_out: str = "Build 
 
 
 def fits(count: int, bytes_each: int, device: torch.device) -> bool:
-    """Whether memory holds so many things.
+    """True if memory holds ``count`` elements.
 
     True for small requests, and where it is unknown: in compiled code, for fake tensors and for symbolic counts.
     """
@@ -466,7 +466,7 @@ def _system() -> float:
 
 
 def _address_space() -> float:
-    """What ``ulimit -v`` leaves."""
+    """Bytes that ``ulimit -v`` leaves to this process."""
     if not os.path.exists("/proc/self/statm"):
         return math.inf
     import resource  # which Windows has not

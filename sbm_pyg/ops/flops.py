@@ -36,13 +36,13 @@ def formula_of(name: str, declared: Signature) -> Callable[..., int]:
 
 
 def _effects(of: Any) -> int:
-    """Score and gain of each edge and each probe, and with factors their probability."""
+    """Operations for the score and the gain of each edge and probe, and for its probability if factors are passed."""
     width = of.query.size(-1) + of.value.size(-1) + (0 if of.rate is None else of.rate.size(-1))
     return 2 * (of.col.numel() + of.probe_col.numel()) * width
 
 
 def _all_scores(of: Any) -> int:
-    """Scores of all pairs that may attend; without values to read, of the pairs that are chosen."""
+    """Operations of the scores of all allowed pairs; of the chosen pairs, if fake tensors hide the offsets."""
     heads, _, small, channels = of.query.shape
     pairs = of.out_val[1].numel() if is_fake(of.query) or of.query.is_meta else heads * int(of.allowed.sum())
     return 2 * (1 if of.weight is None else small) * channels * pairs

@@ -25,7 +25,7 @@ def _writable(x: Tensor) -> bool:
 
 
 def _snapshot(x: Tensor) -> Any:
-    """The values of a tensor that numpy can write into, which changes no version; else its version."""
+    """Copy a tensor that numpy can write into, since numpy counts no versions; else return the version."""
     return x.clone() if _writable(x) else x._version
 
 

@@ -87,7 +87,7 @@ def _mixed(word: Tensor) -> Tensor:
 
 
 def _mixed16(word: Tensor) -> Tensor:
-    """A permutation of 16-bit words, likewise (hash-prospector, Wellons 2018); higher bits are cut off first."""
+    """A permutation of the lower 16 bits in which each bit depends on all (hash-prospector, Wellons 2018)."""
     word = word & 0xFFFF
     word = ((word ^ word >> 8) * MIX16[0]) & 0xFFFF
     word = ((word ^ word >> 7) * MIX16[1]) & 0xFFFF
@@ -121,7 +121,7 @@ def query_words(position: Tensor, sequence_id: Tensor, seed: int) -> Tensor:
 
 
 def query_start(seed: int) -> int:
-    """What :func:`query_words` adds to all positions, 32 bits."""
+    """The 32-bit number that :func:`query_words` adds to all positions."""
     return seed * GOLDEN >> 32 & WORD_MASK
 
 

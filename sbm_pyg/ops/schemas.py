@@ -126,7 +126,7 @@ def _refuse_tangents(arguments: Sequence[Any]) -> None:
 
 
 def _refuse_batches(op: OpOverload) -> Callable[..., Any]:
-    """What :func:`torch.vmap` calls for an op whose values decide the sizes of its outputs."""
+    """Return a rule of :func:`torch.vmap` that raises an error, for ops whose output sizes depend on values."""
 
     def refuse(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
         batched = (x.name for x, dim in zip(op._schema.arguments, in_dims, strict=False) if dim is not None)
@@ -136,7 +136,7 @@ def _refuse_batches(op: OpOverload) -> Callable[..., Any]:
 
 
 def _autograd_kernel(op: OpOverload) -> Callable[..., Any]:
-    """What the dispatcher calls first: the op below autograd, recorded if a gradient may be asked for.
+    """Return the autograd kernel of an op. It calls the op below autograd, and records it if an input needs a gradient.
 
     It does what :func:`torch.library.custom_op` generates, in half the time of a call.
     """
@@ -338,7 +338,7 @@ block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: quer
 def _saver(
     inputs: Sequence[int], options: Sequence[int] = (), outputs: Sequence[int] = (), constants: Sequence[int] = ()
 ) -> Callable[..., None]:
-    """What saves inputs, options and outputs of an op for its backward pass, by their positions.
+    """Return a function that saves inputs, options and outputs of an op, by their positions, for the backward pass.
 
     Outputs at ``constants`` have no gradient.
     """
@@ -355,7 +355,7 @@ def _saver(
 
 
 def _needed(ctx: Any, grads: Sequence[Tensor], count: int) -> tuple[Tensor | None, ...]:
-    """Gradients of those of the first inputs that need one, and None for all others of ``count``."""
+    """The gradients of the first inputs, None where an input needs none, and None for all other inputs."""
     first = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *first, *[None] * (count - len(first))
 

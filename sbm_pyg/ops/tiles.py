@@ -73,7 +73,7 @@ class Cut:
 
     @cached_property
     def slot(self) -> Tensor:
-        """Where each token stands among the slots of all blocks, ``[N]``."""
+        """Index of each token among the slots of all blocks, ``[N]``."""
         block = torch.repeat_interleave(self.length, output_size=self.total)
         return block * self.block_size + torch.arange(self.total, device=self.ptr.device) - self.first[block]
 
@@ -112,7 +112,7 @@ def cut_blocks(
 def cut_rows(
     rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Cut, Cut]:
-    """The same, with the number of query blocks from the rows."""
+    """:func:`cut_blocks`, with the number of query blocks that the rows have."""
     counts = (rowptr.numel() - 1) // query.size(0), None
     return cut_blocks((query.size(1), key.size(1)), ptrs, block_size, counts)
 
@@ -129,7 +129,7 @@ class PairTile:
     def select(
         self, scores: Tensor, keep: PairRule, row: Tensor, dtype: torch.dtype = torch.int64
     ) -> tuple[Tensor, ...]:
-        """The pairs that a rule keeps, as an argument of :func:`.segments.compress`.
+        """Select the pairs that a rule keeps. Returns an argument of :func:`.segments.compress`.
 
         Args:
             scores: Scores of the pairs, ``[H, b, r, L]``, which are overwritten: those that are NaN, or of impossible

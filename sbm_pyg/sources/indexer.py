@@ -435,7 +435,7 @@ def _in_order(parts: list[tuple[PairTile, Tensor]]) -> Tensor:
 
 
 class _Reduced(torch.autograd.Function):
-    """Known numbers of rows, with a backward pass to all pairs that recomputes the scores tile by tile."""
+    """Attach to numbers of rows a backward pass to all pairs, which recomputes the scores tile by tile."""
 
     @staticmethod
     def forward(

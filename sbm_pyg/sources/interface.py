@@ -238,7 +238,7 @@ class Choice:
         return self._forced_too(self.graph.with_blocks(blocks), forced)
 
     def _forced_too(self, graph: AttentionGraph, forced: Tensor) -> Choice:
-        """Return the choice over a graph with more edges; ``forced`` marks edges to force besides its own."""
+        """Return the choice over a graph with more edges. ``forced`` marks further edges to force."""
         if self.forced is not None:
             forced = graph.blocks.union(self.graph.blocks.select(self.forced))[1] | forced
         return self._with(graph=graph, forced=forced)
@@ -303,7 +303,7 @@ class GraphSource(torch.nn.Module, ABC):
         """Choose a graph over the tokens."""
 
     def _row_rule(self, query: Tensor, key: Tensor) -> RowRule | None:
-        """How the keys of new tokens follow from scores alone, so that no graph is made; None if they do not.
+        """The rule by which new tokens choose keys from scores, without a graph of the batch; or None.
 
         Args:
             query: ``[B, H, L, C]``, the last tokens of each sequence.
@@ -313,7 +313,7 @@ class GraphSource(torch.nn.Module, ABC):
 
 
 def graph_without_edges(tokens: Any) -> AttentionGraph:
-    """The graph without edges over tokens, or over those of an :class:`~sbm_pyg.SBM`."""
+    """The graph without edges over tokens, or over the tokens of an :class:`~sbm_pyg.SBM`."""
     rowptr = tokens.query_ptr.new_zeros(tokens.heads * tokens.num_queries + 1)
     sizes = (tokens.num_queries, tokens.num_keys, tokens.heads, tokens.query_ptr, tokens.key_ptr)
     return AttentionGraph._trusted(
@@ -398,7 +398,7 @@ def check_probability(probability: object) -> None:
 
 
 def check_finite(name: str, tokens: Tokens, *made: Tensor) -> None:
-    """Raise ValueError if a module made NaN of finite tokens, since edges would then be chosen by nothing."""
+    """Raise ValueError if a module maps finite tokens to NaN, from which no edges can be chosen."""
     if not can_read(tokens.query) or not bool(torch.stack([x.sum() for x in made]).isnan().any()):
         return
     if all(bool(x.isfinite().all()) for x in (tokens.query, tokens.key)) and any(bool(x.isnan().any()) for x in made):

@@ -1,4 +1,4 @@
-"""The rows of a few new tokens whose earlier keys are in a cache, where each row is a choice of its own.
+"""Attention from a few new tokens whose earlier keys are in a cache, if rows choose keys independently.
 
 In: padded queries, keys and values, and how the source chooses. Out: the output. Not here: the scores (``selectors``,
 ``indexer``), and rows that are drawn or need a graph (:class:`~sbm_pyg.Tokens` with ``at_end``).
@@ -140,7 +140,7 @@ class LastRows:
         return self._compress(chosen)
 
     def _best(self, rule: RowRule, heads: int) -> tuple[Tensor, Tensor]:
-        """Compressed rows of the largest scores, by their places among all scores."""
+        """Compressed rows of the largest scores, as indices into all scores."""
         assert rule.scores is not None
         place = ("counts", rule.k, rule.density, heads)
         if isinstance(rule.density, Tensor):

@@ -122,7 +122,7 @@ def _equal_lengths(ptr: Tensor, count: int) -> bool:
 
 
 def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Tokens:
-    """Tokens of a random part of the sequences, at least one; first of those with more keys than ``longer_than``."""
+    """Tokens of a sample of the sequences, at least one. Those with more than ``longer_than`` keys come first."""
     batch = tokens.query_ptr.numel() - 1
     count = math.ceil(batch * part)
     if count == batch:
@@ -177,7 +177,7 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
 
 
 def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Tensor) -> Tensor:
-    """Factor of the probabilities of each head, with which they have a mean where they are cut at 1, ``[H]``.
+    """Factor for the probabilities of each head, ``[H]``, after which they have a given mean when cut at 1.
 
     Args:
         p: Probabilities of pairs, ``[E]``. They are constants.
@@ -271,7 +271,7 @@ class DenseChoice(Choice):
         return self if self.tokens.is_causal else self.stored().causal()
 
     def force(self, pattern: AttentionGraph) -> Choice:
-        """The choice itself, which has all edges."""
+        """Return the choice unchanged, since it has all edges."""
         return self
 
 
@@ -457,7 +457,7 @@ class LearnedSource(DensitySource):
 
     @property
     def _detaches(self) -> bool:
-        """Whether the probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
+        """True if probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
         return self.detach or (self.schedule is not None and self.schedule.is_dense_phase)
 
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
@@ -472,7 +472,7 @@ class LearnedSource(DensitySource):
         """
 
     def settle(self, batches: Iterable[Tokens]) -> None:
-        """Set what follows training, such as running means, to its value over some tokens. By default do nothing."""
+        """Set statistics that training updates to their values over some tokens. By default do nothing."""
 
     def choose_among(self, tokens: Tokens, candidates: Candidates) -> Choice:
         """Choose among given pairs of one head, with a target density, a budget and numbers of keys among them.
@@ -501,7 +501,7 @@ class LearnedSource(DensitySource):
 
     @property
     def _exploration(self) -> float:
-        """What the current call adds to each probability; 0 in evaluation."""
+        """The number that the current call adds to each probability: ``exploration`` in training, 0 in evaluation."""
         if not self.training:
             return 0.0
         density = self.target_density or 0.0

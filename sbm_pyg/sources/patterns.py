@@ -393,7 +393,7 @@ class _Positions:
         return self.end - self.start  # [N]
 
     def count(self, degree: Tensor, copies: int, bytes_each: int) -> int | None:
-        """The sum of the degrees, or None in compiled code. Raises ValueError if memory does not hold the copies."""
+        """The number of edges, or None in compiled code. Raises ValueError if memory does not hold them."""
         if torch.compiler.is_compiling():
             return None
         require_values(self.ptr, "ptr")
@@ -496,7 +496,7 @@ def _draw_distinct(count: Tensor, size: Tensor, draws: _Draws) -> Tensor:
 
 
 class BoundRule:
-    """A function that makes graphs, with the options that every call passes to it.
+    """A function that makes graphs, with options that are passed in every call.
 
     Args:
         rule: The function. A call passes it one argument and the options.

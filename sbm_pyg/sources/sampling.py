@@ -351,7 +351,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     @property
     def _drawn(self) -> float:
-        """How many edges are drawn for each one that is kept; no more than there are pairs."""
+        """Number of edges to draw for each edge that stays, limited by the number of pairs."""
         density = self.target_density
         return self.candidates if density is None else min(self.candidates, 1 / density)
 

@@ -150,7 +150,7 @@ class SBM(EdgeProbability):
         return sbm
 
     def __getattr__(self, name: str) -> Any:
-        """The identity as block matrix, where none was given, made when it is first read."""
+        """Make the identity block matrix when it is first read, if the model has been given none."""
         if name != "block_matrix" or "rate" not in self.__dict__:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
         identity = torch.eye(self.num_clusters, dtype=self.rate.dtype, device=self.rate.device)
@@ -330,7 +330,7 @@ class SBM(EdgeProbability):
         return other
 
     def _of_all_tokens(self) -> SBM:
-        """The model with a row for each key, where queries are the last tokens; rows of other tokens are 0.
+        """The model with one query per key, where queries were the last tokens; added queries have rate 0.
 
         So the rows of the queries are those of the whole sequence, whatever depends on positions.
         """
@@ -406,7 +406,7 @@ class SBM(EdgeProbability):
         return self._scaled(self.rate * factor[..., None], factor)
 
     def _scaled(self, rate: Tensor, factor: Tensor) -> SBM:
-        """The model with other rates, and memberships of queries that are scaled by a factor, ``[H, N]``."""
+        """The model with new rates, and with memberships of queries scaled by a factor, ``[H, N]``."""
         alike = self.rate is self.query_membership
         member = rate if alike else self.query_membership * factor[..., None].to(rate.dtype)
         most = self._membership_bound and self._membership_bound / MIN_MEAN_PROBABILITY  # which divides at the most

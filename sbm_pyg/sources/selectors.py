@@ -419,7 +419,7 @@ def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _of_all_keys(tokens: Tokens) -> Tokens:
-    """Tokens with a query for each key, where queries are the last tokens; others are 0."""
+    """The tokens with one query per key, where queries were the last tokens; added queries are 0."""
     count = tokens.query_ptr.diff()
     place = pairs.runs(tokens.key_ptr[1:] - count, count, tokens.num_queries)
     query = torch.zeros_like(tokens.key).index_copy(1, place, tokens.query)
@@ -428,7 +428,7 @@ def _of_all_keys(tokens: Tokens) -> Tokens:
 
 
 def _best_so_far(tokens: Tokens, chosen: Tensor, near: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Compressed rows of the keys up to each query that score highest with its centroid; the lower key wins a tie.
+    """Compressed rows of the keys, not later than each query, with the largest scores for the centroid of the query.
 
     Keys are processed in blocks. Each centroid keeps only its best keys of all earlier blocks, and a query chooses
     among these and the keys of its own block.

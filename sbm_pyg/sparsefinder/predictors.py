@@ -327,7 +327,7 @@ def _by_nearest(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half
 
 
 def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_width: int) -> tuple[Tensor, Tensor]:
-    """Pair each query block with k key blocks of its own centroid, none of them in the window."""
+    """Pair each query block with k key blocks that share its centroid and lie outside the window."""
     query_clusters, key_clusters = (_nearest_clusters(x, centroids, 1) for x in (tokens.query, tokens.key))
     group, key, _ = _ranked(
         tokens, *key_clusters, centroids.size(1), tokens.key_sequence, tokens.key_position >= num_global

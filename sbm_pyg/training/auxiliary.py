@@ -61,7 +61,7 @@ def auxiliary_loss(model: torch.nn.Module) -> Tensor:
 
 
 class Passes:
-    """The backward passes of a training whose losses of sources join them; all layers of a model share one.
+    """Counts the backward passes of a training step, in which losses of sources are minimized. All layers share one.
 
     Copies share the scaler, which the training loop updates; pickles leave it out.
     """
@@ -84,7 +84,7 @@ class Passes:
         self.per_step = per_step
 
     def end_step(self, counted: int) -> None:
-        """Note the number of passes of a step that is over; 0 keeps that of the step before."""
+        """Record the number of passes of the step that ended; after 0 passes, the number of the step before remains."""
         if counted:
             self.last = float(counted) if self.per_step is None else max(1.0, counted / self.per_step)
 
@@ -234,7 +234,7 @@ def _will_run(node: Any) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """Identity of an output whose backward pass is also that of a loss, times its weight and the scale."""
+    """Return an output unchanged; its backward pass also runs that of a loss, times its weight and the scale."""
 
     @staticmethod
     def forward(out: Tensor, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:

@@ -339,7 +339,7 @@ class Concrete(Relaxed):
 
 
 def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> Tensor | None:
-    """The weighted :func:`.row_distillation` of a call; None where nothing learns."""
+    """The weighted :func:`.row_distillation` of a call; None if the source has nothing to learn from it."""
     if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
         return None
     assert call.tokens is not None

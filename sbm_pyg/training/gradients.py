@@ -91,7 +91,7 @@ def draw_probes(
 def probes_of(
     graph: AttentionGraph, per_query: float, seed: int, sequence_ids: Tensor, queries: Tensor | None
 ) -> tuple[AttentionGraph, Tensor]:
-    """As :func:`draw_probes`, by arguments that are checked."""
+    """:func:`draw_probes` without checks of its arguments."""
     blocks, per_query = graph.blocks, float(per_query) / graph.block_size
     _check_probe_memory(blocks, per_query)
     checks.not_captured(blocks.device)
@@ -199,7 +199,7 @@ def attach_expectation(
     biases: tuple[Tensor | None, Tensor | None], sampled: tuple[Tensor, Tensor | None, float, float, float],
     prob: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As :func:`attach_local_expectation`, by arguments that are checked.
+    """:func:`attach_local_expectation` without checks of its arguments.
 
     Args:
         attention: Output, queries, keys and values.
@@ -407,7 +407,7 @@ def kept_attention(
 def _rows_to_learn_from(
     source: LearnedSource, tokens: Tokens, rows: float, part: float, scored: Tokens | None, score_bias: Any
 ) -> tuple[Tokens, Tokens, AttentionGraph, Tensor | None]:
-    """Tokens of some sequences, those of the scores, and some of their rows with all pairs and their score biases."""
+    """Sample rows to learn from: tokens of the source and of the scores, and the pairs of the rows with biases."""
     if not isinstance(source, LearnedSource):
         raise TypeError(f"Expected 'source' to be a LearnedSource (got {type(source).__name__}). It has probabilities.")
     check_record(tokens)

@@ -264,7 +264,7 @@ class Sparsifier:
             source.schedule = Schedule(self._number, of_training, not self.is_sparse)
 
     def _read_versions(self) -> list[list[int]]:
-        """How often parameters of the sources, and all others, have been written."""
+        """Count how often parameters of the sources, and how often other parameters, have been written."""
         return [[parameter._version for parameter in parameters] for parameters in (self._own, self._others)]
 
     def _check_optimizer(self) -> None:
@@ -327,7 +327,7 @@ class Sparsifier:
     # ------------------------------------------------------------------ what callbacks share
 
     def _follow(self, previous: Sparsifier | None, has_begun: bool) -> None:
-        """Go on from the Sparsifier of an earlier training if it was of the same sources, and sparse or interrupted."""
+        """Continue from the Sparsifier of an earlier training of the same sources, if sparse or interrupted."""
         if previous is not None and previous.sources == self.sources and (has_begun or previous.is_sparse):
             self.load_state_dict(previous.state_dict())
 

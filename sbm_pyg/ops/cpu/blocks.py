@@ -112,7 +112,7 @@ def transpose(out, room, zero, x, start, count, width):
 
 @njit(inline="always")
 def strip_logits(scores, j, t, lanes, scale, bias, bias_offset, block_size, queries, early, low):
-    """Scores of key j and the sixteen queries from t on in a strip, as they enter the exponential.
+    """Scaled scores of key j with the sixteen queries from t on in a strip, with bias, as the exponential takes them.
 
     The bias lies from ``bias_offset`` on, a row for each query. The first ``early`` queries of the strip do not attend
     to the key.
@@ -129,7 +129,7 @@ def strip_logits(scores, j, t, lanes, scale, bias, bias_offset, block_size, quer
 
 @njit(inline="always")
 def count_up(numbers, start, count):
-    """The numbers of sixteen tokens from ``start`` on; behind ``count`` of them the last one again."""
+    """The numbers of sixteen tokens from ``start`` on; after ``count`` of them, the last number repeats."""
     for k in range(16):
         poke(numbers, k, start + min(k, count - 1))
 

@@ -80,7 +80,7 @@ def weigh(weight, edge, rows, tokens, width, c, lanes):
 
 @njit(inline="always")
 def sixteen(tokens, count, tail):
-    """``tokens`` where there are sixteen of them; else ``tail``, with all there are and then zeros."""
+    """``tokens`` if there are sixteen; else ``tail``, filled with the tokens and then zeros."""
     if count < 16:
         store(tail, 0, load16(tokens, 0, count))
         tokens = tail
@@ -89,7 +89,7 @@ def sixteen(tokens, count, tail):
 
 @njit(inline="always")
 def count_below(tokens, count, limit):
-    """How many of ``count`` rising tokens lie below ``limit``, as the first does."""
+    """Number of tokens below ``limit`` among ``count`` ascending tokens, the first of which is below it."""
     while peek(tokens, count - 1) >= limit:
         count -= 1
     return count

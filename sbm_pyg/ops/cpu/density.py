@@ -22,7 +22,7 @@ from .threads import numba_kernel, run
 def _scale_rates(
     first, last, rate, query_ptr, key_ptr, lag, degree, running, density, least, scaled, factor, edges, pairs
 ):  # fmt: skip
-    """Head by head, and sequence by sequence, from piece ``first`` on. No comparison lets NaN pass as a number."""
+    """Scale the rates of pieces ``first .. last-1``, each one sequence of one head. NaN fails every comparison."""
     for piece in range(first, last):
         head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
         keys, shift = key_ptr[b + 1] - key_ptr[b], 1 - lag - query_ptr[b]

@@ -44,7 +44,7 @@ _INVERSE = 1 / np.arange(1, 2**14 + 1).astype(np.float64)  # placed at count - 1
 def draw_pieces(
     kernel: Callable, arguments: tuple, pieces: list[tuple[int, int]], rooms: Iterable[int], num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, bool, float]:
-    """Draw ranges of rows on all threads, each into buffers that grow from a size in ``rooms``.
+    """Draw ranges of rows on all threads, each into a buffer that starts with a size from ``rooms`` and grows.
 
     The kernel draws from ``state[0]`` on, until the end of the range or of the buffer. It writes the number of edges of
     each row, and to ``state`` where to go on, the edges in the buffer, and 1 if it gives up. Returns the offsets of the
@@ -326,7 +326,7 @@ def _count_below(bounds, first, last, word):
 
 @numba_kernel
 def _find(sums, start, length, target):
-    """Place of the first of ``length`` rising sums from ``start`` on that lies above the target, or of the last."""
+    """Index of the first of ``length`` ascending sums from ``start`` on that exceeds the target, else the last."""
     index = start
     while length > 1:
         half = length >> 1

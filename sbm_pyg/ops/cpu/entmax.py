@@ -80,7 +80,7 @@ def _powers(x, exponent, count, out):
 
 
 def _slack_sums(slack, part, count):
-    """Sums of a power of the positive slacks, ``part``, and of the next power, which is written over it."""
+    """Sum of a power of the positive slacks, ``part``, and sum of the next power, which replaces ``part``."""
     steep, mass = 0.0, 0.0
     for k in range(count):
         here = part[k] if slack[k] > 0 else 0.0
@@ -95,7 +95,7 @@ _slack_sums = numba_kernel(_slack_sums, reorder=True)
 
 @numba_kernel
 def _solve(src, start, stop, alpha, index, level, slack, part):
-    """Shares of the row ``src[start:stop]``, up to a factor.
+    """Weights of the row ``src[start:stop]``, up to a common factor.
 
     Returns how many values may have one, and the sum of the shares: NaN where the row has no shares to compute. Writes
     the values' numbers in the row to ``index`` and their shares to ``part``.
@@ -175,7 +175,7 @@ def _support_rows(begin, end, longest, src, rowptr, alpha, places, counts):
 
 @numba_kernel
 def _gather_places(begin, end, places, rowptr, rows, out):
-    """``out[rows[r] : rows[r + 1]]`` from the places of each row, which start where the row does."""
+    """Copy the indices of each row, stored from the start of the row on, to ``out[rows[r] : rows[r + 1]]``."""
     for row in range(begin, end):
         start, to = rowptr[row], rows[row]
         for k in range(rows[row + 1] - to):

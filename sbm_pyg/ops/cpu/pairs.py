@@ -121,7 +121,7 @@ def _count_above(scores, end, bound):
 
 @numba_kernel
 def _spread_of(scores, count, kind):
-    """Of ``count`` scores: how many are above minus infinity, the lowest, the highest, their mean and their deviation.
+    """Number, minimum, maximum, mean and standard deviation of those of ``count`` scores that are above minus infinity.
 
     NaN counts as minus infinity, but makes mean and deviation NaN.
     """
@@ -149,7 +149,7 @@ def _spread_of(scores, count, kind):
 
 @numba_kernel
 def _gaussian_tail(part):
-    """How many deviations above the mean a part, in (0, 1), of a normal distribution lies, within 0.003.
+    """Standard deviations above the mean that a fraction of a normal distribution exceeds, with an error below 0.003.
 
     Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.2.22.
     """
@@ -352,7 +352,7 @@ def index_top_k(
 
 @numba_kernel
 def _rank_segments(first, last, src, ptr, count, out):
-    """Write the places of the largest numbers of segments ``first .. last-1``.
+    """Write the indices of the largest numbers in each of the segments ``first .. last-1``.
 
     Places count from 0 in each segment.
     """

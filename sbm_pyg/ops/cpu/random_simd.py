@@ -333,7 +333,7 @@ def below16(typing, bounds, offset, word):
 
 @intrinsic
 def above16(typing, array, offset, bound):
-    """Which of ``array[offset : offset + 16]`` are above a bound: bit k of the mask. Bit ``16 + k``: which equal it."""
+    """Bit k is 1 if ``array[offset + k]`` exceeds a bound, bit ``16 + k`` if it equals it, for k < 16."""
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(context.get_value_type(array.dtype), 16)
@@ -348,7 +348,7 @@ def above16(typing, array, offset, bound):
 
 @intrinsic
 def shared_masks(typing, halves, others, offset, half, other, limits, masks, upper):
-    """Which keys of sixteen blocks of sixteen a group may reach: bit k of the 256 for key ``offset + k``.
+    """256 bits, of which bit k is 1 if a group may reach key ``offset + k``.
 
     The upper half of the word of a key and a group, see :func:`.random_words.shared_words`, is compared with
     ``limits``, one for each block, a vector of float32: the bit is 0 if it exceeds the limit. ``halves`` and ``others``

@@ -19,7 +19,7 @@ from .threads import even_ranges, numba_kernel, run, task_count
 
 @partial(numba_kernel, reorder=True)
 def _reach_dots(first, last, query, key, query_ptr, key_ptr, lag, out):
-    """Head by head, and sequence by sequence, from piece ``first`` on."""
+    """Dot products of queries with sums of keys, for pieces ``first .. last-1``, each one sequence of one head."""
     total = np.empty(query.shape[2], np.float64)
     for piece in range(first, last):
         head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)
@@ -39,7 +39,7 @@ def _reach_dots(first, last, query, key, query_ptr, key_ptr, lag, out):
 
 @numba_kernel
 def _gradients(first, last, grad, query, key, query_ptr, key_ptr, lag, dquery, dkey):
-    """The same; gradients of keys are summed from the last query on."""
+    """Gradients of :func:`_reach_dots` for the same pieces. Gradients of keys are summed from the last query on."""
     total = np.empty(query.shape[2], np.float64)
     for piece in range(first, last):
         head, b = piece // (query_ptr.size - 1), piece % (query_ptr.size - 1)

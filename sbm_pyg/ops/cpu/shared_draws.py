@@ -444,7 +444,7 @@ def sample_shared(
     rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, seed: int,
     exploration: float, clamp: bool, is_causal: bool, row_group: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Draw the rows of groups. What has no finite sum is left to the reference, which says why."""
+    """Draw the rows of groups. If a sum is not finite, call the reference, which raises the error."""
     heads, queries, blocks = rate.shape
     dtype = torch.float64 if rate.dtype == torch.float64 else torch.float32
     rates = rate.detach().to(dtype).reshape(heads * queries, blocks).contiguous().numpy()

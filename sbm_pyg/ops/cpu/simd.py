@@ -399,7 +399,7 @@ def dots16(typing, vector, array, stride, tokens):
         pieces = [builder.shuffle_vector(row, row, _order([c + (1 + pairs) * k for k in range(16)])) for c in starts]
 
         def halves(address):
-            """What matches each two pieces: the first numbers of sixteen pairs, and the second ones."""
+            """Load sixteen pairs, and return their first numbers and their second numbers."""
             both = builder.load(builder.bitcast(address, words.as_pointer()), align=4)
             return [
                 builder.bitcast(bits, kind)

@@ -106,7 +106,7 @@ def task_count(steps: int, per_thread: int = 1) -> int:
 
 
 def run(function: Callable, tasks: Sequence[tuple], threads: int | None = None) -> None:
-    """Call ``function(*task)`` for every task, on some threads, the caller's included; None: as many as torch has.
+    """Call ``function(*task)`` for every task, on the caller's thread and others; by default as many as torch uses.
 
     A free thread takes the next task, so results must not depend on which thread runs it. Calls are safe in forked
     children and from several python threads at once. The first exception of a task is raised here. Meanwhile subnormal

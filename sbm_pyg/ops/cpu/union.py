@@ -28,7 +28,7 @@ def copy_keys(target, to, source, start, count):
 
 @numba_kernel
 def _lower_bound(keys, first, last, key):
-    """The first place in ``first .. last`` whose key is not below ``key``; places are ascending."""
+    """The first index in ``first .. last`` whose key is at least ``key``; keys ascend."""
     while first < last:
         middle = (first + last) // 2
         if keys[middle] < key:

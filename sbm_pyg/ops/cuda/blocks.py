@@ -71,7 +71,7 @@ def store_tokens(target, first, number, exists, x, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_block(layout, block, blocks, head, tokens):
-    """First token of a block among those of all heads, how many it has, and its number in its sequence."""
+    """First token of a block among the tokens of all heads, its number of tokens, and its position in its sequence."""
     first, count = tl.load(layout + block), tl.load(layout + blocks + block)
     return head * tokens + first, count, tl.load(layout + 2 * blocks + block)
 
@@ -179,7 +179,7 @@ def _block_queries_kernel(
     VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, ACC_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries and of the bias; and the mean gain of each query, for its keys."""
+    """Compute gradients of queries and of the bias; and mean gains of queries, for the gradients of keys."""
     program = tl.program_id(0).to(tl.int64)
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
@@ -271,7 +271,7 @@ def _block_gains_kernel(
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     ACC_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For each pair of blocks and each query, the log of the summed weights, and the mean gain."""
+    """Compute the logarithm of the summed weights and the mean gain of each pair of blocks and each query."""
     program = tl.program_id(0).to(tl.int64)
     head, block = program // query_blocks, program % query_blocks
     first, count, number = load_block(query_side, block, query_blocks, head, queries)
@@ -366,7 +366,7 @@ def _block_effect_kernel(
 
 
 class _BlockLaunch:
-    """Two sides of blocks, how many programs go through one of them, and what kernels are compiled for.
+    """Arguments of the kernels over blocks: blocks of both sides, number of programs, and constants.
 
     A program takes as many tokens at a time as its registers hold: fewer with a bias or dropout, or where channels are
     many or precise. docs/kernels.md has what each takes.

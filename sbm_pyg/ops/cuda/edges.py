@@ -128,7 +128,7 @@ def _edge_attention_backward_kernel(
     grow: tl.int64, scale: tl.int64, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     MAX_EDGES: tl.constexpr, EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a query and of what its edges have; and for each edge what its key and its value get."""
+    """Compute the gradients of a query, and of gates and biases of its edges; and terms for keys and values."""
     row, first, start, stop, slot = work_item(rowptr, piece_ends, rows, queries, keys, MAX_EDGES)
     q, g = (
         load_vector(query, row, WIDTH, ACC_TYPE) * from_bits(scale, ACC_TYPE),

@@ -58,20 +58,20 @@ def _effect_weight(p, eta, PROBING: tl.constexpr):
 
 @triton.jit
 def _load_logit(of, edge, exists):
-    """The first number that :func:`_measure_kernel` left; -inf where there is no edge."""
+    """Load the logits that :func:`_measure_kernel` stored; -inf where there is no edge."""
     return tl.load(of + edge, mask=exists, other=float("-inf"))
 
 
 @triton.jit
 def _load_number(of, edge, exists):
-    """Another of them, ``of`` where it starts; 0 where there is no edge."""
+    """Load other numbers that :func:`_measure_kernel` stored at ``of``; 0 where there is no edge."""
     return tl.load(of + edge, mask=exists, other=0)
 
 
 @triton.jit
 def _empty_row(ACC_TYPE: tl.constexpr):
-    """What is kept of a row without edges: the logit, number and gain of its heaviest edge; of all others the largest
-    logit, and the sums of their weights, relative to it, and of weights by gains.
+    """Summary of a row without edges, six numbers: logit, index and gain of its heaviest edge; and for the other edges
+    the largest logit, the sum of their weights relative to it, and the sum of weights times gains.
     """
     none, zero = tl.full([], float("-inf"), ACC_TYPE), tl.full([], 0, ACC_TYPE)
     return none, tl.full([], -1, tl.int64), zero, none, zero, zero
@@ -79,7 +79,7 @@ def _empty_row(ACC_TYPE: tl.constexpr):
 
 @triton.jit
 def _merge_parts(top, best, best_gain, second, mass, others_gain, high, heaviest, gain, level, sums, sum_gains):
-    """What is kept of a row, of what is kept of two parts of it. Of edges as heavy, the first part's is heaviest."""
+    """Merge the summaries of two parts of a row. If their heaviest edges are equal, that of the first part stays."""
     # The lighter of two heaviest edges joins the others.
     new = high > top
     less, less_gain = tl.where(new, top, high), tl.where(new, best_gain, gain)  # one of the others now
@@ -99,8 +99,8 @@ def _measure_kernel(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCKS: tl.constexpr, MAX_EDGES: tl.constexpr, TILE: tl.constexpr,
     EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logit and gain of each edge, and with a model the weight of its effect, ``[3, E]``; and of edges, not of
-    probes, what :func:`_empty_row` says, six numbers for each program.
+    """Write logit and gain of each edge and, with a model, the weight of its effect, ``[3, E]``. For edges, but not for
+    probes, also write the summary of each program, whose six numbers :func:`_empty_row` lists.
     """
     row, first, start, stop, _ = work_item(rowptr, piece_ends, rows, queries, keys, MAX_EDGES)
     q, g = (
@@ -149,7 +149,7 @@ def _measure_kernel(
 
 @triton.jit
 def _is_among(token, col, start, stop):
-    """Whether each token is among ascending ones, by halving the range where it may be."""
+    """True for tokens that are in a range of ascending tokens, by binary search."""
     low, high, size = token * 0 + start, token * 0 + stop, stop - start
     while size > 0:
         middle, searching = (low + high) // 2, low < high
@@ -161,8 +161,8 @@ def _is_among(token, col, start, stop):
 
 @triton.jit
 def _merge_row(summaries, piece_ends, row, rows, ACC_TYPE: tl.constexpr):
-    """Of a row, by all programs that had it: its heaviest edge, the mean gain of the others, and the sums of weights
-    and of weights by gains, relative to the heaviest.
+    """Merge the summaries of all programs of a row: its heaviest edge, the mean gain of the other edges, and the sums
+    of their weights and of weights times gains, relative to the heaviest.
     """
     top, best, best_gain, second, mass, others_gain = _empty_row(ACC_TYPE)
     # Merge the summaries of all programs that had edges of the row.
@@ -230,7 +230,7 @@ def _edge_effect_kernel(
     count: tl.int64, probe_count: tl.int64, rows: tl.int64, pieces: tl.int64, probe_pieces: tl.int64,
     MODEL: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`.reference.effects.leave_one_out`: the edges of a row, or a piece of them, or its probes."""
+    """Compute :func:`.reference.effects.leave_one_out` for the edges of a row, or of a piece, or for its probes."""
     behind = tl.program_id(0) - rows  # 0 for the first piece
     if tl.program_id(1) == 0:
         if behind < pieces:

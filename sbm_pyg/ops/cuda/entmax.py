@@ -32,7 +32,7 @@ PIECES_PER_STEP = 16
 
 @triton.jit
 def _positive_power(x, exponent):
-    """Positive numbers to one power, and 0 for others; roots, and what needs no power, without a logarithm."""
+    """``x ** exponent`` where x > 0, else 0. Exponents 0, 1/2 and 1 need no logarithm."""
     positive = tl.where(x > 0, x, 1)
     result = x * 0 + 1
     if exponent == 1:
@@ -46,8 +46,8 @@ def _positive_power(x, exponent):
 
 @triton.jit
 def _entmax_row(rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES: tl.constexpr):
-    """Row of this program, its number among those of all columns, where it starts and stops, and its alpha less 1; the
-    first value, and the first program, of its column.
+    """Locate the row of this program: its number in its column and among all columns, its start and end, its piece, its
+    alpha - 1, and the first value and the first program of its column.
     """
     column, item = tl.program_id(0).to(tl.int64) // (segments + pieces), tl.program_id(0) % (segments + pieces)
     row, start, stop, slot = work_item_of(rowptr, piece_ends, item.to(tl.int64), segments, MAX_EDGES)
@@ -58,14 +58,14 @@ def _entmax_row(rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES: t
 
 @triton.jit
 def _load_slack(src, edge, stop, shift, tau, less):
-    """What is left of each value above the threshold."""
+    """Excess of each value over the threshold, at least 0."""
     x = tl.load(src + edge, mask=edge < stop, other=float("-inf")).to(tl.float64)
     return tl.maximum(less * (x - shift) - tau, 0)
 
 
 @triton.jit
 def _largest_value(src, start, stop, EDGES: tl.constexpr):
-    """The largest value, and how many are wrong: NaN, or infinity."""
+    """The largest value, and a positive number if some values are NaN or infinite."""
     top, wrong = tl.full([], float("-inf"), tl.float64), 0
     for begin in range(start, stop, EDGES):
         edge = begin + tl.arange(0, EDGES)
@@ -80,7 +80,8 @@ def _near_kernel(
     src, rowptr, piece_ends, alpha, near, summaries, segments: tl.int64, pieces: tl.int64, count: tl.int64,
     MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """The values of a piece that may have a share, from where it starts; the largest, how many are wrong, and near."""
+    """Pack the values of a piece that may have a positive weight, and write the largest value, the number of invalid
+    values, and the number of packed values."""
     _, _number, start, stop, _slot, less, _shift, _first = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )
@@ -103,7 +104,7 @@ def _near_kernel(
 
 @triton.jit
 def _candidate_counts(summaries, program, last, length, PIECES_PER_STEP: tl.constexpr):
-    """How many values may have a share, of each of some programs that share a row; of one that has it, all."""
+    """Number of values that may have a positive weight in some pieces of a row; all values of an uncut row."""
     at = program + tl.arange(0, PIECES_PER_STEP)
     counts = tl.load(summaries + 3 * at + 2, mask=at < last, other=0) if summaries is not None else at * 0 + length
     return counts.to(tl.int32)
@@ -114,7 +115,7 @@ def _piece_slack(
     near, begins, program, first, begin, counts, shift, tau, less, PIECES_PER_STEP: tl.constexpr,
     MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """What is left of some of these values above the threshold, ``[PIECES_PER_STEP, EDGES / PIECES_PER_STEP]``."""
+    """Excess of packed values over the threshold, ``[PIECES_PER_STEP, EDGES / PIECES_PER_STEP]``."""
     number, offset = begin + tl.arange(0, EDGES // PIECES_PER_STEP), tl.arange(0, PIECES_PER_STEP) * MAX_EDGES
     start = near + begins + (program - first) * MAX_EDGES
     return _load_slack(start, offset[:, None] + number[None, :], (offset + counts)[:, None], shift, tau, less)
@@ -184,14 +185,14 @@ def _entmax_kernel(
 
 @triton.jit
 def _load_pair(out, grad, edge, stop):
-    """Shares and their slopes, in float64."""
+    """Load weights and their slopes, in float64."""
     p = tl.load(out + edge, mask=edge < stop, other=0).to(tl.float64)
     return p, tl.load(grad + edge, mask=edge < stop, other=0).to(tl.float64)
 
 
 @triton.jit
 def _row_sums(grad, out, start, stop, less, WHOLE: tl.constexpr, EDGES: tl.constexpr):
-    """What :func:`.reference.entmax.segment_entmax_backward` sums over a row; the last three are for alpha, else 0."""
+    """The sums over a row in :func:`.reference.entmax.segment_entmax_backward`; the last three are for alpha."""
     nothing = tl.full([], 0, tl.float64)
     whole, norm, tilted, shared, mixed, entropy = nothing, nothing, nothing, nothing, nothing, nothing
     for begin in range(start, stop, EDGES):
@@ -211,7 +212,7 @@ def _entmax_sums_kernel(
     grad, out, rowptr, piece_ends, alpha, piece_sums, segments: tl.int64, pieces: tl.int64, count: tl.int64,
     WHOLE: tl.constexpr, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a piece, six numbers for each program."""
+    """Write the sums of the piece of each program, six numbers."""
     _, _number, start, stop, _slot, less, _shift, _first = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )

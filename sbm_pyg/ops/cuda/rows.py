@@ -163,7 +163,7 @@ def dropout_arguments(query: Tensor, key: Tensor, dropout: float, seed: int) -> 
 
 @triton.jit
 def from_bits(number, ACC_TYPE: tl.constexpr):
-    """The number of :func:`float_bits`."""
+    """Convert an integer of :func:`float_bits` back to its number."""
     return number.to(tl.int64).to(tl.float64, bitcast=True).to(ACC_TYPE)
 
 
@@ -176,7 +176,7 @@ def row_span(ptr, queries, keys):
 
 @triton.jit
 def row_of_piece(piece_ends, rows, slot):
-    """Row of a piece, the first piece of that row, and the one behind its last; else a row without that piece."""
+    """Row of a piece, and the range of the pieces of that row; a row without the piece if it does not exist."""
     low, high = slot * 0, tl.where((slot < 0) | (slot >= tl.load(piece_ends + rows - 1)), 0, rows)
     # Bisect the running numbers of pieces.
     while low < high:
@@ -216,7 +216,7 @@ def work_item(ptr, piece_ends, rows, queries, keys, MAX_EDGES: tl.constexpr):
 
 @triton.jit
 def programs_of_row(piece_ends, row, rows):
-    """The programs that share a row: the first one, and the one behind the last."""
+    """The range of the programs that share a row, without its end."""
     first, last = row, row + 1
     if piece_ends is not None:
         low, high = tl.load(piece_ends + row - 1, mask=row > 0, other=0), tl.load(piece_ends + row)
@@ -249,7 +249,7 @@ def gather(source, rows, exists, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr):
 
 @triton.jit
 def cast_like(x, target):
-    """Numbers in the type of a pointer, from float64 to half precision by way of float32."""
+    """Convert numbers to the type of a pointer; float64 becomes half precision by way of float32."""
     if target.dtype.element_ty != tl.float64:
         x = x.to(tl.float32)
     return x.to(target.dtype.element_ty)
@@ -276,7 +276,7 @@ def store_row(target, parts, slot, x, WIDTH: tl.constexpr):
 
 @triton.jit
 def weighted_sum(factor, rows):
-    """Sum of vectors by their factors, ``[width]``."""
+    """Sum of vectors times their factors, ``[width]``."""
     return tl.sum(factor[:, None] * rows, 0)
 
 
@@ -305,7 +305,7 @@ def gated_logits(score, gate, bias, edge, exists, WEIGHTED: tl.constexpr, ACC_TY
 
 @triton.jit
 def finite(x):
-    """The number that is subtracted from logits: 0 in place of -inf."""
+    """Replace -inf by 0, so that the maximum of an empty row can be subtracted from logits."""
     return tl.where(x == float("-inf"), 0, x)
 
 
@@ -317,7 +317,7 @@ def keeps_edges(query_word, key_words, ends, exists, least):
 
 @triton.jit
 def keeps_words(word, least):
-    """True for the words, of a query xor a key, that keep their edge."""
+    """True for edges that dropout keeps, by the exclusive or of the words of their query and key."""
     return mix_words(word) >= least
 
 

@@ -53,14 +53,14 @@ MAX_PROPOSAL_BYTES = 2**26
 
 @triton.jit
 def _log1p(x):
-    """Logarithm of 1 + x; what 1 + x rounds by cancels."""
+    """Logarithm of 1 + x, in which the rounding error of 1 + x cancels."""
     y = 1 + x
     return tl.where(y == 1, x, tl.log(y) * (x / tl.where(y == 1, 1, y - 1)))
 
 
 @triton.jit
 def _expm1(x):
-    """Exponential of x, less 1; for x <= 0."""
+    """``exp(x) - 1`` for x <= 0."""
     y = tl.exp(x)
     few = (y == 1) | (y == 0)
     return tl.where(y == 1, x, tl.where(y == 0, -1, (y - 1) * (x / tl.log(tl.where(few, 2, y)))))
@@ -68,7 +68,7 @@ def _expm1(x):
 
 @triton.jit
 def _row_words(seed, number, position, sequence_id, head):
-    """Four random words of a row, or of rows, each; see :func:`.random_words.split_ids`."""
+    """Four random words of each row; :func:`.random_words.split_ids` documents the arguments."""
     head = (head + (sequence_id >> 32)).to(tl.uint32)
     return tl.philox(seed, number.to(tl.uint32), position.to(tl.uint32), sequence_id.to(tl.uint32), head)
 
@@ -104,7 +104,7 @@ def _load_matrix(source, rows, exists, first, BLOCKS: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _load_columns_of_row(source, row, end, first, BLOCKS: tl.constexpr, TILE: tl.constexpr):
-    """The same of one row, ``[TILE]``, up to a column."""
+    """The first columns of one row of a matrix, ``[TILE]`` in float64; zeros after the last column."""
     block = first + tl.arange(0, TILE)
     return tl.load(source + row * BLOCKS + block, mask=block < end, other=0).to(tl.float64)
 
@@ -194,7 +194,7 @@ def _plan_kernel(
     count: tl.int64, exploration: tl.int64, proposal_cost: tl.int64, gap_cost: tl.int64, CAUSAL: tl.constexpr,
     FASTRG: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Way of each row, with its sequence; its bound, and the factor of its steps or of its rates.
+    """Choose how each row is drawn. Write its method and sequence, its bound, and the factor of its gaps or rates.
 
     See :func:`.reference.sampling.plan_rows`. Whose expected number of edges is no number takes no way, and infinity is
     noted.
@@ -309,7 +309,7 @@ def _poisson(rate, seed, position, sequence_id, head):
 
 @triton.jit
 def _first_above(source, stride, count, target, scale):
-    """Place of the first of rising numbers whose whole part in units lies above each target; ``count`` for none."""
+    """Index of the first ascending number whose integer part, in units, exceeds each target; else ``count``."""
     low, high, size = (target * 0).to(tl.int64), (target * 0).to(tl.int64) + count, count
     # Bisect for all targets at once.
     while size > 0:
@@ -438,7 +438,7 @@ def _exact_probs(rate, real, queries, member, exists, keys, blocks, exploration,
 
 @triton.jit
 def _store_hits(hit, key, used, col, writing, ROWS: tl.constexpr):
-    """Write the keys of 64 that each row takes, from its place ``used`` on; returns how many these are."""
+    """Write the sampled keys, of 64, of each row from index ``used`` on, and return their number."""
     count = hit.to(tl.int64)
     target = col + used[:, None] + tl.cumsum(count, 1) - count
     edges = tl.broadcast_to(key[None, :].to(col.dtype.element_ty), [ROWS, 64])

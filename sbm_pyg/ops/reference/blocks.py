@@ -61,7 +61,7 @@ class Pairs:
     def scores(
         self, query: Tensor, key: Tensor, bias: Tensor | None, scale: float
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Scores of all tokens of a few pairs at a time, from blocks ``[n, block_size, C]`` in float32 or better.
+        """Iterate over the scores of all tokens, a few pairs of blocks at a time, in float32 or better.
 
         Yields:
             Pairs ``[e]``, their query blocks and key blocks ``[e]``, and scores ``[e, block_size, block_size]``.

@@ -27,7 +27,7 @@ MIN_MEAN_PROBABILITY = 1e-3
 def _means(
     degree: Tensor, query_ptr: Tensor, key_ptr: Tensor, is_causal: bool, is_strict: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allowed keys of each query ``[N]``, edges of each sequence ``[H, B]`` and its pairs ``[B]``."""
+    """Allowed keys of each query ``[N]``; expected edges ``[H, B]`` and pairs ``[B]`` of each sequence."""
     allowed = (allowed_keys(query_ptr, key_ptr, degree.size(1), is_causal) - int(is_strict)).to(degree.dtype)
     edges, pairs = segments(degree.T.contiguous(), query_ptr).T, segments(allowed, query_ptr)
     return allowed, edges, pairs

@@ -16,7 +16,7 @@ from ..tiles import best_of, pair_tiles
 
 
 def small_heads(packed: Tensor, small: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]`` of each small head, of packed ``[H, b, r, S D + S]``."""
+    """Unpack ``[H, b, r, S D + S]`` to queries ``[H, b, r, D]`` and weights ``[H, b, r, 1]``, head by head."""
     query, weight = packed.split([packed.size(3) - small, small], 3)
     return zip(query.chunk(small, 3), weight.split(1, 3), strict=True)
 

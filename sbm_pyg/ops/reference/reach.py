@@ -12,7 +12,7 @@ from ..segments import segments, upcast
 
 
 def _reach_sums(x: Tensor, ptr: Tensor, other_ptr: Tensor, lag: int | None, end: int) -> Tensor:
-    """For each token of the other side the sum of the tokens of its sequence, ``[H, end, K]`` in float32 or better.
+    """Sum of the allowed tokens of its sequence for each token of the other side, ``[H, end, K]`` in float32 or better.
 
     With a ``lag``, of those at places before its own plus ``lag`` alone, in float64.
     """

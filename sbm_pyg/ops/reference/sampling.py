@@ -202,7 +202,7 @@ def _draw_pairs(p: Tensor, law: Law, stream: _Stream) -> Tensor:
 
 
 def _draw_gaps(num_keys: int, plan: Plan, stream: _Stream) -> tuple[Tensor, Tensor]:
-    """Draw candidates, ascending, and a uniform number for each. Each key is one with the same probability, ``bound``.
+    """Draw each key as a candidate with probability ``bound``; return candidates, ascending, and uniform numbers.
 
     The number of keys between two candidates is geometric: ``log(u) / log(1 - bound)`` of a uniform u, rounded down.
     """
@@ -237,7 +237,7 @@ def _draw_proposals(mass: Tensor, sums: Tensor, plan: Plan, stream: _Stream) -> 
 
 
 def _in_unit(words: tuple[Tensor, ...]) -> Tensor:
-    """Uniform numbers in [0, 1) of 53 bits, float64, from the first two of four words."""
+    """Uniform numbers in [0, 1), float64 with 53 random bits, from the first two of four words."""
     high, low = words[:2]
     return ((high << 21) + (low >> 11)).double() * 2.0**-53
 
@@ -300,7 +300,7 @@ def _sample_groups(
     rate: Tensor, member: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, law: Law, is_causal: bool,
     row_group: int,
 ) -> Tensor:  # fmt: skip
-    """An edge exists where the word of its group and key is less than p 2^32: the numbers of all edges, ascending.
+    """Numbers of all edges, ascending: the pairs whose group and key have a word below p 2^32.
 
     A group is ``row_group`` consecutive queries of a sequence, by position. This is all that shared draws mean. Kernels
     skip pairs in ways of their own, which cannot change the graph. Cost O(N M K).
