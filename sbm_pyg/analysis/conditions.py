@@ -56,7 +56,7 @@ Pattern = AttentionGraph | SBM
 class Universality:
     """Result of :func:`universality`; ``print`` shows it as a page.
 
-    Its truth value is ``holds``, and an error if that is unknown.
+    As a bool it is :attr:`holds`; if that is unknown, ``bool`` raises an error.
 
     Args:
         num_tokens: Number of tokens n.

@@ -42,7 +42,7 @@ class Attention(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What one head loses, as means over the sampled queries of all calls, dense ones included."""
+    """Losses of one head: means over the sampled queries of all calls, dense ones included."""
 
     layer: str
     """Name of the layer, as in ``model.named_modules()``."""

@@ -187,7 +187,7 @@ class Tokens:
 
     @property
     def has_causal_graph(self) -> bool:
-        """Whether graphs over these tokens are causal, with positions from the start of both sequences."""
+        """True if graphs over these tokens are causal, with positions that count from the start of both sequences."""
         return self.is_causal and not self.at_end
 
     @property
@@ -217,7 +217,7 @@ class Tokens:
 
 
 def _differ(num_queries: int, num_keys: int, ptrs: tuple[Tensor, Tensor]) -> bool:
-    """Whether sequences are known to have different numbers of queries and keys, without waiting for a device."""
+    """True if sequences have different numbers of queries and keys; False if reading that would wait for a device."""
     if torch.compiler.is_compiling():
         return False
     return num_queries != num_keys or (values.can_read_without_sync(*ptrs) and not torch.equal(*ptrs))

@@ -390,13 +390,13 @@ class AttentionConv(EdgeAttention):
 
     @property
     def _needs_edges(self) -> bool:
-        """Whether attention over all pairs needs stored edges, since torch's dense kernel lacks an option."""
+        """True if dense attention needs stored edges, since torch has no dense kernel for an option of the layer."""
         lacks_bias = self.score_bias is not None and self._dense_bias is None
         return self._edgewise or self.normalizer != "softmax" or lacks_bias
 
     @property
     def _dense_bias(self) -> Callable[[int, int], Tensor] | None:
-        """The function for the score bias of all pairs of a sequence, or None if the layer's bias has none."""
+        """The method ``dense_bias`` of the score bias, or None if the bias has no such method."""
         return getattr(self.score_bias, "dense_bias", None)
 
     def _rotate(

@@ -50,7 +50,7 @@ DENSITIES = torch.tensor(
 
 
 class CalibratedSource(NamedTuple):
-    """What a source has learned, measured on the last batch."""
+    """Result of the calibration of one source, measured on the last batch."""
 
     layer: str
     """Name of the first layer with the source, as in ``model.named_modules()``."""

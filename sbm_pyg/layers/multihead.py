@@ -454,7 +454,7 @@ def _check_flags(**flags: Any) -> None:
 
 
 def _is_causal_mask(mask: Tensor, queries: int, keys: int) -> bool:
-    """Whether a mask ``[L, L]`` forbids all later keys and nothing else. True if its values cannot be read."""
+    """True if a mask ``[L, L]`` forbids all later keys and nothing else, or if its values cannot be read."""
     if mask.shape != (queries, keys) or queries != keys:
         return False
     return not can_read(mask) or torch.equal(_as_bool(mask, "attn_mask"), torch.ones_like(mask).triu(1).bool())

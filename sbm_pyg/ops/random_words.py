@@ -140,7 +140,7 @@ def dropout_words(
 
 
 def dropout_keeps(query_word: Tensor, key_word: Tensor, dropout: float) -> Tensor:
-    """Whether dropout keeps the pairs of these words, bool: it compares their exclusive or, mixed, with a threshold.
+    """True for pairs that dropout keeps: the mixed exclusive or of their words is compared with a threshold.
 
     Each pair is dropped with the same probability, and any three pairs independently. No pair depends on another one.
     """

@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read, whether reading them waits for a device, and whether autograd is running.
+"""Functions that report if the values of a tensor can be read, with or without waiting, and if autograd is running.
 
 In: tensors or a device. Out: a flag, or an error if values are needed and cannot be read. Not here: checks of values
 (:mod:`.checks`).

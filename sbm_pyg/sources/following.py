@@ -116,7 +116,7 @@ class FollowingSource(torch.nn.Module):
 
     @property
     def _counts(self) -> bool:
-        """Whether the statistics of a call update the state."""
+        """True if the statistics of a call update the state."""
         return self.training and not in_backward()
 
     @torch.compiler.disable

@@ -113,7 +113,7 @@ def attend_padded(
 
 
 def _equal_lengths(ptr: Tensor, count: int) -> bool:
-    """Whether all sequences have one length. Offsets on a device count as unequal, since reading them waits for it."""
+    """True if all sequences have the same length. Offsets on a device give False, since reading them would wait."""
     length, remainder = divmod(count, ptr.numel() - 1)
     return not remainder and can_read_without_sync(ptr) and bool((ptr.diff() == length).all())
 
@@ -234,7 +234,7 @@ class DenseChoice(Choice):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As :attr:`Choice.shape`, without edges."""
+        """Numbers of sequences and heads, (B, H), without storing edges."""
         return self.tokens.query_ptr.numel() - 1, self.tokens.heads
 
     @property
@@ -276,7 +276,7 @@ class DenseChoice(Choice):
 
 
 class Schedule(NamedTuple):
-    """What a :class:`~sbm_pyg.Sparsifier` sets for a source that it trains."""
+    """Settings of a :class:`~sbm_pyg.Sparsifier` for a source that it trains."""
 
     sparsifier: int
     """Number of the Sparsifier, of the last one if several were made for the source."""
@@ -496,7 +496,7 @@ class LearnedSource(DensitySource):
 
     @property
     def _drawn(self) -> float:
-        """How many edges are drawn for each one that is kept."""
+        """Number of edges to draw for each edge of the graph."""
         return 1.0
 
     @property

@@ -720,7 +720,7 @@ class SBMHead(torch.nn.Module):
 
 
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
-    """Whether a perceptron has torch's own layers without hooks, so that its parameters can be used directly.
+    """True if a perceptron consists of torch's own layers without hooks, so that its parameters can be used directly.
 
     Global hooks, as those of torch's FLOP counter, do not count.
     """

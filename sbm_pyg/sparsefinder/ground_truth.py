@@ -151,7 +151,7 @@ class _Listener(nn.Module):
 
 @dataclass(frozen=True)
 class Match:
-    """How well a graph predicts the ground truth, for each head ``[H]``."""
+    """Recall, precision and other measures of a predicted graph, ``[H]`` each."""
 
     recall: Tensor
     """Share of the ground-truth edges that are in the graph; 1 if the ground truth has no edges."""

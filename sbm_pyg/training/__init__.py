@@ -1,1 +1,1 @@
-"""What trains a graph source: estimators of the gradient, auxiliary losses, and the way from dense to sparse."""
+"""Training of graph sources: gradient estimators, auxiliary losses, and the schedule from dense to sparse."""

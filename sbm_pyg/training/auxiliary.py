@@ -226,7 +226,7 @@ class AuxiliaryLosses:
 
 
 def _will_run(node: Any) -> bool:
-    """Whether the backward pass that is running reaches a node; False at a leaf whose gradient it only returns."""
+    """True if the current backward pass reaches a node; False at a leaf whose gradient is only returned."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # which torch raises for leaves that are inputs of `torch.autograd.grad`

@@ -73,7 +73,7 @@ class AttentionCall:
         seed: Seed of the choice.
         sequence_ids: Number of each sequence, ``[B]`` int64, or None.
         training: True if the layer is in training mode.
-        tokens: What the source chose by; None if the graph was given.
+        tokens: Tokens that the source was called with; None if the graph was given.
         source: The source, or None if the graph was given.
     """
 
@@ -129,7 +129,7 @@ class Estimator:
             )
 
     def learns(self, training: bool) -> bool:
-        """Whether a call in this mode must reach the estimator, also where attention is dense."""
+        """True if the estimator needs the calls of this mode, also while attention is dense."""
         return training and torch.is_grad_enabled()
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
@@ -153,7 +153,7 @@ class Estimator:
         return None
 
     def dense_loss(self, call: AttentionCall) -> Tensor | None:
-        """The same while attention is dense; by default :func:`.row_distillation`, as there are no edges to train."""
+        """The loss of a call while attention is dense; by default :func:`.row_distillation`, without edges."""
         return _distill_rows(call)
 
 
@@ -161,7 +161,7 @@ class NoEstimator(Estimator):
     """``"none"``: no loss sends a gradient to the probabilities."""
 
     def dense_loss(self, call: AttentionCall) -> Tensor | None:
-        """None."""
+        """Return None: nothing is trained."""
         return None
 
 

@@ -504,7 +504,7 @@ def block_attention_backward(
 def _compute_pair_gains(
     tokens: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """As :func:`.reference.blocks.pair_gains`."""
+    """Compute :func:`.reference.blocks.pair_gains`."""
     like, block_size, logits_and_gains = tokens[1], cuts[0].block_size, []
     g, q, k, v = (to_padded_array(x, like) for x in tokens)
     for rowptr, col, bias in sets:

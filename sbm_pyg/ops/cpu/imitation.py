@@ -1,4 +1,4 @@
-"""How indexers learn from attention, on the CPU: sixteen edges of a row at a time.
+"""Ops that train indexers by imitation of attention, on the CPU: sixteen edges of a row at a time.
 
 In and out: the tensors of ``index_score`` and ``edge_cross_entropy`` in :mod:`sbm_pyg.ops`. Not here: the reference
 (:mod:`sbm_pyg.ops.reference.imitation`), and attention over the same edges (:mod:`.edges`).

@@ -101,7 +101,7 @@ def _kth_largest(numbers, count, k):
 
 @numba_kernel
 def _masks(scores, first, bound):
-    """Which of 64 scores from ``first`` on are above a bound, and which equal it; NaN is neither."""
+    """Two masks of 64 scores from ``first`` on: those above a bound, and those equal to it. NaN is in neither."""
     above = equal = np.uint64(0)
     for k in range(0, KEYS_PER_PANEL, 16):
         masks = above16(scores, first + k, bound)
@@ -112,7 +112,7 @@ def _masks(scores, first, bound):
 
 @numba_kernel
 def _count_above(scores, end, bound):
-    """How many of the first ``end`` scores, a multiple of 64, are above a bound."""
+    """Number of scores above a bound among the first ``end``, a multiple of 64."""
     above = 0
     for first in range(0, end, KEYS_PER_PANEL):
         above += count_bits(_masks(scores, first, bound)[0])

@@ -321,7 +321,7 @@ def pick16(mask, numbers, base, out, used):
 
 @intrinsic
 def below16(typing, bounds, offset, word):
-    """How many of the sixteen uint32 from ``offset`` on lie below the word."""
+    """Number of elements below the word among the sixteen uint32 from ``offset`` on."""
 
     def generate(context, builder, signature, args):
         numbers = builder.load(pointer(context, builder, bounds, args[0], args[1], _WORDS), align=4)
@@ -398,7 +398,7 @@ def shared_masks(typing, halves, others, offset, half, other, limits, masks, upp
 
 @intrinsic
 def mask_below(typing, one, other):
-    """Which of sixteen lanes of ``one`` are less than those of ``other``, as bits."""
+    """Sixteen bits, of which bit k is 1 if lane k of ``one`` is less than that of ``other``."""
 
     def generate(context, builder, signature, args):
         return builder.zext(builder.bitcast(builder.fcmp_ordered("<", *args), I16), I64)
@@ -408,7 +408,7 @@ def mask_below(typing, one, other):
 
 @intrinsic
 def words_within(typing, words, limits):
-    """Which of sixteen uint16 do not exceed the limits, a vector of float32, as bits."""
+    """Sixteen bits, of which bit k is 1 if uint16 number k does not exceed limit k, a float32."""
 
     def generate(context, builder, signature, args):
         numbers = pointer(context, builder, words, args[0], ir.Constant(I64, 0), ir.VectorType(I16, LANES))
@@ -420,7 +420,7 @@ def words_within(typing, words, limits):
 
 @intrinsic
 def words_below(typing, words, offset, end):
-    """Which of sixteen int32 from ``offset`` on are less than ``end``, as bits."""
+    """Sixteen bits, of which bit k is 1 if the int32 at ``offset + k`` is less than ``end``."""
 
     def generate(context, builder, signature, args):
         numbers = builder.load(pointer(context, builder, words, *args[:2], _WORDS), align=4)
@@ -432,7 +432,7 @@ def words_below(typing, words, offset, end):
 
 @intrinsic
 def lanes_with_bit(typing, words, offset, bit):
-    """Which of sixteen uint16 from ``offset`` on have a bit, as bits."""
+    """Sixteen bits, of which bit k is 1 if the uint16 at ``offset + k`` has a given bit."""
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(I16, LANES)

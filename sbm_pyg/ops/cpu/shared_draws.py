@@ -233,7 +233,7 @@ def _four_products(a, b, c, d, count, vectors, out):
 
 @numba_kernel
 def _products_of_tiles(most, tiles, vectors, out):
-    """The same for a row of each tile, four at a time."""
+    """:func:`_four_products` for one row of each tile, four tiles at a time."""
     count = most.shape[1]
     for t in range(0, tiles, 4):
         _four_products(

@@ -35,7 +35,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def has_features(*names):
-    """Whether numba compiles for a processor with these features, which is the one that it runs on."""
+    """True if the processor that numba compiles for, which is the one that it runs on, has these features."""
     if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):
         return False
     features = llvmlite.binding.get_host_cpu_features()

@@ -457,7 +457,7 @@ def block_attention_backward(
 def _launch_pair_gains(
     parts: tuple[Tensor, ...], sets: Sequence[Rows], cuts: tuple[Cut, Cut], is_causal: bool, scale: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """As :func:`.reference.blocks.pair_gains`."""
+    """Compute :func:`.reference.blocks.pair_gains`."""
     query, value, logits_and_gains = parts[1], parts[3], []
     biases = [bias for _, _, bias in sets]
     plain = all(bias is None for bias in biases)

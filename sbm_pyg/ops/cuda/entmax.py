@@ -231,7 +231,7 @@ def _entmax_backward_kernel(
     grad, out, rowptr, piece_ends, alpha, piece_sums, grad_src, grad_alpha, segments: tl.int64, pieces: tl.int64,
     count: tl.int64, MAX_EDGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`.reference.entmax.segment_entmax_backward`."""
+    """Compute :func:`.reference.entmax.segment_entmax_backward`."""
     row, number, start, stop, slot, less, _shift, programs = _entmax_row(
         rowptr, piece_ends, alpha, segments, pieces, count, MAX_EDGES
     )

@@ -1,4 +1,4 @@
-"""How indexers learn from attention, on CUDA devices: plain torch over the kernels of edges.
+"""Ops that train indexers by imitation of attention, on CUDA devices: plain torch around the edge kernels.
 
 In and out: the tensors of ``index_score`` and ``edge_cross_entropy`` in :mod:`sbm_pyg.ops`. Not here: the computation
 (:mod:`sbm_pyg.ops.reference.imitation`), and the kernels (:mod:`.edges`).

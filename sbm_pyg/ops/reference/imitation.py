@@ -1,4 +1,4 @@
-"""How indexers learn from attention, in plain torch: their scores of edges, and the cross-entropy with attention.
+"""Ops that train indexers by imitation of attention, in plain torch: scores of edges, and the cross-entropy.
 
 In and out: the tensors of ``index_score`` and ``edge_cross_entropy`` in :mod:`sbm_pyg.ops.schemas`. The kernels of
 edges that they use are those of this shelf, or of the one that is passed as ``edges``. Not here: the choice of keys by

@@ -77,7 +77,7 @@ def sample_sbm(
 
 
 class Plan(NamedTuple):
-    """How rows are drawn, and how many candidates each way has."""
+    """The method by which each row is drawn, and the expected number of candidates of each method."""
 
     way: Tensor
     """The cheapest of the three."""
