@@ -81,7 +81,7 @@ class Run:
     evaluations: int = 1
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         return {"task": self.task, "run": self.method, "density": self.density, "seed": self.seed}
 
     @property
@@ -192,7 +192,7 @@ def train(run: Run, texts: Texts | None, folder: Path) -> list[Row]:
             write_text(folder / f"{run.file}.txt", f"{table}\n")
         density = sum(head.density for head in heads) / len(heads) if heads else 1.0
         loss, accuracy = (float(torch.stack(column).mean()) for column in zip(*results, strict=True))
-        return [run.known | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
+        return [run.identity | {"test_loss": loss, "accuracy": accuracy, "density_of_graphs": density}]
 
     def losses(step: int) -> Tensor:
         return answer(batch(step))[0]

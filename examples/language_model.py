@@ -102,7 +102,7 @@ class Run:
     evaluations: int = 4
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         return {"run": run_name(self.method, self.density), "seed": self.seed}
 
 
@@ -202,7 +202,7 @@ def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
             bits.append(loss[mask.flatten()] / math.log(2))
             shares.append([1.0 if choice is None else beyond(choice.graph) for choice in choices])
         recall = torch.cat(bits)
-        row = run.known | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
+        row = run.identity | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
         row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
         return [row | {f"density_{layer}": fmean(column) for layer, column in enumerate(zip(*shares, strict=True))}]
 

@@ -287,7 +287,7 @@ def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.Monk
     """Outputs and gradients are those of plain formulas, over ragged sequences and two heads, and no later token matters."""
     torch.manual_seed(0)
     oracle = {"dash": dash_oracle, "hsa": hsa_oracle, "nsa": nsa_oracle}[name]
-    conv: Any = methods.make_attention(name, 12, 2, 0.6).double().eval()
+    conv: Any = methods.make_scheduled_attention(name, 12, 2, 0.6).double().eval()
     conv.source.target_density = 0.6
     source = conv.source.source
     if name == "dash":
@@ -321,7 +321,7 @@ def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.Monk
 def test_dash_moves_to_its_density(asked: float, found: float) -> None:
     """Or to 1.25 earlier blocks a query, since one alone would give the loss nothing to compare."""
     torch.manual_seed(0)
-    conv: Any = methods.make_attention("dash", 16, 1, asked)
+    conv: Any = methods.make_scheduled_attention("dash", 16, 1, asked)
     conv.source.target_density = asked
     x, ptr = torch.randn(320, 16), torch.arange(6) * 64
     for _ in range(60):
@@ -336,7 +336,7 @@ def test_random_edges_are_drawn_once_or_anew() -> None:
     graphs = {}
     for name in ("random", "random-fixed"):
         torch.manual_seed(0)
-        source: Any = methods.make_attention(name, 8, 1, 0.2)
+        source: Any = methods.make_scheduled_attention(name, 8, 1, 0.2)
         source.source.target_density = 0.2
         ptr = torch.arange(4) * 20
         x = torch.randn(1, 60, 8, generator=generator())

@@ -286,7 +286,7 @@ def test_the_running_mean_of_dense_steps_under_activation_checkpointing(use_reen
     torch.manual_seed(0)
     conv = SBMAttentionConv(8, 4, 2, num_clusters=3)
     source: Any = conv.source
-    sparsifier, x = Sparsifier(conv, 0.2, total_steps=10, every=3), draw(1, 30, 8).float().requires_grad_()
+    sparsifier, x = Sparsifier(conv, 0.2, total_steps=10, trial_interval=3), draw(1, 30, 8).float().requires_grad_()
     for step in range(3):
         assert source.target_density == (0.2 if step == 2 else 1)
         checkpoint(conv, x, use_reentrant=use_reentrant).square().mean().backward()

@@ -133,7 +133,7 @@ def test_every_method_has_as_many_parameters_and_gradients(method: str, bias: st
 
 def test_plain_attention_is_that_over_all_pairs() -> None:
     torch.manual_seed(0)
-    plain = model.make_attention("full", 8, 4, 2)
+    plain = model.make_vision_attention("full", 8, 4, 2)
     conv = AttentionConv(8, 4, 2, patterns.PatternSource(patterns.full))
     conv.load_state_dict(plain.state_dict())
     x, ptr = torch.randn(12, 8), torch.tensor([0, 5, 12])
@@ -142,17 +142,17 @@ def test_plain_attention_is_that_over_all_pairs() -> None:
 
 def test_options_reach_the_layers(small: data.Images) -> None:
     words = "dcmm:degree=softplus,squash=0,symmetric=1,tied=0,num_clusters=5,entropy_weight=0.3"
-    bias: Any = model.make_attention(words, 8, 4, 2).score_bias
+    bias: Any = model.make_vision_attention(words, 8, 4, 2).score_bias
     assert (bias.degree, bias.squash, bias.symmetric, bias.tied) == ("softplus", False, True, False)
     assert (bias.num_clusters, bias.entropy_weight) == (5, 0.3)
     assert bias.scale == 10
-    usual: Any = model.make_attention("dcmm-sbm", 8, 4, 2)
+    usual: Any = model.make_vision_attention("dcmm-sbm", 8, 4, 2)
     assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == (
         "relu",
         0.1,
         0.25,
     )
-    corrected: Any = model.make_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
+    corrected: Any = model.make_vision_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
     assert corrected.source.head.degree_corrected
     assert corrected.source.target_density is None
     assert type(corrected.estimator).__name__ == "Mask"

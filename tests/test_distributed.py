@@ -345,7 +345,7 @@ def check_phases(rank: int, world: int, name: str) -> None:
     made = TRAINED[name]()
     run = DistributedDataParallel(Attends(made) if isinstance(made, AttentionConv) else made)
     has_density = any(isinstance(module, DensitySource) for module in run.modules())
-    sparsifier = Sparsifier(run, 0.3, 12, dense_part=0.5, every=3) if has_density else None
+    sparsifier = Sparsifier(run, 0.3, 12, dense_part=0.5, trial_interval=3) if has_density else None
     optimizer = torch.optim.Adam(run.parameters(), 0.01)
     for step in range(12):
         loss = run(draw(world * step + rank, 20, 8).float(), step).square().mean()

@@ -666,7 +666,7 @@ def test_trainer_trains_saves_and_loads(name: str, tmp_path: Path) -> None:
         output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=4, save_strategy="no", report_to=[],
         disable_tqdm=True, use_cpu=True, learning_rate=1e-3,
     )  # fmt: skip
-    callback = SparsifierCallback(0.3, every=2, dense_part=0.5)
+    callback = SparsifierCallback(0.3, trial_interval=2, dense_part=0.5)
     trainer = Trainer(model, arguments, train_dataset=Rows(model), callbacks=[callback])
     trainer.train()
     assert {source.target_density for source in sources(model)} == {0.3}
@@ -696,7 +696,7 @@ def test_a_checkpoint_of_each_phase_has_the_density_of_evaluation(tmp_path: Path
         output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
         use_cpu=True, eval_strategy="steps", eval_steps=2, save_steps=2,
     )  # fmt: skip
-    callback = SparsifierCallback(0.3, every=2, dense_part=0.75)
+    callback = SparsifierCallback(0.3, trial_interval=2, dense_part=0.75)
     rows = Rows(model)
     Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback]).train()
     for step in (2, 4):  # dense, and sparse
@@ -808,7 +808,7 @@ def test_only_the_sources_of_a_frozen_model_are_distilled(tmp_path: Path) -> Non
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=4, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True
     )
-    Trainer(model, arguments, train_dataset=Rows(model), callbacks=[SparsifierCallback(0.3, every=2)]).train()
+    Trainer(model, arguments, train_dataset=Rows(model), callbacks=[SparsifierCallback(0.3, trial_interval=2)]).train()
     changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
     assert changed == {name for name in before if ".sbm." in name or "classifier" in name}
 
@@ -861,10 +861,12 @@ def test_options_are_checked() -> None:
 
 def test_the_state_of_a_callback_is_plain_data() -> None:
     names = {"bert.encoder.layer.0"}
-    callback = SparsifierCallback(cast(Any, np.float32(0.25)), every=np.int64(2), keep_dense=names, dense_part=0)
+    callback = SparsifierCallback(
+        cast(Any, np.float32(0.25)), trial_interval=np.int64(2), keep_dense=names, dense_part=0
+    )
     state = json.loads(json.dumps(callback.state()))
-    assert state["args"] == {"density": 0.25, "every": 2, "keep_dense": [*names], "dense_part": 0}
-    assert SparsifierCallback(**state["args"]).options["every"] == 2
+    assert state["args"] == {"density": 0.25, "trial_interval": 2, "keep_dense": [*names], "dense_part": 0}
+    assert SparsifierCallback(**state["args"]).options["trial_interval"] == 2
 
 
 def test_calls_that_are_not_supported_are_refused() -> None:

@@ -61,7 +61,7 @@ def fit(
     callback: Any = None, **options: Any,
 ) -> tuple[Module, Any, Any]:  # fmt: skip
     module = module or Module()
-    callback = callback or LightningCallback(0.2, every=2, total_steps=20, dense_part=0.5)
+    callback = callback or LightningCallback(0.2, trial_interval=2, total_steps=20, dense_part=0.5)
     loader: Any = DataLoader(torch.linspace(-1, 1, 10 * 20 * 8).view(10, 20, 8), shuffle=False)  # type: ignore[arg-type]
     trainer = lightning.Trainer(
         default_root_dir=folder, max_steps=steps, callbacks=[callback], logger=False, accelerator="cpu",
@@ -218,7 +218,7 @@ def test_lightning_tests_the_best_checkpoint_at_the_density_that_chose_it(tmp_pa
     """It was written in the dense phase."""
     module = Scored()
     best = ModelCheckpoint(tmp_path, monitor="score")
-    trainer = trainer_of(tmp_path, LightningCallback(0.3, every=3), best, max_epochs=4)
+    trainer = trainer_of(tmp_path, LightningCallback(0.3, trial_interval=3), best, max_epochs=4)
     trainer.fit(module, batches(), batches(1))
     for model in (module, Scored.load_from_checkpoint(best.best_model_path)):
         path = "best" if model is module else None
@@ -229,12 +229,12 @@ def test_lightning_tests_the_best_checkpoint_at_the_density_that_chose_it(tmp_pa
 
 def test_lightning_follows_the_step_of_the_trainer(tmp_path: Path) -> None:
     """Skipped batches are steps; a second training goes on from the first, and keeps a sparse model sparse."""
-    module, callback = Scored(skips=True), LightningCallback(0.3, every=3)
+    module, callback = Scored(skips=True), LightningCallback(0.3, trial_interval=3)
     trainer_of(tmp_path, callback, max_steps=12, enable_checkpointing=False).fit(module, batches())
     assert callback.sparsifier is not None
     assert callback.sparsifier.steps == 12
     assert densities(module) == {0.3}
-    module, callback = Scored(), LightningCallback(0.3, every=3)
+    module, callback = Scored(), LightningCallback(0.3, trial_interval=3)
     trainer = trainer_of(tmp_path, callback, max_epochs=2, enable_checkpointing=False)
     trainer.fit(module, batches())
     assert densities(module) == {0.3}
@@ -251,7 +251,7 @@ def test_lightning_follows_the_step_of_the_trainer(tmp_path: Path) -> None:
 
 def test_lightning_interrupted_between_goes_on(tmp_path: Path) -> None:
     """Of 8 steps each: the second training begins where the first one was, with its losses."""
-    module, callback = Scored(), LightningCallback(0.3, total_steps=16, every=3)
+    module, callback = Scored(), LightningCallback(0.3, total_steps=16, trial_interval=3)
     trainer = trainer_of(tmp_path, callback, max_epochs=1, enable_checkpointing=False)
     with pytest.warns(UserWarning, match="Training ended after 8 of 16 steps and was dense until then"):
         trainer.fit(module, batches())
@@ -272,7 +272,7 @@ def test_lightning_warns_if_training_ends_dense(how: str, tmp_path: Path) -> Non
     stops = {"early stopping": EarlyStopping("score", patience=1), "an error": Failure()}
     others = [stops[how]] if how in stops else []
     options: dict[str, Any] = {"max_time": {"milliseconds": 200}} if how == "time" else {}
-    module, callback = Scored(), LightningCallback(0.3, every=3)
+    module, callback = Scored(), LightningCallback(0.3, trial_interval=3)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)  # type: ignore[method-assign]
     trainer = trainer_of(tmp_path, callback, *others, max_epochs=10_000, enable_checkpointing=False, **options)
     errors: Any = pytest.raises(RuntimeError, match="of a test") if how == "an error" else nullcontext()
@@ -323,7 +323,7 @@ def test_lightning_follows_batches_where_the_module_steps_by_itself(tmp_path: Pa
                 cast(Any, self.optimizers()).zero_grad()
             return loss
 
-    module, callback = Manual(), LightningCallback(0.3, every=2, dense_part=0.5)
+    module, callback = Manual(), LightningCallback(0.3, trial_interval=2, dense_part=0.5)
     trainer_of(tmp_path, callback, max_epochs=5, enable_checkpointing=False).fit(module, batches())
     assert callback.sparsifier is not None
     assert (callback.sparsifier.steps, callback.sparsifier.total_steps) == (40, 40)
@@ -355,7 +355,7 @@ def small_bert() -> Any:
 def train(folder: Path, steps: int, resume: bool = False, **options: Any) -> tuple[Any, Any, Trainer]:
     torch.manual_seed(0)
     model = small_bert()
-    callback = HuggingFaceCallback(0.2, every=2, total_steps=12, dense_part=0.5)
+    callback = HuggingFaceCallback(0.2, trial_interval=2, total_steps=12, dense_part=0.5)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, save_steps=5, logging_steps=2,
         use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-3, lr_scheduler_type="constant", **options,
@@ -442,7 +442,7 @@ def test_hugging_face_logs_both_losses_and_the_density(tmp_path: Path) -> None:
         str(tmp_path), max_steps=4, per_device_train_batch_size=8, logging_steps=1, use_cpu=True, report_to=[],
         disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    callbacks = [Report(), HuggingFaceCallback(0.2, every=2, dense_part=0.5)]
+    callbacks = [Report(), HuggingFaceCallback(0.2, trial_interval=2, dense_part=0.5)]
     trainer = Trainer(model, arguments, train_dataset=Sentences(), callbacks=callbacks)
     trainer.train()
     for logs in (trainer.state.log_history, reported):

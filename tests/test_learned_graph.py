@@ -621,7 +621,7 @@ def test_a_source_of_ones_own_learns() -> None:
 def test_a_sparsifier_starts_with_all_candidates() -> None:
     learned, conv, x = LearnedGraph(block_source()), GraphConv(8, 3), draw(1, 20, 8).float()
     model = nn.ModuleList([learned, conv])
-    sparsifier = Sparsifier(model, density=0.2, total_steps=10, dense_part=0.5, every=5)
+    sparsifier = Sparsifier(model, density=0.2, total_steps=10, dense_part=0.5, trial_interval=5)
     among = patterns.window(20, 4)
     counts = []
     for given in (None, among):

@@ -29,7 +29,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: dict[int, Any] = {}
+        self.identity: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {
@@ -43,14 +43,14 @@ class Live(TorchDispatchMode):
 
     def _add(self, storage: Any, given: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known or key in given:
+        if key in self.identity or key in given:
             return
 
         def gone(_: Any) -> None:
-            self.known.pop(key, None)
+            self.identity.pop(key, None)
             self.now -= size
 
-        self.known[key] = weakref.ref(storage, gone)
+        self.identity[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
 

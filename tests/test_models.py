@@ -485,14 +485,14 @@ def test_masked_tokens_are_drawn_by_their_law() -> None:
     """A part is asked for; of these, parts are masked, drawn at random or left. Others stay, and special ones always."""
     tokens = torch.arange(100_000) % 50
     special = torch.tensor([3, 7])
-    inputs, asked = mask_tokens(tokens, 50, 50, probability=0.2, masked=0.7, random=0.2, special=special, seed=5)
-    assert torch.equal(inputs[~asked], tokens[~asked])
-    assert not asked[torch.isin(tokens, special)].any()
+    inputs, target_mask = mask_tokens(tokens, 50, 50, probability=0.2, masked=0.7, random=0.2, special=special, seed=5)
+    assert torch.equal(inputs[~target_mask], tokens[~target_mask])
+    assert not target_mask[torch.isin(tokens, special)].any()
     count = int((~torch.isin(tokens, special)).sum())
-    found = inputs[asked]
-    parts = (found == 50).float(), ((found != 50) & (found != tokens[asked])).float()
+    found = inputs[target_mask]
+    parts = (found == 50).float(), ((found != 50) & (found != tokens[target_mask])).float()
     for share, wanted, total in (
-        (asked.sum() / count, 0.2, count),
+        (target_mask.sum() / count, 0.2, count),
         (parts[0].mean(), 0.7, len(found)),
         (parts[1].mean(), 0.2 * 49 / 50, len(found)),  # a random token may be the same
     ):
@@ -500,7 +500,7 @@ def test_masked_tokens_are_drawn_by_their_law() -> None:
     assert found.unique().numel() == 51
     again = mask_tokens(tokens, 50, 50, probability=0.2, masked=0.7, random=0.2, special=special, seed=5)
     assert torch.equal(inputs, again[0])
-    assert torch.equal(asked, again[1])
+    assert torch.equal(target_mask, again[1])
     assert not torch.equal(mask_tokens(tokens, 50, 50, seed=6)[1], mask_tokens(tokens, 50, 50, seed=7)[1])
     assert mask_tokens(tokens.view(100, 1000), 50, 50)[0].shape == (100, 1000)
 
@@ -529,12 +529,12 @@ def test_masked_lm_predicts_with_the_embeddings_of_its_encoder() -> None:
     logits, trace = model(TOKENS, PTR, seed=1, return_trace=True)
     torch.testing.assert_close(logits, wanted)
     assert trace.density.shape == (2, 3, 2)
-    asked = TOKENS % 3 == 0
-    torch.testing.assert_close(model(TOKENS, PTR, seed=1, asked=asked), wanted[asked])
+    target_mask = TOKENS % 3 == 0
+    torch.testing.assert_close(model(TOKENS, PTR, seed=1, target_mask=target_mask), wanted[target_mask])
     names = {name for name, _ in model.named_parameters() if not name.startswith("encoder.")}
     assert names == {"dense.weight", "dense.bias", "norm.weight", "norm.bias", "bias"}  # no embeddings of its own
-    with pytest.raises(ValueError, match=r"Expected 'asked' to be \[30\] bool \(got \[2\] torch.int64\)"):
-        model(TOKENS, PTR, asked=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"Expected 'target_mask' to be \[30\] bool \(got \[2\] torch.int64\)"):
+        model(TOKENS, PTR, target_mask=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match=r"Expected 'encoder' with 'num_tokens' \(got one of features\)"):
         MaskedLM(SequenceEncoder(None, 8, in_channels=3))
 
@@ -556,8 +556,8 @@ def test_masked_lm_learns_from_the_tokens_around() -> None:
     ptr, losses = torch.arange(0, 33 * 16, 16), []
     for step in range(150):
         tokens = ((torch.randint(8, (32, 1)) + torch.arange(16)) % 8).flatten()
-        inputs, asked = mask_tokens(tokens, 8, 8, seed=step)
-        loss = F.cross_entropy(model(inputs, ptr, asked=asked), tokens[asked])
+        inputs, target_mask = mask_tokens(tokens, 8, 8, seed=step)
+        loss = F.cross_entropy(model(inputs, ptr, target_mask=target_mask), tokens[target_mask])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

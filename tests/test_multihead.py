@@ -653,7 +653,7 @@ def test_a_transformer_with_a_window_becomes_sparse() -> None:
     torch.manual_seed(0)
     model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
     replace_attention(model, num_clusters=4, window=1)
-    sparsifier = Sparsifier(model, density=0.5, total_steps=4, dense_part=0.5, every=2)
+    sparsifier = Sparsifier(model, density=0.5, total_steps=4, dense_part=0.5, trial_interval=2)
     source, target = draw(3, 12, 16).float(), draw(3, 8, 16, seed=2).float()
     for _ in range(4):  # dense, a trial step, sparse
         loss = model(source, target).square().mean()

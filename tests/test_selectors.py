@@ -283,7 +283,7 @@ def test_attention_to_the_largest_scores_begins_dense_and_a_sparsifier_makes_it_
     dense.load_state_dict({key: value for key, value in conv.state_dict().items() if "source" not in key})
     x, ptr = draw(2, 40, 8), torch.tensor([0, 15, 40])
     torch.testing.assert_close(conv(x, ptr=ptr), dense(x, ptr=ptr), rtol=0, atol=1e-5)
-    sparsifier = Sparsifier(conv, density=0.2, total_steps=10, every=2)
+    sparsifier = Sparsifier(conv, density=0.2, total_steps=10, trial_interval=2)
     optimizer, found = torch.optim.SGD(conv.parameters(), 0.1), []
     for _ in range(10):
         out, choice = conv(x, ptr=ptr, return_choice=True)

@@ -131,9 +131,9 @@ def test_one_step_of_training() -> None:
 
 
 def test_a_vocabulary_of_one_word() -> None:
-    shown, asked = mask_tokens(torch.zeros(50, dtype=torch.int64), mask_token=0, num_tokens=1, seed=0)
+    shown, targets = mask_tokens(torch.zeros(50, dtype=torch.int64), mask_token=0, num_tokens=1, seed=0)
     assert not shown.any()
-    assert asked.any()
+    assert targets.any()
 
 
 def test_no_query_and_no_segment() -> None:

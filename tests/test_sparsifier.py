@@ -58,8 +58,8 @@ def densities(sparsifier: Sparsifier, dense: Callable[[int], float], sparse: Cal
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [({}, "dddddddddt" * 7 + "s" * 30), ({"every": 5, "dense_part": 0.41}, "ddddt" * 8 + "d" + "s" * 59),
-     ({"dense_part": 0.0}, "s" * 100), ({"dense_part": 1.0, "every": 2}, "dt" * 50)],
+    [({}, "dddddddddt" * 7 + "s" * 30), ({"trial_interval": 5, "dense_part": 0.41}, "ddddt" * 8 + "d" + "s" * 59),
+     ({"dense_part": 0.0}, "s" * 100), ({"dense_part": 1.0, "trial_interval": 2}, "dt" * 50)],
 )  # fmt: skip
 def test_training_is_dense_with_trial_steps_and_then_sparse(options: dict[str, Any], wanted: str) -> None:
     sparsifier = Sparsifier(layer(), 0.1, total_steps=100, **options)
@@ -67,7 +67,7 @@ def test_training_is_dense_with_trial_steps_and_then_sparse(options: dict[str, A
 
 
 def test_losses_of_both_kinds_of_steps_are_recorded() -> None:
-    sparsifier = Sparsifier(layer(), 0.1, total_steps=50, every=5, dense_part=0.6)
+    sparsifier = Sparsifier(layer(), 0.1, total_steps=50, trial_interval=5, dense_part=0.6)
     densities(sparsifier, lambda step: 4.0, lambda step: 5.0 if step < 30 else 2.0, 50)
     assert [(each.step, each.is_sparse) for each in sparsifier.history] == [(at, at > 30) for at in range(5, 51, 5)]
     assert {each.dense for each in sparsifier.history} == {4.0}
@@ -83,7 +83,7 @@ def test_evaluation_has_the_target_density_in_each_phase() -> None:
     """And so do states. Training follows the schedule, also after an evaluation at another density."""
     conv = layer()
     source: Any = conv.source
-    sparsifier = Sparsifier(conv, 0.2, total_steps=4, every=2, dense_part=0.5)
+    sparsifier = Sparsifier(conv, 0.2, total_steps=4, trial_interval=2, dense_part=0.5)
     for of_training in (1.0, 0.2, 0.2, 0.2):  # dense, trial, sparse, sparse
         for density in (None, 1.0, 0.5, None):
             sparsifier.set_density(density)
@@ -117,7 +117,7 @@ def test_sources_are_dense_and_detached_until_training_is_sparse() -> None:
     model = nn.ModuleList(
         [layer(), layer(detach=True), AttentionConv(8, 4, source=IndexerSource(Indexer(4), select="bernoulli"))]
     )
-    sparsifier = Sparsifier(model, 0.2, total_steps=10, every=2, dense_part=0.2)
+    sparsifier = Sparsifier(model, 0.2, total_steps=10, trial_interval=2, dense_part=0.2)
     for densities, detached in (([1.0] * 3, [True] * 3), ([0.2] * 3, [True] * 3), ([0.2] * 3, [False, True, False])):
         assert sparsifier.next_density == densities[0]
         assert [source.target_density for source in sparsifier.sources] == densities
@@ -141,7 +141,7 @@ def test_a_later_sparsifier_restores_what_sources_send_to_queries_and_keys() -> 
 
 def test_named_modules_stay_dense() -> None:
     model = nn.ModuleList([layer(), layer(), layer()])
-    sparsifier = Sparsifier(model, 0.2, total_steps=2, every=2, dense_part=0.5, keep_dense=["1"])
+    sparsifier = Sparsifier(model, 0.2, total_steps=2, trial_interval=2, dense_part=0.5, keep_dense=["1"])
     sparsifier.step(1.0)
     sparsifier.step(1.0)
     assert sparsifier.is_sparse
@@ -363,7 +363,7 @@ def test_calls_of_one_pass_share_its_weight(how: str) -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleList([SBMAttentionConv(8, 4, heads=2, num_clusters=4) for _ in range(2)])
     model[1].source = model[0].source
-    sparsifier = Sparsifier(model, 0.3, 100, every=50)
+    sparsifier = Sparsifier(model, 0.3, 100, trial_interval=50)
     for calls in ([0, 0], [0, 1]):
         sparsifier.passes = None
         wanted = gradient(model, calls, 1)
@@ -494,7 +494,7 @@ def test_a_compiled_model_trains_alike() -> None:
     for compiled in (False, True):
         torch.manual_seed(0)
         encoder = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_clusters": 4})
-        sparsifier = Sparsifier(encoder, 0.2, total_steps=12, every=3)
+        sparsifier = Sparsifier(encoder, 0.2, total_steps=12, trial_interval=3)
         run: Any = torch.compile(encoder, backend="aot_eager") if compiled else encoder
         optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
         for step in range(12):
@@ -515,7 +515,7 @@ def _train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = SequenceEncoder(20, 16, num_layers=1, dropout=0.0, attention_options={"num_clusters": 4})
-    sparsifier, parallel = Sparsifier(model, 0.2, total_steps=12, every=3), DistributedDataParallel(model)
+    sparsifier, parallel = Sparsifier(model, 0.2, total_steps=12, trial_interval=3), DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(12):
         loss = (parallel(torch.arange(40) % (10 + 5 * rank), seed=step) - rank).square().mean()
@@ -547,7 +547,7 @@ def test_a_restored_sparsifier_continues_alike() -> None:
 
     for stop in (9, 23, 40, 70):
         encoders = [SequenceEncoder(9, 8, num_layers=1, attention_options={"num_clusters": 4}) for _ in range(2)]
-        one, other = (Sparsifier(encoder, 0.2, total_steps=80, every=5) for encoder in encoders)
+        one, other = (Sparsifier(encoder, 0.2, total_steps=80, trial_interval=5) for encoder in encoders)
         for step in range(stop):
             one.step(loss(step))
         encoders[1].load_state_dict(encoders[0].state_dict())
@@ -567,7 +567,7 @@ def test_a_restored_sparsifier_continues_alike() -> None:
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_trial_step_comes_in_whichever_order_states_are_loaded(model_first: bool) -> None:
     conv, again = layer(), layer()
-    sparsifier, other = (Sparsifier(each, 0.2, total_steps=80, every=5) for each in (conv, again))
+    sparsifier, other = (Sparsifier(each, 0.2, total_steps=80, trial_interval=5) for each in (conv, again))
     for _ in range(4):
         sparsifier.step(1.0)
     parts: list[Any] = [(again, conv.state_dict()), (other, sparsifier.state_dict())]
@@ -597,7 +597,7 @@ def test_copies_of_a_model_with_a_sparsifier_train_alike(is_sparse: bool) -> Non
 
 def test_a_density_that_is_set_by_hand_is_that_of_both_modes() -> None:
     conv = layer()
-    sparsifier = Sparsifier(conv, 0.2, total_steps=10, every=2)
+    sparsifier = Sparsifier(conv, 0.2, total_steps=10, trial_interval=2)
     sparsifier.step(1.0)
     source: Any = conv.source
     assert source.target_density == 0.2  # a trial step
@@ -634,7 +634,7 @@ def test_an_optimizer_without_the_sources_is_noticed() -> None:
 
     def train(parameters: Any, steps: int = 12, **options: Any) -> None:
         conv, x = layer(**options), torch.randn(30, 8)
-        sparsifier = Sparsifier(conv, 0.2, total_steps=20, every=2)
+        sparsifier = Sparsifier(conv, 0.2, total_steps=20, trial_interval=2)
         optimizer = torch.optim.AdamW(parameters(conv))
         for _ in range(steps):
             optimizer.zero_grad()
@@ -731,7 +731,7 @@ def test_an_earlier_sparsifier_of_the_same_sources_is_refused() -> None:
     second = Sparsifier(conv, 0.1, 10)
     refuses(lambda: first.step(1.0), "one Sparsifier for a source", RuntimeError)
     assert first.steps == 1
-    for wrong in ({"every": 1}, {"dense_part": 2.0}, {"keep_dense": ["none"]}, {"keep_dense": [""]}):
+    for wrong in ({"trial_interval": 1}, {"dense_part": 2.0}, {"keep_dense": ["none"]}, {"keep_dense": [""]}):
         with pytest.raises(ValueError, match="Expected"):
             Sparsifier(conv, 0.1, 10, **wrong)  # which leaves the model to the second one
     second.step(1.0)

@@ -106,7 +106,7 @@ def twin_of(method: str) -> str | None:
     return f"{method}{',' if ':' in method else ':'}{FROZEN}" if learns else None
 
 
-def make_attention(method: str, channels: int, heads: int, density: float) -> nn.Module:
+def make_scheduled_attention(method: str, channels: int, heads: int, density: float) -> nn.Module:
     """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source."""
     width, name = channels // heads, method.removesuffix(f":{FROZEN}")
     frozen = name != method
@@ -120,7 +120,7 @@ def make_attention(method: str, channels: int, heads: int, density: float) -> nn
             rule.clusters.decay = 1.0  # centroids stay where they began
         return AttentionConv(channels, width, heads, hybrid.Scheduled(rule), estimator="none", is_causal=True)
     kind, options = hybrid.options_of(METHODS.get(name, name))
-    made = hybrid.make_attention(kind, channels, heads, density, {**options, "window": 0})
+    made = hybrid.make_causal_attention(kind, channels, heads, density, {**options, "window": 0})
     return freeze(made) if frozen and isinstance(made, AttentionConv) else made
 
 

@@ -47,7 +47,7 @@ class Run:
     evaluations: int = 4
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         """The cells that name the run in rows."""
         return {name: getattr(self, name) for name in ("task", "method", "start", "density", "seed")}
 
@@ -62,7 +62,7 @@ def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
 
     def make(run: Run) -> Recaller:
         torch.manual_seed(run.seed)
-        attention = partial(methods.make_attention, run.method, run.channels, run.heads, run.density)
+        attention = partial(methods.make_scheduled_attention, run.method, run.channels, run.heads, run.density)
         return Recaller(task.num_tokens, run.channels, run.layers, attention, width=task.width, slots=task.slots)
 
     model = paired(run, make)
@@ -136,7 +136,9 @@ def train(run: Run, folder: Path) -> list[Row]:
             clock.passes = 0.0
             scores = evaluate(model, test, max(1, min(32, TOKENS // length)))
             columns = {"length": length, "size": " x ".join(map(str, size))}
-            rows.append(run.known | columns | scores | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)})
+            rows.append(
+                run.identity | columns | scores | {"train_ms": spent, "infer_ms": clock.passes / len(test.tokens)}
+            )
         if sparsifier:
             sparsifier.set_density()
         return rows
@@ -146,7 +148,7 @@ def train(run: Run, folder: Path) -> list[Row]:
 
 def train_all(runs: list[Run], folder: Path) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = settings_of_all(runs, "task", runs[0].known) | methods.code_of([run.method for run in runs])
+    settings = settings_of_all(runs, "task", runs[0].identity) | methods.code_of([run.method for run in runs])
     texts = {run.task for run in runs if run.task not in tasks.TASKS}
     settings |= checksums(**{name: [Path(name)] for name in sorted(texts)})
     train_missing(folder, "arena", settings, runs, lambda run: train(run, folder))

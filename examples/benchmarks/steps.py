@@ -53,7 +53,7 @@ class Step:
         torch.manual_seed(0)
         kind, options = hybrid.options_of(method)
         options_of_layers = (kind, args.channels, args.heads, args.density, options)
-        layers = partial(hybrid.make_attention, *options_of_layers)
+        layers = partial(hybrid.make_causal_attention, *options_of_layers)
         self.model = hybrid.Recaller(args.vocabulary, args.channels, args.layers, layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
         size, random = (args.batch_tokens // length, length + 1), torch.Generator().manual_seed(length)

@@ -291,12 +291,14 @@ def make_sparsifier(model: torch.nn.Module, density: float, control: str, steps:
 def train_missing(
     folder: Path, program: str, settings: Mapping[str, Any], runs: Sequence[Any], train: Callable[[Any], list[Row]]
 ) -> None:
-    """Adds the rows of runs to ``rows.csv`` in the folder of a program; runs whose ``known`` cells are there are left out."""
+    """Adds the rows of runs to ``rows.csv`` in the folder of a program; runs whose ``identity`` is there are left out."""
     path = folder / "rows.csv"
     with claim(folder, program, settings):
         for run in runs:
-            if not any(all(row[name] == value for name, value in run.known.items()) for row in read(path)):
-                columns = {name: str(value) for name, value in run.known.items()}  # with all digits, to be found again
+            if not any(all(row[name] == value for name, value in run.identity.items()) for row in read(path)):
+                columns = {
+                    name: str(value) for name, value in run.identity.items()
+                }  # with all digits, to be found again
                 add(path, [row | columns for row in train(run)])
 
 

@@ -187,7 +187,7 @@ def _window(degree: float, length: int) -> int:
     return size
 
 
-def make_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
+def make_causal_attention(method: str, channels: int, heads: int, density: float, options: dict[str, Any]) -> nn.Module:
     """The causal attention of a method; its window is 0 unless ``options`` have one."""
     width, window = channels // heads, options.get("window", 0)
     values = {name: value for name, value in options.items() if name not in ("control", "window", "bias")}
@@ -294,7 +294,7 @@ def make_recaller(run: Any, num_tokens: int, window: int = 0, width: int = 3) ->
     kind, options = options_of(run.method)
 
     def make() -> nn.Module:
-        return make_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
+        return make_causal_attention(kind, run.channels, run.heads, run.density, {**options, "window": window})
 
     return Recaller(num_tokens, run.channels, run.layers, make, width=width)
 

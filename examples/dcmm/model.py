@@ -33,7 +33,7 @@ RENAMED = {"norm1": "norm1", "norm2": "norm2", "attn.proj": "lin_out", "mlp.fc1"
 NAMES = ("attention.lin_query", "attention.lin_key", "attention.lin_value")  # which timm has in one
 
 
-def make_attention(method: str, channels: int, width: int, heads: int) -> nn.Module:
+def make_vision_attention(method: str, channels: int, width: int, heads: int) -> nn.Module:
     """The attention of a method, and its options."""
     kind, options = read_method(method, METHODS, OPTIONS)
     values = {"target_density" if name == "density" else name: options[name] for name in options if name != "control"}
@@ -63,7 +63,7 @@ class Vision(nn.Module):
 
             def attention(channels: int, width: int, heads: int) -> nn.Module:
                 is_chosen = next(number) == layers or everywhere
-                return make_attention(method if is_chosen else "full", channels, width, heads)
+                return make_vision_attention(method if is_chosen else "full", channels, width, heads)
 
             return SequenceEncoder(
                 None, channels, in_channels=shape[0] * patch**2, num_layers=layers, heads=heads, ffn_channels=ffn,

@@ -54,7 +54,7 @@ class Run:
         return self.method + (" in all" if self.bias == "all" and self.method != "full" else "")
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         """The cells that name the run in rows."""
         return {"data": self.data, "run": self.name, "seed": self.seed}
 
@@ -120,7 +120,7 @@ def train(run: Run, data: Images, folder: Path) -> list[Row]:
     sparsifier = make_sparsifier(model, density or 1.0, options["control"] if density else "none", run.steps)
     trained, held_out = split(data.train_labels, run.validation, run.seed)
     batch = min(run.batch_size, len(trained))
-    columns = run.known | {"parameters": model.count()}
+    columns = run.identity | {"parameters": model.count()}
 
     def losses(step: int) -> Tensor:
         epoch, place = divmod(step, len(trained) // batch)

@@ -224,7 +224,7 @@ def work_evaluate(args: argparse.Namespace) -> Iterator[Path]:
                     row = train.score(guessed, densities, examples, len(task.classes))
                     scores[part] = row
                     shares = (f"{100 * row[key]:.1f}" for key in ("accuracy", "f1", "density"))
-                    lines.append([name, part, *map(str, list(run.known.values())[1:]), len(examples), *shares])
+                    lines.append([name, part, *map(str, list(run.identity.values())[1:]), len(examples), *shares])
                 rows = (f"{number}\t{task.classes[guess]}" for number, guess in enumerate(guessed.tolist()))
                 file = folder / "predictions" / f"{title}-{part}.tsv"
                 file.parent.mkdir(exist_ok=True)

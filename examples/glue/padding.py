@@ -67,7 +67,7 @@ def measure(run: Any, texts: tuple[Tensor, Tensor], tokenizer: Any, batches: int
             batch = (inputs, ptr, is_masked)
             if way != RAGGED:
                 batch = pad_batch(models[way], *batch, run.length if way == WAYS[2] else int(ptr.diff().max()))
-            loss = cross_entropy(models[way](*batch[:2], asked=batch[2]), tokens[is_masked])
+            loss = cross_entropy(models[way](*batch[:2], target_mask=batch[2]), tokens[is_masked])
             optimizers[way].zero_grad()
             loss.backward()
             optimizers[way].step()

@@ -67,7 +67,7 @@ class Run:
         return f"{self.method} {100 * self.density:g} %" if self.method.partition(":")[0] in SPARSE else self.method
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         return {"run": self.name, "seed": self.seed}
 
     @property
@@ -85,13 +85,13 @@ class FineTune(Run):
     """Whether the model starts without pretraining."""
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         start = "scratch" if self.scratch else "pretrained"
         return {"task": self.task, "run": self.name, "start": start, "seed": self.seed}
 
     @property
     def file(self) -> str:
-        return file_name(self.task, self.known["start"], self.method, self.density, self.seed)
+        return file_name(self.task, self.identity["start"], self.method, self.density, self.seed)
 
 
 def make_encoder(run: Run, num_tokens: int) -> SequenceEncoder:
@@ -137,20 +137,20 @@ def pretrain(run: Run, texts: Mapping[str, tuple[Tensor, Tensor]], tokenizer: An
         tokens, ptr = stream[step]
         seed = 2**32 * run.seed + step
         inputs, is_masked = mask_tokens(tokens, mask, num_tokens, probability=run.masking, special=special, seed=seed)
-        return cross_entropy(model(inputs, ptr, asked=is_masked, seed=seed), tokens[is_masked])
+        return cross_entropy(model(inputs, ptr, target_mask=is_masked, seed=seed), tokens[is_masked])
 
     def measure() -> list[Row]:
         nats, count, hits, densities = 0.0, 0, 0, []
         for number in range(tests.per_epoch):
             tokens, ptr = tests[number]
             inputs, is_masked = mask_tokens(tokens, mask, num_tokens, special=special, seed=number)
-            logits, trace = model(inputs, ptr, asked=is_masked, seed=number, return_trace=True)
+            logits, trace = model(inputs, ptr, target_mask=is_masked, seed=number, return_trace=True)
             nats += float(cross_entropy(logits, tokens[is_masked], reduction="sum").double())
             hits += int((logits.argmax(1) == tokens[is_masked]).sum())
             count += int(is_masked.sum())
             densities.append([edges(choice) for choice in trace.choices])
         bits = nats / count / math.log(2)
-        row = run.known | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": hits / count}
+        row = run.identity | {"bits_per_token": bits, "perplexity": 2**bits, "accuracy": hits / count}
         return [row | _parts(densities)]
 
     return fit(
@@ -206,7 +206,7 @@ def finetune(
         return cross_entropy(model(part.tokens, part.ptr, seed=2**32 * run.seed + step), part.labels)
 
     def measure() -> list[Row]:
-        row = run.known
+        row = run.identity
         for name, examples in data.items():
             if name != "train":
                 which = "" if name == task.dev[0] else f"_{name}"

@@ -65,12 +65,12 @@ class Run:
     evaluations: int = 30
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         """The cells that name the run in rows."""
         return {name: getattr(self, name) for name in ("graph", "arm", "learning_rate", "split")}
 
 
-def make_attention(run: Run, nodes: float) -> Any:
+def make_node_attention(run: Run, nodes: float) -> Any:
     """Attention over random pairs, those of a source that learns, or of one that does not (``sbm:frozen``); ``nodes`` of a graph in the mean."""
     name, _, frozen = run.arm.partition(":")
     source_options: dict[str, Any] = {
@@ -108,7 +108,7 @@ class Model(nn.Module):
             return GPSConv(run.channels, conv, run.heads, run.dropout, attn_type=OF_PYG[run.arm])
         if run.arm == "none":
             return WithoutAttention(run.channels, conv, 1, run.dropout)
-        return SparseGPSConv(run.channels, conv, make_attention(run, nodes), run.dropout)
+        return SparseGPSConv(run.channels, conv, make_node_attention(run, nodes), run.dropout)
 
     def forward(self, x: Tensor, edge_index: Adj, batch: Tensor) -> Tensor:
         x = self.embed(x)
@@ -188,7 +188,7 @@ def train(run: Run, task: Task, folder: Path, device: torch.device) -> list[Row]
                 alike.append(float((key == query).double().mean()))
                 densities.append(float(call.graph.density.mean()))
         scores, y = torch.cat(logits), torch.cat([data.y for data in held_out])
-        row = dict(run.known)
+        row = dict(run.identity)
         for part in ("val", "test"):
             mask = torch.cat([data[f"{part}_mask"][:, run.split] for data in held_out])
             row[part] = score(task.metric, scores[mask].cpu(), y[mask].cpu())
@@ -209,5 +209,5 @@ def _batches(graphs: list[Any], size: int, device: torch.device) -> list[Any]:
 
 def train_all(runs: list[Run], tasks: dict[str, Task], folder: Path, device: torch.device) -> None:
     """Trains the runs whose rows are missing in a folder."""
-    settings = settings_of_all(runs, "graph", runs[0].known)
+    settings = settings_of_all(runs, "graph", runs[0].identity)
     train_missing(folder, "graphs", settings, runs, lambda run: train(run, tasks[run.graph], folder, device))

@@ -39,7 +39,7 @@ class Run:
         return run_name(self.method, self.density)
 
     @property
-    def known(self) -> Row:
+    def identity(self) -> Row:
         """The cells that name the run in rows."""
         return {"task": self.task, "run": self.name, "seed": self.seed}
 
@@ -98,7 +98,7 @@ def train(run: Run, folder: Path) -> list[Row]:
         rows = []
         for size, test in tests.items():
             columns = {"length": test.tokens.size(1), "size": " x ".join(map(str, size))}
-            rows.append(run.known | columns | evaluate(model, test))
+            rows.append(run.identity | columns | evaluate(model, test))
         return rows
 
     return fit(model, sparsifier, run, folder / run.file, losses, measure)

@@ -179,8 +179,8 @@ class MaskedLM(_Head):
     r"""A distribution over the vocabulary for each token, which trains an encoder to predict masked tokens.
 
     A linear layer with GELU and a layer norm, as in BERT. Logits are the products with the token embeddings of the
-    encoder, divided by :math:`\sqrt{channels}`, plus a bias of each token. Cost O(M channels num_tokens) for M tokens
-    that are asked for, in addition to the encoder.
+    encoder, divided by :math:`\sqrt{channels}`, plus a bias of each token. Cost O(M channels num_tokens) for M
+    tokens to predict, in addition to the encoder.
 
     Args:
         encoder: The encoder, with a vocabulary.
@@ -189,14 +189,14 @@ class MaskedLM(_Head):
         TypeError, ValueError: ``encoder`` is not a :class:`SequenceEncoder`, or reads features.
 
     Shapes:
-        - tokens ``[N]`` int64, ptr ``[B+1]``, asked ``[N]`` bool; logits ``[N, num_tokens]``, or ``[M, num_tokens]``
-          for the M tokens that are asked for.
+        - tokens ``[N]`` int64, ptr ``[B+1]``, target_mask ``[N]`` bool; logits ``[N, num_tokens]``, or
+          ``[M, num_tokens]`` for the M tokens to predict.
 
     Example:
         >>> model = MaskedLM(SequenceEncoder(num_tokens=31, channels=16, attention_options={"num_clusters": 4}))
         >>> tokens, ptr = torch.randint(30, (50,)), torch.tensor([0, 20, 50])  # number 30 is the mask
-        >>> inputs, asked = mask_tokens(tokens, mask_token=30, num_tokens=30, seed=0)
-        >>> loss = torch.nn.functional.cross_entropy(model(inputs, ptr, asked=asked), tokens[asked])
+        >>> inputs, target_mask = mask_tokens(tokens, mask_token=30, num_tokens=30, seed=0)
+        >>> loss = torch.nn.functional.cross_entropy(model(inputs, ptr, target_mask=target_mask), tokens[target_mask])
 
     Reference: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019.
     Unlike there, logits are divided, since token embeddings start with standard deviation 1.
@@ -215,24 +215,24 @@ class MaskedLM(_Head):
         tokens: Tensor,
         ptr: Tensor | None = None,
         *,
-        asked: Tensor | None = None,
+        target_mask: Tensor | None = None,
         return_trace: bool = False,
         **options: Any,
     ) -> Any:
         """Logits, or logits and :class:`EncoderTrace`; other arguments as :meth:`SequenceEncoder.forward`.
 
         Args:
-            asked: Mask of the tokens to predict, ``[N]`` bool; None: all.
+            target_mask: Mask of the tokens to predict, ``[N]`` bool; None: all.
         """
         x, trace = self._encode(tokens, ptr, return_trace=return_trace, **options)
-        if asked is not None:
-            checks.tensors(asked=asked)
-            if asked.shape != x.shape[:1] or asked.dtype != torch.bool:
-                got = f"{list(asked.shape)} {asked.dtype}"
+        if target_mask is not None:
+            checks.tensors(target_mask=target_mask)
+            if target_mask.shape != x.shape[:1] or target_mask.dtype != torch.bool:
+                got = f"{list(target_mask.shape)} {target_mask.dtype}"
                 raise ValueError(
-                    f"Expected 'asked' to be {[*x.shape[:1]]} bool (got {got}). It is a mask of the tokens."
+                    f"Expected 'target_mask' to be {[*x.shape[:1]]} bool (got {got}). It is a mask of the tokens."
                 )
-            x = x[asked]
+            x = x[target_mask]
         hidden = self.norm(nn.functional.gelu(self.dense(x))) * self.encoder.channels**-0.5
         logits = nn.functional.linear(hidden, self.encoder.token.weight, self.bias)
         return (logits, *trace) if return_trace else logits
@@ -244,29 +244,29 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask random tokens, for a :class:`MaskedLM` to predict them.
 
-    Each token is asked for with the same probability, independently; if none is, one at random is. Of those asked for,
-    a part is replaced by the mask, a part by random tokens, and the others stay. Call it anew for each batch. Cost
-    O(N).
+    Each token becomes a target with the same probability, independently; at least one random token does. The mask
+    replaces a part of the targets, random tokens replace another part, and the others stay. Call it anew for each
+    batch. Cost O(N).
 
     Args:
         tokens: Token numbers, ``[N]`` or any other shape, int64.
         mask_token: Number of the mask.
         num_tokens: Random tokens have numbers in ``0 .. num_tokens-1``.
-        probability: Probability in (0, 1] that a token is asked for.
-        masked: Part of these that the mask replaces.
-        random: Part of these that random tokens replace; ``masked + random`` is at most 1.
-        special: Numbers of tokens that are never asked for, such as separators, ``[S]`` int64.
+        probability: Probability in (0, 1] that a token is a target.
+        masked: Fraction of the targets that the mask replaces.
+        random: Fraction of the targets that random tokens replace; ``masked + random`` is at most 1.
+        special: Numbers of tokens that are never targets, such as separators, ``[S]`` int64.
         seed: Fixes the choice; from torch's default generator if None.
 
     Returns:
-        The tokens with masks, and a mask of the tokens that are asked for, bool; both shaped as ``tokens``.
+        The tokens with masks, and the mask of the targets, bool; both shaped as ``tokens``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or all tokens are special.
 
     Example:
-        >>> inputs, asked = mask_tokens(torch.randint(30, (1000,)), mask_token=30, num_tokens=30, seed=0)
-        >>> int(asked.sum()), int((inputs == 30).sum())
+        >>> inputs, target_mask = mask_tokens(torch.randint(30, (1000,)), mask_token=30, num_tokens=30, seed=0)
+        >>> int(target_mask.sum()), int((inputs == 30).sum())
         (152, 123)
 
     Reference: Devlin et al., 2019. As in RoBERTa, tokens are chosen anew in each call.

@@ -61,7 +61,7 @@ class Sparsifier:
             number of keys ``k`` keep at least so many for each query.
         total_steps: Number of training steps.
         dense_part: Part of the steps that are dense, in [0, 1].
-        every: Number of steps from one trial step to the next, at least 2.
+        trial_interval: Number of steps from one trial step to the next, at least 2.
         keep_dense: Names of modules whose attention stays dense, as in ``model.named_modules()``.
         scaler: The :class:`torch.amp.GradScaler` of the loss. Needed for float16.
 
@@ -91,7 +91,7 @@ class Sparsifier:
         total_steps: int,
         *,
         dense_part: float = 0.7,
-        every: int = 10,
+        trial_interval: int = 10,
         keep_dense: Iterable[str] = (),
         scaler: Any = None,
     ) -> None:
@@ -99,7 +99,7 @@ class Sparsifier:
         checks.number("density", density, "(0, 1)", "It is a part of the pairs; leave the Sparsifier out for all.")
         total_steps = checks.integer("total_steps", total_steps, 1, "It is the number of training steps.")
         checks.number("dense_part", dense_part, "[0, 1]", "It is a part of the training steps.")
-        every = checks.integer("every", every, 2, "One of so many steps is a trial step.")
+        trial_interval = checks.integer("trial_interval", trial_interval, 2, "One of so many steps is a trial step.")
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(f"Expected 'scaler' to be a GradScaler (got {type(scaler).__name__}). Leave it out.")
         self.sources, dense_sources = self._find_sources(model, keep_dense)
@@ -114,13 +114,13 @@ class Sparsifier:
         self._was_sparse = any(schedule is not None and not schedule.is_dense_phase for schedule in schedules)
         for source in dense_sources:
             source.target_density, source.schedule = 1.0, None
-        self.density, self.total_steps, self.every = float(density), total_steps, every
+        self.density, self.total_steps, self.trial_interval = float(density), total_steps, trial_interval
         self.dense_steps = math.ceil(dense_part * total_steps * (1 - 1e-12))  # 0.55 of 100 is 55
         """Number of steps before all steps run at the target density."""
         self.steps = 0
         """Number of steps that are over. A trainer that counts steps itself sets it before :meth:`step`."""
         self.history: list[Loss] = []
-        """Running losses after each trial step, and after each ``every``-th sparse step."""
+        """Running losses after each trial step, and after every ``trial_interval`` sparse steps."""
         self._dense = self._sparse = math.nan
         self._since_trial = 0  # steps, or since the last row of the history
         parts: Iterable[Any] = model.modules()
@@ -226,7 +226,7 @@ class Sparsifier:
         else:
             self._dense = _mix(self._dense, value, min(MOMENTUM, 1 - 1 / self.steps))
         self._since_trial += 1
-        if self._since_trial >= self.every:
+        if self._since_trial >= self.trial_interval:
             self._since_trial = 0
             self.history.append(Loss(self.steps, self._dense, self._sparse, was_sparse))
         self.set_density()
@@ -245,7 +245,7 @@ class Sparsifier:
     @property
     def _is_trial(self) -> bool:
         """Whether the next step is a trial step."""
-        return not self.is_sparse and self._since_trial >= self.every - 1
+        return not self.is_sparse and self._since_trial >= self.trial_interval - 1
 
     @property
     def next_density(self) -> float:
