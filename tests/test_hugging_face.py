@@ -832,18 +832,24 @@ def test_models_without_such_attention_are_refused() -> None:
 
 def test_models_inside_a_model_are_all_replaced_or_none() -> None:
     """As in a model of sentences around an encoder, or two encoders in one."""
-    model = nn.ModuleDict({"first": bert(), "second": bert()})
+    model: Any = nn.ModuleDict({"first": bert(), "second": bert()})
     names = replace_attention(model, **OPTIONS)
     assert names[::2] == [f"{name}.bert.encoder.layer.0.attention.self" for name in model]
     assert restore_attention(model) == names
     config: Any = transformers.DebertaV2Config(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
     )
+    replace_attention(model, **OPTIONS)
+    before, first = sources(model), sources(model["first"])
     model["second"] = transformers.DebertaV2Model(config)
     with pytest.raises(ValueError, match="got none in DebertaV2Model"):
-        replace_attention(model, **OPTIONS)
-    with pytest.raises(ValueError, match="to have graph sources"):
-        restore_attention(model["first"])
+        replace_attention(model, source="top_k", k=2)
+    assert [*map(id, sources(model))] == [*map(id, first)]  # those of before, not dense
+    assert len(before) == 2 * len(first)
+    assert model["first"].config.sbm["source"] == "sbm"
+    assert restore_attention(model) == [name for name in names if name.startswith("first")]  # the second has none
+    with pytest.raises(ValueError, match=r"to have graph sources \(got none in BertForSequence\w*, DebertaV2Model\)"):
+        restore_attention(model)
 
 
 def test_options_are_checked() -> None:

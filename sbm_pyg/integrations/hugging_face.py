@@ -36,7 +36,7 @@ from ..ops import checks
 from ..training.sparsifier import Sparsifier
 from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
 
-__all__ = ["SparsifierCallback", "add_sources", "remove_sources"]
+__all__ = ["SparsifierCallback", "prepare_sources", "remove_sources"]
 
 SET_BY_MODEL = {"in_channels", "out_channels", "heads", "concat", "bias", "dropout", "is_causal"}
 """Options that the model sets."""
@@ -48,22 +48,32 @@ BEFORE = "_attention_before_sbm"
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
-def add_sources(model: PreTrainedModel, source: str, options: Mapping[str, Any]) -> list[str]:
-    """Give each self-attention of a model a graph source, see :func:`sbm_pyg.replace_attention`."""
+def prepare_sources(model: PreTrainedModel, source: str, options: Mapping[str, Any]) -> Callable[[], list[str]]:
+    """Make a graph source for each self-attention of a model, see :func:`sbm_pyg.replace_attention`.
+
+    Returns:
+        A function that puts the sources into the model and returns the names of its layers. Until then, the model is
+        unchanged.
+    """
     options = {"source": source, **{name: _as_json(value) for name, value in options.items()}}
     before = {name: part.config._attn_implementation for name, part in _models(model).items()}
-    names = _attach(model, options, replaced=True)
-    if BEFORE not in model.__dict__:
-        model.__dict__[BEFORE] = before
-    model.set_attn_implementation(NAME)
-    return names
+    attach = _prepare(model, options, replaced=True)
+
+    def add_sources() -> list[str]:
+        names = attach()
+        model.__dict__.setdefault(BEFORE, before)
+        model.set_attn_implementation(NAME)
+        return names
+
+    return add_sources
 
 
 def remove_sources(model: PreTrainedModel) -> list[str]:
-    """Undo :func:`add_sources`, see :func:`sbm_pyg.restore_attention`."""
+    """Remove the sources of a model, if it has any, see :func:`sbm_pyg.restore_attention`."""
     modules = model.named_modules()
     parts = {name: module for name, module in modules if NAME in module._modules or NAME in vars(module)}
-    checks.require(parts, "model", "to have graph sources", f"none in {type(model).__name__}", "It is dense already.")
+    if not parts:
+        return []
     names = [name for name, module in parts.items() if getattr(module, NAME) is not None]
     for module in parts.values():
         delattr(module, NAME)
@@ -79,8 +89,8 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
 # ------------------------------------------------------------------ sources in models
 
 
-def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> list[str]:
-    """Add a part with a source to the self-attention modules of a model; returns the names of those that have one."""
+def _prepare(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> Callable[[], list[str]]:
+    """Make parts with sources for the self-attention modules of a model. The result adds them and returns names."""
     modules = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
     stays = {
         name for name, module in modules.items() if CROSS.search(f"{name} {type(module).__name__}") or _is_local(module)
@@ -100,16 +110,22 @@ def _attach(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool =
     for name, module in modules.items():
         if replaced or not hasattr(module, NAME):
             made[name] = None if name in stays else _make_part(module, options)
-    for name, part in made.items():
-        setattr(modules[name], NAME, part)
-    for number, module in enumerate(modules.values()):  # layers draw other words in evaluation, the same after loading
-        if getattr(module, NAME) is not None:
-            getattr(module, NAME).conv.eval_seed = number
-    for config in _configs(model, modules.values()) if made else ():
-        config.sbm, config.attn_implementation = dict(options), NAME
-        if replaced:
-            config._attn_implementation_internal = NAME
-    return [name for name, module in modules.items() if getattr(module, NAME) is not None]
+
+    def attach() -> list[str]:
+        for name, part in made.items():
+            setattr(modules[name], NAME, part)
+        for number, module in enumerate(
+            modules.values()
+        ):  # layers draw other words in evaluation, the same after loading
+            if getattr(module, NAME) is not None:
+                getattr(module, NAME).conv.eval_seed = number
+        for config in _configs(model, modules.values()) if made else ():
+            config.sbm, config.attn_implementation = dict(options), NAME
+            if replaced:
+                config._attn_implementation_internal = NAME
+        return [name for name, module in modules.items() if getattr(module, NAME) is not None]
+
+    return attach
 
 
 def _models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
@@ -258,7 +274,7 @@ def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) 
     if selected and not self._can_set_attn_implementation():
         _refuse_own_attention(self)
     if selected or options is not None:
-        _attach(self, {"source": "sbm", **(options or {})})
+        _prepare(self, {"source": "sbm", **(options or {})})()
     original(self, *args, **kwargs)
 
 

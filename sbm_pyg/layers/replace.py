@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -70,8 +71,9 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
     """
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     if of_transformers := _transformers_models(model):
-        source = "full" if source is None else source
-        return _replace_in_transformers(of_transformers, source, options)
+        prepare = partial(_wing().prepare_sources, source="full" if source is None else source, options=options)
+        calls = {name: prepare(part) for name, part in of_transformers.items()}  # before any of them is changed
+        return [_joined(name, layer) for name, add_sources in calls.items() for layer in add_sources()]
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared layer stays shared
         parent = name.rpartition(".")[0]
@@ -151,7 +153,10 @@ def restore_attention(model: nn.Module) -> list[str]:
     checks.kind("model", model, nn.Module, "a module", "Pass a model of torch.")
     if of_transformers := _transformers_models(model):
         remove = _wing().remove_sources
-        return [_joined(name, layer) for name, part in of_transformers.items() for layer in remove(part)]
+        names = [_joined(name, layer) for name, part in of_transformers.items() for layer in remove(part)]
+        kinds = ", ".join(type(part).__name__ for part in of_transformers.values())
+        checks.require(names, "model", "to have graph sources", f"none in {kinds}", "It is dense already.")
+        return names
     layers = _replaced(model)
     if not layers or "" in layers:
         way_out = "Use its `to_torch` or `to_gps`." if layers else "There is nothing to restore."
@@ -190,21 +195,6 @@ def _joined(parent: str, child: str) -> str:
     return f"{parent}.{child}" if parent else child
 
 
-def _replace_in_transformers(models: Mapping[str, nn.Module], source: str, options: Mapping[str, Any]) -> list[str]:
-    """Add sources to all models; if one refuses them, restore the others."""
-    wing, layers = _wing(), []
-    changed: list[nn.Module] = []
-    for name, model in models.items():
-        try:
-            layers += [_joined(name, layer) for layer in wing.add_sources(model, source, options)]
-        except Exception:
-            for other in changed:
-                wing.remove_sources(other)
-            raise
-        changed.append(model)
-    return layers
-
-
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers made by :func:`replace_attention`, under every name that they have in the model."""
     modules = model.named_modules(remove_duplicate=False)
@@ -212,7 +202,7 @@ def _replaced(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _dense(layer: nn.Module) -> nn.Module:
-    """Return the original layer of torch or PyG, for a layer that was replaced; else None."""
+    """Return the original layer of torch or PyG, or the layer itself if it was not replaced."""
     if isinstance(layer, SparseGPSConv):
         return layer.to_gps()
     return layer.to_torch() if isinstance(layer, SBMMultiheadAttention) else layer
