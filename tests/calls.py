@@ -61,16 +61,13 @@ words = torch.tensor([0, 1, 2, 0, 1])
 PairClassifier(encoder, 3, pool_length=4)((words, words), (ptr, ptr))
 SequenceClassifier(encoder, 3)(words, ptr), TokenClassifier(encoder, 3)(words, ptr)
 SBMHead(3, 2, 4, degree_corrected=True).degrees(vectors, vectors)
-Choice(graph, sbm).select(graph.col % 2 == 0), analysis.lemma1(4, [0.3], samples=2, progress=False).limit
-analysis.communities_of(sbm), analysis.path_probability(5, 0.4)
+Choice(graph, sbm).select(graph.col % 2 == 0)
+analysis.communities_of(sbm)
 gradients.concrete_bias(sbm, graph, temperature=0.5, seed=1), gradients.relaxed_bias(sbm, graph)
 gradients.score_function(sbm, graph, torch.ones(1)), gradients.straight_through(sbm, graph)
 indexer.KeyScorer(3, 2, hidden=5)(vectors, vectors), indexer.KeyScorer(3, 2).reset_parameters()
 info.collect(test=False), info.self_test()
 plots.plot_communities(graph, sbm), plots.plot_density(torch.rand(2, 3, 2))
-plots.plot_lemma1(analysis.lemma1(4, [0.3, 0.6], samples=2, progress=False))
-plots.plot_inputs([square, None]), plots.plot_pixel_attention([square], torch.rand(1, 2, 2))
-plots.plot_training_density([{"step": 0, "density_layer0_head0": 0.3}])
 predictors.clustering(tokens, torch.randn(2, 2, 3), top=1), selectors.lsh(tokens, num_buckets=4, chunk_size=2)
 projection_loss(vectors, vectors, graph), unpad(torch.randn(3, 4, 2), torch.arange(4) < torch.tensor([[1], [4], [2]]))
 EncoderTrace((Choice(graph, sbm), None), (1, 2)).density_loss(0.2)
@@ -83,7 +80,6 @@ ESTIMATOR_NAMES = [
 ]  # fmt: skip
 EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "estimators.ESTIMATORS": "a constant",
-    "plots.plot_extremes": "it calls plot_inputs or plot_pixel_attention",
     "info.main": "a command, see test_info.py",
     "sparsefinder.Sample": "a type",
     **dict.fromkeys(("Sparsifier", *(f"Sparsifier.{name}" for name in ("step", "state_dict", "load_state_dict", "losses", "next_density", "passes", "scaler"))),
@@ -124,7 +120,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("ragged.count_pairs", "ragged.draw_seed", "ragged.resolve_sequence_ids", "ragged.resolve_sides"), "called by layers and samplers"),
     **dict.fromkeys(ESTIMATOR_NAMES, "called by the layer, whose cases draw every estimator"),
     **{f"analysis.{name}": "a record that the library makes and users read" for name in
-       ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma1", "Lemma2", "Universality")},
+       ("Certificate", "GraphStatistics", "HamiltonianPath", "Lemma2", "Universality")},
 }  # fmt: skip
 
 

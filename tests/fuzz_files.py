@@ -16,7 +16,6 @@ All else is a fault: other exceptions, crashes, more than ``LIMIT`` seconds or `
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import gzip
 import hashlib
@@ -55,7 +54,6 @@ from examples.lra.data import pathfinder, prepare, readers
 from examples.lra.data.tasks import TASKS
 from examples.sparsefinder import model as sparsefinder
 from sbm_pyg import AttentionGraph, BlockGraph, SequenceClassifier, SequenceEncoder
-from sbm_pyg.analysis import plots
 
 LIMIT, MEMORY = 20.0, 1024  # seconds, and MiB above those of the start, that a call may take
 CALLS_OF_A_CHILD = 200
@@ -115,13 +113,6 @@ def read_graphs(folder: Path) -> Any:
     for graph in (found["graph"], found["blocks"].blocks):
         expect(bool((graph.rowptr.diff() >= 0).all()), "negative degrees")
         expect(not len(graph.col) or 0 <= int(graph.col.min()) <= int(graph.col.max()) < graph.num_keys, "columns")
-
-
-def write_curves(folder: Path) -> None:
-    rows: list[list[Any]] = [["step", "density_layer0_head0", "density_layer0_head1"]]
-    rows += [[n, 0.5 / n, 0.25] for n in range(1, 20)]
-    with (folder / "train.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
 
 
 def make_rows(folder: Path) -> None:
@@ -298,7 +289,6 @@ def read_heterophilous(folder: Path) -> Any:
 
 READERS: Mapping[str, Reader] = {
     "model": Reader(make_model, read_model), "graph": Reader(make_graphs, read_graphs, foreign=True),
-    "curves": Reader(write_curves, lambda folder: plots.plot_training_density(folder / "train.csv")),
     "rows": Reader(make_rows, read_rows), "run": Reader(make_run, read_run, guarded=True),
     "text": Reader(make_text, read_text), "glue": Reader(make_glue, read_glue),
     "reviews": Reader(make_reviews, read_reviews), "listops": Reader(make_trees, read_rows_of("listops")),

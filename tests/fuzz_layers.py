@@ -282,11 +282,6 @@ def _temperature(result: Any, temperature: Any, **_: Any) -> None:
     expect(not math.isnan(temperature) and temperature > 0, "a temperature that is not positive was taken")
 
 
-def _share(result: Any, n: Any, p: Any) -> None:
-    p = torch.as_tensor(p)
-    expect(int(n) == n and n >= 1 and bool(((p >= 0) & (p <= 1)).all()), "a number out of range was taken")
-
-
 def _drawn(result: Any, /, **_: Any) -> None:
     expect(type(result).__name__ == "Figure" and len(result.get_label()) > 20, "no figure with a caption")
 
@@ -306,8 +301,6 @@ DETAILS: dict[str, dict[str, Any]] = {  # fields of cases, where they are not th
     "SBMMultiheadAttention.from_torch": {"more": {"attention": ATTENTIONS}, "names": {"attention": ("add_bias_kv", "add_zero_attn")}},
     "SparseGPSConv.forward": {"names": {"x": ("rate",)}},
     "Tokens.with_vectors": {"free": ("query", "key")},
-    "analysis.log10_cycles": {"check": _share},
-    "analysis.path_probability": {"check": _share},
     "ops.block_attention": {"names": {"rows": ("rowptr", "col")}},
     "gradients.concrete_bias": {"check": _temperature},
     "selectors.SelectorSource": {"free": ("k", "num_buckets")},

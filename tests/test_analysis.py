@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import inspect
 import itertools
 import math
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +30,6 @@ from sbm_pyg import SBM, AttentionGraph, analysis, sample_edges
 from sbm_pyg.analysis import (
     Certificate,
     HamiltonianPath,
-    Lemma1,
     communities_of,
     conditions,
     expected_graph,
@@ -40,10 +37,7 @@ from sbm_pyg.analysis import (
     hamiltonian,
     hamiltonian_path,
     is_hamiltonian_path,
-    lemma1,
     lemma2,
-    log10_cycles,
-    path_probability,
     spread_steps,
     to_networkx,
 )
@@ -444,7 +438,7 @@ sbm = SBM(torch.ones(1, 4, 1), torch.ones(1, 4, 1), torch.ones(1, 1, 1))
 for call in (
     lambda: analysis.graph_statistics(graph), lambda: analysis.graph_statistics(graph, spectral_gap=False),
     lambda: analysis.hamiltonian_path(graph), lambda: analysis.universality(graph), lambda: analysis.universality(sbm),
-    lambda: analysis.spread_steps([graph]), lambda: analysis.lemma1(5, [0.5], samples=9), lambda: analysis.lemma2(6, 2).s(),
+    lambda: analysis.spread_steps([graph]), lambda: analysis.lemma2(6, 2).s(),
 ):
     try:
         call()
@@ -643,78 +637,6 @@ def test_the_expected_graph_of_a_strict_model_has_earlier_keys_alone() -> None:
             assert torch.equal(graph.to_dense(sequence), sbm.edge_prob_dense(sequence) > 0.5)
 
 
-# ----------------------------------------------------------------------------------------------------------- Lemma 1
-
-
-def test_expected_cycles_and_paths_equal_enumeration() -> None:
-    n, p = 4, 0.3
-    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
-    cycles = paths = 0.0
-    for choice in itertools.product((False, True), repeat=len(pairs)):
-        arcs = np.zeros((n, n), bool)
-        for pair, chosen in zip(pairs, choice, strict=True):
-            arcs[pair] = chosen
-        weight = p ** sum(choice) * (1 - p) ** (len(pairs) - sum(choice))
-        cycles += weight * sum(
-            arcs[0, a] and arcs[a, b] and arcs[b, c] and arcs[c, 0] for a, b, c in itertools.permutations((1, 2, 3))
-        )
-        paths += weight * held_karp(arcs)
-    assert 10 ** float(log10_cycles(n, p)) == pytest.approx(cycles)
-    result = lemma1(n, [p], samples=400, seed=3)
-    assert result.found + result.absent == 400
-    assert float(result.share[0]) == pytest.approx(paths, abs=5 * math.sqrt(paths * (1 - paths) / 400))
-
-
-def test_lemma1_shows_that_the_expectation_says_little() -> None:
-    defaults = {name: each.default for name, each in inspect.signature(lemma1).parameters.items()}
-    assert defaults == {"n": 64, "probabilities": None, "samples": 200, "seed": 0, "time_limit": 1.0, "progress": True}
-    result = lemma1(48, samples=25, seed=0)
-    assert len(result.probabilities) == 12
-    assert (result.found + result.absent == 25).all()
-    at = float(np.interp(result.lemma, result.probabilities, result.log10_cycles))
-    assert at > 0  # one cycle and more is expected where hardly a graph has a path
-    assert float(path_probability(48, result.lemma)) < 0.1
-    assert result.share[0] == 0
-    assert result.share[-1] > 0.9
-    low, high = result.interval
-    assert ((low <= result.limit + 0.15) & (result.limit - 0.15 <= high)).all()
-    assert "10^" in str(result)
-
-
-def test_lemma1_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    lemma1(5, [0.5], samples=3)
-    assert "lemma1: 100%" in capsys.readouterr().err
-    lemma1(5, [0.5], samples=3, progress=False)
-    assert not capsys.readouterr().err
-
-
-def test_lemma1_errors() -> None:
-    for arguments, error, message in (
-        ({"n": 2}, ValueError, "Expected 'n' to be at least 3 (got 2). The default is 64."),
-        ({"n": 2.5}, TypeError, "Expected 'n' to be an int (got float)."),
-        ({"n": 2**40}, ValueError, "Expected 'n' to ask for no more than memory holds (got 1,099,511,627,776 tokens"),
-        ({"n": 2**70}, ValueError, "Expected 'n' to ask for no more than memory holds (got more than 2**63 tokens"),
-        ({"n": 10**6, "probabilities": [0.9]}, ValueError,
-         "Expected 'n' to ask for no more than memory holds (got 900,000,000,000 edges"),
-        ({"samples": 0}, ValueError, "Expected 'samples' to be at least 1 (got 0)."),
-        ({"samples": 2**31}, ValueError,
-         "Expected 'samples' to be at most 745,526 for 12 probabilities of graphs of 64 tokens (got 2147483648: more"),
-        ({"n": 3000, "samples": 10**5}, ValueError,
-         "Expected 'samples' to be at most 1,331 for 12 probabilities of graphs of 3,000 tokens"),
-        ({"probabilities": []}, ValueError,
-         "Expected 'probabilities' to be a list of numbers in (0, 1] (got []). Leave it out"),
-        ({"probabilities": ["x"]}, ValueError,
-         "Expected 'probabilities' to be a list of numbers in (0, 1] (got ['x'])."),
-        ({"time_limit": math.nan}, ValueError, "Expected 'time_limit' to be a positive number of seconds (got nan)."),
-        ({"seed": 0.5}, TypeError, "Expected 'seed' to be an integer (got 0.5)."),
-    ):  # fmt: skip
-        refuses(partial(lemma1, **arguments), message, error)
-    for law in (log10_cycles, path_probability):
-        refuses(partial(law, 0, 0.5), "Expected 'n' to be at least 1 (got 0)")
-        refuses(partial(law, 4, 1.5), "Expected 'p' in [0, 1] and 'n' below 2**53 (got 1.5 and 4)")
-    assert log10_cycles(4, 0.0) == -math.inf
-
-
 # -------------------------------------------------------------------------------------------------------- statistics
 
 
@@ -865,14 +787,6 @@ def test_communities_may_have_any_numbers() -> None:
         graph, communities=torch.tensor([2**62, -7, 2**40])[communities], spectral_gap=False
     ).modularity
     assert torch.equal(found, wanted)
-
-
-def test_the_interval_is_that_of_wilson() -> None:
-    """7 of 20 at 95 %: [0.1812, 0.5671], a value of the literature (Brown, Cai and DasGupta's formula by hand)."""
-    result = Lemma1(10, 20, np.array([0.5]), np.array([7]), np.array([13]))
-    peer = scipy.stats.binomtest(7, 20).proportion_ci(0.95, method="wilson")
-    np.testing.assert_allclose(np.concatenate(result.interval), [peer.low, peer.high], rtol=1e-6)
-    assert f"{peer.low:.3f} to {peer.high:.3f}" in str(result)
 
 
 # ---------------------------------------------------------------------------------------------------------- networkx

@@ -6,8 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,12 +40,6 @@ def trace() -> EncoderTrace:
         return encoder(torch.arange(64) % 10, torch.tensor([0, 16, 32, 48, 64]), seed=0, return_trace=True)[1]
 
 
-ROWS = [
-    {"step": 10.0 * step, "loss": 1.0, "density_layer0_head0": 0.2, "density_layer1_head0": 0.01 * step}
-    for step in range(5)
-]
-
-
 def losses() -> list[Loss]:
     """Dense at first, sparse from step 30 on."""
     return [Loss(step, 1.0, 2.0 - step / 100, step >= 30) for step in range(10, 60, 10)]
@@ -55,16 +48,12 @@ def losses() -> list[Loss]:
 def figures(trace: EncoderTrace) -> dict[str, Figure]:
     sbm = model()
     graph = sample_edges(sbm, seed=0)
-    images = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(0))
     return {
         "mask": plots.plot_mask(graph, sbm, head=1), "mask alone": plots.plot_mask(GRAPHS["bipartite"], head=2, title="Layer 3"),
         "mask of many tokens": plots.plot_mask(random_graph(1, 900, 500, 0.01)), "empty mask": plots.plot_mask(GRAPHS["no edges"]),
         "density": plots.plot_density(trace),
         "densities of tasks": plots.plot_density({"ListOps": trace.density, "Text": trace.density[:1, :1]}),
-        "pixels": plots.plot_pixel_attention(trace, images), "inputs": plots.plot_inputs(trace, sequences=[2, 0], titles=["two", "zero"]),
-        "extremes": plots.plot_extremes(trace), "extremes of images": plots.plot_extremes(trace, images, count=1, titles=list("abcd")),
-        "blocks": plots.plot_communities(graph, sbm), "training": plots.plot_training_density(ROWS),
-        "losses": plots.plot_losses(losses()), "lemma 1": plots.plot_lemma1(analysis.lemma1(8, [0.1, 0.3, 0.6], samples=4)),
+        "blocks": plots.plot_communities(graph, sbm), "losses": plots.plot_losses(losses()),
     }  # fmt: skip
 
 
@@ -83,8 +72,6 @@ def test_every_figure_has_labels_and_a_caption_and_renders(trace: EncoderTrace) 
             if name.startswith("densit"):
                 assert axes.get_ylabel(), name  # layers are named at the ticks
                 assert all(tick.get_text().startswith("layer ") for tick in axes.get_xticklabels())
-            elif name == "lemma 1":
-                assert axes.get_ylabel()
             else:
                 assert any(labels) if is_bar else (all(labels) or inner), (name, labels)
         images = sum(bool(axes.images) for axes in figure.axes)
@@ -169,20 +156,18 @@ def test_pictures_of_sparse_masks_are_those_of_dense_ones(monkeypatch: pytest.Mo
             plots.plot_mask(graph, sbm, head=1).axes,
             plots.plot_communities(graph, sbm, head=1).axes,
         )
-        inputs = plots.plot_inputs([graph]).axes
-        for axes in (alone[0], pair[0], sorted_[0], inputs[1]):
+        for axes in (alone[0], pair[0], sorted_[0]):
             np.testing.assert_array_equal(np.asarray(axes.images[0].get_array()), cell_means(mask, cell))
         ordered = cell_means(mask[np.ix_(*order)], cell)
         np.testing.assert_array_equal(np.asarray(sorted_[1].images[0].get_array()), ordered)
         p = sbm.edge_prob_dense()[1].double().numpy()
         np.testing.assert_allclose(np.asarray(pair[1].images[0].get_array()), cell_means(p, cell))
-        for axes in (alone[0], *pair[:2], *sorted_[:2], inputs[1]):
+        for axes in (alone[0], *pair[:2], *sorted_[:2]):
             assert axes.images[0].get_extent() == [-0.5, mask.shape[1] - 0.5, mask.shape[0] - 0.5, -0.5]
         assert alone[0].images[0].get_clim() == (0, cell_means(mask, cell).max())
         share = f"density {100 * mask.mean():.3g} %"
         assert alone[0].get_title() == f"sampled mask: {int(mask.sum()):,} edges, {share}"
         assert sorted_[0].get_title() == f"in the order of the tokens: {share}"
-        assert inputs[1].get_title() == f"layer 0, head 1\n{share}"
         assert (f"{cell} x {cell} pairs" in alone[1].get_ylabel()) == (cell > 1)
 
 
@@ -192,17 +177,6 @@ def test_densities_of_causal_masks_count_allowed_pairs() -> None:
     drawn, expected = plots.plot_mask(graph, sbm).axes[:2]
     assert drawn.get_title() == "sampled mask: 10 edges, density 100 %"
     assert expected.get_title() == "expectation: 5 edges, density 50 %"
-    pixels = plots.plot_pixel_attention([graph], torch.rand(1, 2, 2)).axes[1]
-    for axes in (pixels, plots.plot_inputs([graph]).axes[0]):
-        assert axes.get_title() == "layer 0, head 0\ndensity 100 %"
-
-
-def test_lemma_1_of_the_fewest_tokens() -> None:
-    result = analysis.lemma1(3, [1.0], samples=1)
-    assert result.lemma == 1
-    figure = plots.plot_lemma1(result)
-    assert "in the limit 100 % of the graphs" in str(figure.get_label())
-    assert all(0 <= cast(Any, text).xy[1] <= 1 for text in figure.axes[0].texts)  # beside their lines
 
 
 def test_density_bars_are_means_and_deviations_over_inputs() -> None:
@@ -221,37 +195,6 @@ def test_density_bars_are_means_and_deviations_over_inputs() -> None:
 def test_a_mask_without_edges_has_the_colors_of_0_to_1() -> None:
     figure = plots.plot_mask(patterns.full(6).select(torch.zeros(36, dtype=torch.bool)))
     assert figure.axes[0].images[0].get_clim() == (0, 1)
-
-
-def test_pixels_show_how_many_attend_to_them(trace: EncoderTrace) -> None:
-    images = torch.rand(4, 4, 4)
-    figure = plots.plot_pixel_attention(trace, images, sequences=[2])
-    assert trace.graphs[1] is not None
-    mask = trace.graphs[1].to_dense(2)[0].double()
-    shown = figure.axes[3].images[0].get_array()
-    np.testing.assert_allclose(np.asarray(shown), 100 * mask.mean(0).view(4, 4))
-    assert figure.axes[3].get_title().startswith("layer 1, head 0\ndensity ")
-    np.testing.assert_allclose(np.asarray(figure.axes[0].images[0].get_array()), images[2])
-
-
-def test_extremes_are_the_sparsest_and_the_densest() -> None:
-    graphs = [
-        AttentionGraph.from_dense(
-            torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-            < torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7]).view(5, 1, 1, 1)
-        )
-    ]
-    density = torch.stack([graph.density for graph in graphs])
-    assert plots.density_extremes(density, 2) == ([1, 3], [4, 2])
-    assert plots.density_extremes(density, 50) == ([1, 3], [4, 2])
-    assert plots.density_extremes(density[:, :1]) == ([0], [0])
-    assert [len(each) for each in plots.density_extremes(torch.rand(1, 9, 1))] == [3, 3]
-    figure = plots.plot_extremes(graphs, count=2)
-    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes[:4]] == [
-        "input 1", "input 3", "input 4", "input 2",
-    ]  # fmt: skip
-    assert "the 2 inputs of lowest and the 2 of highest mean density among 5" in str(figure.get_label())
-    assert len(plots.plot_extremes([graphs[0].sequence(0)]).axes) == 2  # one input is drawn once
 
 
 def test_sorting_makes_communities_visible() -> None:
@@ -281,30 +224,15 @@ def test_colors_of_the_block_matrix_span_its_weights() -> None:
     )
 
 
-def test_training_density_reads_what_the_trainer_writes(tmp_path: Path) -> None:
-    log = tmp_path / "train.csv"
-    names = list(ROWS[0])
-    log.write_text("\n".join([",".join(names), *(",".join(str(row[name]) for name in names) for row in ROWS), "50,1."]))
-    for source in (log, str(log), ROWS):
-        axes = plots.plot_training_density(source).axes[0]
-        assert len(axes.lines) == 2
-        assert np.asarray(axes.lines[1].get_xdata()).tolist() == [0, 10, 20, 30, 40]  # the half row is dropped
-        assert axes.lines[1].get_ydata() == pytest.approx([0, 1, 2, 3, 4])
-        assert axes.lines[1].get_label() == "layer 1, head 0"
-
-
 def test_figures_go_where_they_are_told() -> None:
     figure = Figure()
-    first, second, third, fourth = figure.subplots(1, 4)
+    first, second = figure.subplots(1, 2)
     assert plots.plot_density(torch.rand(2, 3, 2), ax=first) is figure
-    assert plots.plot_training_density(ROWS, ax=second) is figure
-    assert plots.plot_losses(losses(), ax=fourth) is figure
-    assert plots.plot_lemma1(analysis.lemma1(6, [0.5], samples=2), ax=third) is figure
+    assert plots.plot_losses(losses(), ax=second) is figure
     assert first.patches
-    assert len(second.lines) == 2
-    assert len(fourth.lines) == 4
+    assert len(second.lines) == 4
     assert not figure.get_supxlabel()  # the caption is up to whoever made the figure
-    assert str(figure.get_label()).startswith("Random directed graphs of 6 tokens.")
+    assert str(figure.get_label()).startswith("Running losses of training")
 
 
 def test_losses_show_when_training_became_sparse() -> None:
@@ -319,36 +247,16 @@ def test_losses_show_when_training_became_sparse() -> None:
         plots.plot_losses([1.0])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("content", [b'{\n"step": 1,\n}\n', b"PK\x80\x03", b"\x00\n\x00,\x01\n"])
-def test_a_file_that_is_not_of_the_trainer_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(content)
-    with pytest.raises(ValueError, match=r"Expected 'log' (with columns|to be a CSV file) .*train.csv"):
-        plots.plot_training_density(tmp_path / "log")
-
-
 def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
     removed, graph = Figure().subplots(), patterns.full(24, heads=2)
     removed.remove()
-    first, cell = {"step": 0.0, "density_layer0_head0": 1.0}, "Expected 'log' to have a number in each cell"
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: plots.plot_density(torch.rand(2, 3)),
          "Expected 'density' to be [L, B, H] (got [2, 3]). `EncoderTrace.density` is."),
-        (lambda: plots.plot_extremes([None, None]),
-         "Expected 'graphs' to hold the graph of a layer (got none). Full attention has no graph to draw."),
-        (lambda: plots.plot_pixel_attention(trace, torch.rand(3, 4, 4)),
-         "Expected 'images' to be [4, height, width], one for each sequence (got [3, 4, 4])."),
-        (lambda: plots.plot_pixel_attention(trace, torch.rand(4, 5, 5)),
-         "Expected 'graphs' with as many tokens as 'images' have pixels, 5 x 5 (got [16, 16, 16, 16])."),
-        (lambda: plots.plot_training_density([]),
-         "Expected 'log' with columns 'step' and 'density_layer0_head0', ... (got no rows)."),
-        (lambda: plots.plot_training_density([first, cast(Any, first | {"density_layer0_head0": "x"})]), cell),
-        (lambda: plots.plot_training_density([first, {"step": 1.0}]), cell),
         (lambda: plots.plot_mask(graph, model(), head=5), "Expected 'head' in 0..1 (got 5). Count from 0."),
         (lambda: plots.plot_communities(graph, model(), head=5), "Expected 'head' in 0..1 (got 5). Count from 0."),
         (lambda: plots.plot_mask(graph, model(), sequence=1), "Expected 'sequence' in 0..0 (got 1). Count from 0."),
         (lambda: plots.plot_communities(graph, model(), sequence=1), "Expected 'sequence' in 0..0 (got 1)."),
-        (lambda: plots.density_extremes(torch.rand(1, 4, 1), 0),
-         "Expected 'count' to be at least 1 (got 0). It is the number of inputs at each end."),
         (lambda: plots.plot_density(torch.rand(1, 1, 1), ax=removed),
          "Expected 'ax' to belong to a figure (got one that was removed)."),
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from examples import (
     graph_transformer,
     language_model,
     learned_graph,
+    lemma1,
     sampled_mask,
     sequence_classifier,
     transformer_encoder,
@@ -37,6 +38,7 @@ RECIPES = (
     "graph_transformer",
     "hugging_face",
     "learned_graph",
+    "lemma1",
     "repeated_tokens",
     "sampled_mask",
     "sequence_classifier",
@@ -389,6 +391,23 @@ def test_graph_analysis(lines: Callable[..., list[str]], tmp_path: Path) -> None
     few = lines(graph_analysis.main, "--tokens", "4")
     assert "0 edges" in few[0]
     assert few[1].split()[-1] == "0.0%"
+
+
+@pytest.mark.slow
+def test_lemma_1_expects_cycles_where_hardly_a_graph_has_a_path(
+    lines: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
+    shown = lines(lemma1.main, "--tokens", "32", "--graphs", "20")
+    rows = [line.split() for line in shown if "10^" in line]
+    assert [row[2] for row in (rows[0], rows[-1])] == ["0.000", "1.000"]
+    assert float(rows[3][1].removeprefix("10^")) > 1
+    assert float(rows[3][2]) < 0.3
+    assert (tmp_path / "lemma1.png").stat().st_size > 10000
+    peer = stats.binomtest(7, 20).proportion_ci(0.95, method="wilson")
+    assert [float(end) for end in lemma1.interval(torch.tensor([7.0]), 20)] == pytest.approx([peer.low, peer.high])
+    n, p = 4, torch.tensor(0.3)  # three tokens after the first in any order, over four edges
+    assert 10 ** float(lemma1.log10_cycles(n, p)) == pytest.approx(6 * 0.3**4)
 
 
 def test_hugging_face_makes_the_task_that_it_names() -> None:

@@ -144,6 +144,3 @@ def test_no_query_and_no_segment() -> None:
 
 def test_analysis_of_one_token() -> None:
     assert analysis.lemma2(1, 1).path == (0,)
-    assert float(analysis.log10_cycles(1, 0.5)) == pytest.approx(float(torch.tensor(0.5).log10()))
-    lowest, highest = analysis.plots.density_extremes(torch.tensor([[[0.1], [0.2]]]), count=1)
-    assert (lowest, highest) == ([0], [1])

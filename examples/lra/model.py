@@ -73,7 +73,7 @@ class Classifier(nn.Module):
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__()
-        self.settings, self.arity = settings, task.arity
+        self.task, self.settings, self.arity = task, settings, task.arity
         attention, options = attention_of(settings)
         names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
         sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}

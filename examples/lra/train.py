@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy.stats import binomtest
 from torch import Tensor
@@ -37,18 +36,16 @@ from torch.nn.functional import cross_entropy
 
 from examples.common.command import require
 from examples.common.fit import Parts, Recorder, fit, make_fabric
-from examples.common.pictures import save_figure
 from examples.common.runs import RunError, check_folder, hold, random_word, read_record, read_state, write_record
 from examples.common.tables import Row, write_csv
-from examples.lra import report
+from examples.lra import figures, report
 from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch, LengthBuckets, Split, by_length
 from examples.lra.data.tasks import TASKS, open_data
 from examples.lra.model import Classifier
 from examples.lra.report import RESULTS
 from examples.lra.settings import PRESETS, SETTINGS, Plan, Settings, resolve
-from sbm_pyg import SBM, Choice, Sparsifier
-from sbm_pyg.analysis import plots
+from sbm_pyg import Sparsifier
 from sbm_pyg.ops.cpu.threads import flushed_subnormals
 from sbm_pyg.progress import tqdm
 
@@ -258,28 +255,9 @@ def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any
         "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
     report.plot_curves(folder / "curves.png", curves.rows, splits["val"].majority(data.evaluated("val")))
-    save_figure(folder / "density.png", plots.plot_training_density(curves.rows["train"]), dpi=150)
-    draw_masks(folder, module, splits["test"])
+    figures.draw(folder, module, splits["test"], curves.rows["train"])
     write_record(folder / RESULTS, results)
     return results
-
-
-def block_model(choice: Choice) -> SBM | None:
-    """The block model that a graph was sampled from, or None."""
-    return choice.probability if isinstance(choice.probability, SBM) else None
-
-
-@torch.no_grad()
-def draw_masks(folder: Path, module: Classifier, split: Split, length: int = 256) -> None:
-    """Draws sampled mask and expectation of each layer and head, for an example of median length or ``length``; the first sequence of a pair."""
-    usual = min(float(np.median(split.lengths)), length)
-    example = int(np.abs(split.lengths - usual).argmin())
-    batch = move_data_to_device(split.__getitems__([example]), module.device)
-    _, trace = module.eval().classify(batch, seed=module.settings.seed)
-    for layer, choice in enumerate(trace.choices[: module.settings.layers]):
-        for head in range(module.settings.heads if choice else 0):  # full attention has no graph to draw
-            figure = plots.plot_mask(choice.graph, block_model(choice), head=head, title=f"layer {layer}, head {head}")
-            save_figure(folder / f"mask-layer{layer}-head{head}.png", figure, dpi=150)
 
 
 def load_state(module: Classifier, folder: Path) -> dict[str, Any]:

@@ -6,25 +6,14 @@ is imported when a function needs it.
 """
 
 from . import plots
-from .conditions import (
-    Lemma1,
-    Lemma2,
-    Universality,
-    expected_graph,
-    lemma1,
-    lemma2,
-    log10_cycles,
-    path_probability,
-    spread_steps,
-    universality,
-)
+from .conditions import Lemma2, Universality, expected_graph, lemma2, spread_steps, universality
 from .hamiltonian import Certificate, HamiltonianPath, hamiltonian_path, is_hamiltonian_path
 from .heads import Attention, Head, HeadTable, compare_heads, record_attention
 from .statistics import GraphStatistics, communities_of, graph_statistics, to_networkx
 
 __all__ = [
-    "Attention", "Certificate", "GraphStatistics", "HamiltonianPath", "Head", "HeadTable", "Lemma1", "Lemma2",
+    "Attention", "Certificate", "GraphStatistics", "HamiltonianPath", "Head", "HeadTable", "Lemma2",
     "Universality", "communities_of", "compare_heads", "expected_graph", "graph_statistics", "hamiltonian_path",
-    "is_hamiltonian_path", "lemma1", "lemma2", "log10_cycles", "path_probability", "plots",
+    "is_hamiltonian_path", "lemma2", "plots",
     "record_attention", "spread_steps", "to_networkx", "universality",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Figures of attention graphs, with axes, units and a caption.
 
-In: graphs, models, densities or results of ``analysis``. Out: a matplotlib ``Figure``; nothing is shown or saved, and
+In: graphs, models, densities, or losses of training. Out: a matplotlib ``Figure``; nothing is shown or saved, and
 pyplot's global state does not change. Not here: numbers (``analysis``).
 
 A function with ``ax`` draws there and leaves the caption to the owner of the figure; it is always
@@ -9,26 +9,22 @@ A function with ``ax`` draws there and leaves the caption to the owner of the fi
 
 from __future__ import annotations
 
-import csv
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..graphs.graph import AttentionGraph, check_graph, resolve_index
+from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import count_pairs
 from ..models.encoder import EncoderTrace
 from ..ops import checks
 from ..ops.values import require_values
 from ..sources.sbm import SBM, check_model
 from ..training.sparsifier import Loss
-from .conditions import Lemma1, path_probability
 from .statistics import communities_of
 
 if TYPE_CHECKING:
@@ -36,8 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "density_extremes", "plot_communities", "plot_density", "plot_extremes", "plot_inputs", "plot_lemma1",
-    "plot_losses", "plot_mask", "plot_pixel_attention", "plot_training_density",
+    "plot_communities", "plot_density", "plot_losses", "plot_mask",
 ]  # fmt: skip
 
 COLORS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
@@ -45,8 +40,6 @@ MASK, HEAT = "magma_r", "viridis"
 PIXELS = 400  # cells along an axis; more tokens are averaged, so that single edges stay visible
 
 DENSITY = "density of masks (% of query-key pairs)"
-
-Graphs = EncoderTrace | Sequence[AttentionGraph | None]
 
 
 def plot_mask(
@@ -143,161 +136,6 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     return _caption(figure, words, ax is None)
 
 
-def density_extremes(density: Tensor | EncoderTrace, count: int = 3) -> tuple[list[int], list[int]]:
-    """The inputs of lowest and of highest mean density over layers and heads, ascending.
-
-    Args:
-        density: ``[L, B, H]``, or a trace.
-        count: Number of each, at least 1; at most half of the inputs are taken.
-
-    Raises:
-        TypeError: ``density`` is not a tensor, or ``count`` not an int.
-        ValueError: The number is below 1, or a density is not ``[L, B, H]`` or not finite.
-
-    Example:
-        >>> density_extremes(torch.tensor([0.2, 0.1, 0.9, 0.5])[None, :, None], 1)
-        ([1], [2])
-    """
-    count = checks.integer("count", count, 1, "It is the number of inputs at each end.")
-    value = _density_of(density)
-    if not bool(value.isfinite().all()):
-        raise ValueError("Expected 'density' to be finite (got NaN or infinity). `EncoderTrace.density` is.")
-    order = value.mean((0, 2)).argsort(stable=True).tolist()
-    count = min(count, max(len(order) // 2, 1))
-    return order[:count], order[-count:]
-
-
-def plot_pixel_attention(
-    graphs: Graphs,
-    images: Tensor,
-    *,
-    sequences: Sequence[int] | None = None,
-    titles: Sequence[str] | None = None,
-    notes: str = "",
-) -> Figure:
-    """The attention that each pixel of an image gets, per layer and head: Figures 7 and 8 of Cho et al.
-
-    Args:
-        graphs: A trace, or the graph of each layer; None (full attention) is left out. Tokens are pixels, row by row.
-        images: ``[B, height, width]``, one for each sequence of the graphs.
-        sequences: Numbers of the sequences to draw, in this order; the first four if None.
-        titles: Title of each drawn image, e.g. its label.
-        notes: More text for the caption.
-
-    Raises:
-        ValueError: There is no graph, or pixels and tokens differ in number.
-    """
-    layers = _layers(graphs)
-    checks.tensors(images=images)
-    require_values(images, "images")
-    chosen, titles = _chosen(layers, sequences, titles)
-    what, got = f"to be [{layers[0][1].num_sequences}, height, width], one for each sequence", images.shape
-    way_out = "Convert colors to gray first."
-    checks.require(images.dim() == 3 and len(images) == layers[0][1].num_sequences, "images", what, got, way_out)
-    height, width = images.shape[1:]
-    columns = []  # per layer and head: title, and a map and the density of the mask for each image
-    for number, graph in layers:
-        singles = [graph.sequence(sequence).to("cpu") for sequence in chosen]
-        if any(one.num_keys != height * width for one in singles):
-            raise ValueError(
-                f"Expected 'graphs' with as many tokens as 'images' have pixels, {height} x {width} "
-                f"(got {[one.num_keys for one in singles]}). Drop special tokens from the graph first."
-            )
-        for head in range(graph.heads):
-            maps = []
-            for one in singles:
-                mask = one.head(head)
-                attending = torch.bincount(mask.col.long(), minlength=one.num_keys)
-                share = (100 * attending.double() / one.num_queries).view(height, width).numpy()
-                maps.append((share, _density(mask)))
-            columns.append((f"layer {number}, head {head}", maps))
-    figure = _figure(1.9 * (1 + len(columns)), 1.95 * len(chosen) + 1.2)
-    panels = figure.subplots(len(chosen), 1 + len(columns), squeeze=False)
-    low, high = float(images.min()), float(images.max())
-    for axes, sequence, title in zip(panels[:, 0], chosen, titles, strict=True):
-        pixels = images[sequence].detach().cpu().double().numpy()
-        heat = axes.imshow(pixels, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-        axes.set_title(title, fontsize=9)
-        axes.set_ylabel("row (pixels)", fontsize=8)
-    bar: dict[str, Any] = {"location": "bottom", "shrink": 0.9, "pad": 0.03}
-    figure.colorbar(heat, ax=panels[:, 0].tolist(), label="intensity", **bar)
-    for column, (name, maps) in enumerate(columns, 1):
-        top = max(float(values.max()) for values, _ in maps) or 1.0
-        for row, (values, density) in enumerate(maps):
-            heat = panels[row, column].imshow(values, cmap=HEAT, vmin=0, vmax=top, interpolation="nearest")
-            above = f"{name}\n" if row == 0 else ""
-            panels[row, column].set_title(f"{above}density {density}", fontsize=9)
-        figure.colorbar(heat, ax=panels[:, column].tolist(), label="% of pixels\nthat attend here", **bar)
-    for axes in panels.flat:
-        axes.tick_params(labelsize=6, length=2)
-        axes.label_outer()
-    for axes in panels[-1]:
-        axes.set_xlabel("column (pixels)", fontsize=8)
-    words = (
-        "Attention that each pixel gets. First column: the image. Other columns: one layer and head each; the color "
-        "of a pixel is the percentage of pixels that attend to it (own scale for each column), and the number above is "
-        "the density of the mask."
-    )
-    return _caption(figure, f"{words} {notes}".strip())
-
-
-def plot_inputs(
-    graphs: Graphs, *, sequences: Sequence[int] | None = None, titles: Sequence[str] | None = None, notes: str = ""
-) -> Figure:
-    """The masks of single inputs: a row for each input, a column for each layer and head.
-
-    Args:
-        graphs, sequences, titles, notes: As :func:`plot_pixel_attention`; titles are next to the rows.
-
-    Raises:
-        ValueError: There is no graph.
-    """
-    layers = _layers(graphs)
-    chosen, titles = _chosen(layers, sequences, titles)
-    columns = [(number, head, graph) for number, graph in layers for head in range(graph.heads)]
-    figure = _figure(2.3 * len(columns) + 1.2, 2.35 * len(chosen) + 1.0)
-    panels = figure.subplots(len(chosen), len(columns), squeeze=False)
-    for row, sequence in enumerate(chosen):
-        for column, (number, head, graph) in enumerate(columns):
-            one = _one(graph, sequence, head)
-            axes = panels[row, column]
-            heat = _picture(axes, _mask(one), _shape(one), cmap=MASK, vmin=0, vmax=1)
-            name = f"layer {number}, head {head}\n" if row == 0 else ""
-            axes.set_title(f"{name}density {_density(one)}", fontsize=9)
-            axes.tick_params(labelsize=6, length=2)
-            axes.set_xlabel("key (token)" if row == len(chosen) - 1 else "", fontsize=8)
-            axes.set_ylabel(f"{titles[row]}\nquery (token)" if column == 0 else "", fontsize=8)
-    label = "edge, 0 or 1 (a fraction, if many tokens share a pixel)"
-    figure.colorbar(heat, ax=panels.ravel().tolist(), label=label, shrink=0.6)
-    words = "Which query (row) attends to which key (column): sampled masks of single inputs."
-    return _caption(figure, f"{words} {notes}".strip())
-
-
-def plot_extremes(
-    graphs: Graphs, images: Tensor | None = None, *, count: int = 2, titles: Sequence[str] | None = None
-) -> Figure:
-    """The inputs with a model's sparsest and with its densest attention.
-
-    Args:
-        graphs: A trace, or the graph of each layer; None is left out.
-        images: ``[B, height, width]`` if the inputs are images; attention is then drawn per pixel, else as masks.
-        count: Inputs of lowest and of highest density, each, at least 1.
-        titles: Title of each input of the batch, ``[B]``, e.g. its label.
-
-    Raises:
-        ValueError: As :func:`plot_pixel_attention` and :func:`density_extremes`.
-    """
-    layers = _layers(graphs)
-    low, high = density_extremes(torch.stack([graph.density.mean(1, keepdim=True) for _, graph in layers]), count)
-    total = layers[0][1].num_sequences
-    titles = _chosen(layers, range(total), titles)[1]
-    chosen = low + [sequence for sequence in high if sequence not in low]
-    most = len(chosen) - len(low)
-    words = f"Rows: the {len(low)} inputs of lowest and the {most} of highest mean density among {total:,}."
-    options: dict[str, Any] = {"sequences": chosen, "titles": [titles[sequence] for sequence in chosen], "notes": words}
-    return plot_inputs(graphs, **options) if images is None else plot_pixel_attention(graphs, images, **options)
-
-
 def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head: int = 0, title: str = "") -> Figure:
     """The communities of a model: the mask, the mask with tokens sorted by community, and the block matrix.
 
@@ -359,62 +197,6 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
     return _caption(figure, words)
 
 
-def plot_training_density(log: str | Path | Sequence[Mapping[str, float]], *, ax: Axes | None = None) -> Figure:
-    """Density of each layer and head over the course of training.
-
-    Args:
-        log: A CSV file with a column ``step`` and columns ``density_layer0_head0``, ..., as ``examples/lra.py`` writes;
-            or its rows.
-        ax: Axes to draw on.
-
-    Raises:
-        ValueError: The file cannot be read, a column is missing, or a cell is not a number.
-    """
-    if isinstance(log, str | Path):
-        try:
-            with open(log, newline="", encoding="utf-8") as file:
-                read: list[dict[str, Any]] = list(csv.DictReader(file, restkey=""))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(
-                f"Expected 'log' to be a CSV file (got {str(log)!r}: {error}). "
-                "`examples/lra.py` writes train.csv and val.csv."
-            ) from None
-        # a killed run may leave half a row
-        rows: list[Mapping[str, Any]] = [row for row in read if None not in row.values()]
-    elif not isinstance(log, str) and isinstance(log, Sequence) and all(isinstance(row, Mapping) for row in log):
-        rows = [row for row in log if isinstance(row, Mapping)]
-    else:
-        raise TypeError(
-            f"Expected 'log' to be a file or its rows (got {type(log).__name__}). "
-            "Rows are mappings from columns to numbers."
-        )
-    names = sorted(
-        (int(match[1]), int(match[2]), name)
-        for name in (rows[0] if rows else ())
-        if (match := re.fullmatch(r"density_layer(\d+)_head(\d+)", name))
-    )
-    what, got = "with columns 'step' and 'density_layer0_head0', ...", list(rows[0]) if rows else "no rows"
-    checks.require(names and "step" in rows[0], "log", what, got, "`examples/lra.py` writes train.csv and val.csv.")
-    try:
-        columns = {name: [float(row[name]) for row in rows] for name in ("step", *(name for *_, name in names))}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Expected 'log' to have a number in each cell (got {error}). Delete damaged rows.") from None
-    figure, axes = _axes(ax, 7.2, 4.4)
-    steps = columns["step"]
-    for layer, head, name in names:
-        values, color = [100 * value for value in columns[name]], COLORS[layer % len(COLORS)]
-        style = ("-", "--", ":", "-.")[head % 4]
-        axes.plot(steps, values, color=color, ls=style, lw=1.4, label=f"layer {layer}, head {head}")
-    axes.set_ylim(bottom=0)
-    _label(axes, "optimizer step", DENSITY)
-    axes.legend(frameon=False, fontsize=8, ncols=2)
-    words = (
-        "Density of the sampled masks over the course of training: colors are layers, line styles heads; "
-        "each point is a mean over inputs."
-    )
-    return _caption(figure, words, ax is None)
-
-
 def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
     """Running losses of dense attention and at the target density over the course of training.
 
@@ -455,44 +237,6 @@ def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
     return _caption(figure, words, ax is None)
 
 
-def plot_lemma1(result: Lemma1, *, ax: Axes | None = None) -> Figure:
-    """Expected number of Hamiltonian cycles in G(n, p), and the probability of a Hamiltonian path.
-
-    Args:
-        result: Result of :func:`sbm_pyg.analysis.lemma1`.
-        ax: Axes for the probabilities; the expectation gets an axis on their right.
-    """
-    checks.kind("result", result, Lemma1, "a Lemma1", "`analysis.lemma1` makes one.")
-    figure, axes = _axes(ax, 7.6, 4.8)
-    p, n, (low, high) = result.probabilities, result.n, result.interval
-    smooth = np.linspace(float(p.min()), float(p.max()), 200)
-    axes.plot(smooth, path_probability(n, smooth), color=COLORS[0], lw=1.2, label="path, limit for large n")
-    bars = np.maximum([result.share - low, high - result.share], 0)
-    points: dict[str, Any] = {"fmt": "o", "color": COLORS[0], "ms": 4.5, "capsize": 3}
-    axes.errorbar(p, result.share, bars, label=f"path, fraction of {result.samples:,} graphs", **points)
-    lines = [("p of the lemma", result.lemma, 0.62, COLORS[1]), ("ln n / n", np.log(n) / n, 0.9, COLORS[0])]
-    for name, x, y, color in lines:
-        axes.axvline(x, color=color, lw=1, ls=":")
-        axes.annotate(name, (x, y), rotation=90, ha="right", va="center", fontsize=8, color=color)
-    axes.set_ylim(-0.03, 1.03)
-    _label(axes, f"edge probability p of G({n}, p)", "probability of a Hamiltonian path")
-    cycle_axes = axes.twinx()
-    cycle_axes.plot(p, result.log10_cycles, "s--", color=COLORS[1], ms=4, lw=1.2, label="cycles, expected number")
-    cycle_axes.axhline(0, color=COLORS[1], lw=0.7)
-    label = "expected number of Hamiltonian cycles\n(decimal logarithm; line: one cycle)"
-    cycle_axes.set_ylabel(label, color=COLORS[1])
-    cycle_axes.spines[["top"]].set_visible(False)
-    handles = [handle for panel in (axes, cycle_axes) for handle in panel.get_legend_handles_labels()[0]]
-    axes.legend(handles, [str(handle.get_label()) for handle in handles], frameon=False, fontsize=8, loc="center right")
-    limit = _percent(float(path_probability(n, result.lemma)))
-    words = (
-        f"Random directed graphs of {n} tokens. At the p of Lemma 1, at least one Hamiltonian cycle is expected (red), "
-        f"yet in the limit {limit} of the graphs have even a path (blue; bars: 95 % intervals): the expectation comes "
-        "from rare graphs with very many cycles."
-    )
-    return _caption(figure, words, ax is None)
-
-
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -504,20 +248,6 @@ def _density_of(density: Any) -> Tensor:
     if density.dim() != 3 or density.numel() == 0:
         raise ValueError(f"Expected 'density' to be [L, B, H] (got {list(density.shape)}). `EncoderTrace.density` is.")
     return density.detach().cpu().double()
-
-
-def _chosen(
-    layers: list[tuple[int, AttentionGraph]], sequences: Sequence[int] | None, titles: Sequence[str] | None
-) -> tuple[list[int], Sequence[str]]:
-    """The sequences to draw and their titles; by default the first four."""
-    total = layers[0][1].num_sequences
-    numbers = range(min(4, total)) if sequences is None else sequences
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str) or len(numbers) == 0:
-        raise TypeError(f"Expected 'sequences' to be a list of numbers (got {sequences!r}). None draws the first four.")
-    chosen = [resolve_index(number, total, "sequences") for number in numbers]
-    if titles is not None and (not isinstance(titles, Sequence) or len(titles) < len(chosen)):
-        raise TypeError(f"Expected 'titles' to be {len(chosen)} texts, one for each drawn input (got {titles!r}).")
-    return chosen, [f"input {number}" for number in chosen] if titles is None else titles[: len(chosen)]
 
 
 def _figure(width: float, height: float, title: str = "") -> Figure:
@@ -616,18 +346,3 @@ def _cells(shape: tuple[int, ...]) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
-
-
-def _layers(graphs: Graphs) -> list[tuple[int, AttentionGraph]]:
-    """The graphs of the layers that attend over one, and the numbers of these layers."""
-    layer_graphs = graphs.graphs if isinstance(graphs, EncoderTrace) else graphs
-    if not isinstance(layer_graphs, Sequence) or not all(
-        graph is None or isinstance(graph, AttentionGraph) for graph in layer_graphs
-    ):
-        raise TypeError(f"Expected 'graphs' to be a trace, or a graph or None per layer (got {type(graphs).__name__}).")
-    layers = [(number, graph) for number, graph in enumerate(layer_graphs) if graph is not None]
-    checks.require(layers, "graphs", "to hold the graph of a layer", "none", "Full attention has no graph to draw.")
-    counts = [graph.num_sequences for _, graph in layers]
-    way_out = "Pass those of one batch."
-    checks.require(len({*counts}) <= 1, "graphs", "of the same sequences", f"{counts} in the layers", way_out)
-    return layers

@@ -21,7 +21,7 @@ from problems import same
 
 from examples.common import runs
 from examples.common.fit import make_fabric
-from examples.lra import report
+from examples.lra import figures, report
 from examples.lra import train as trainer
 from examples.lra.__main__ import main
 from examples.lra.data.prepare import load
@@ -30,7 +30,6 @@ from examples.lra.model import Classifier
 from examples.lra.settings import PRESETS, SETTINGS, SOURCES, Settings
 from examples.lra.train import Data
 from sbm_pyg import SequenceClassifier
-from sbm_pyg.analysis import plots
 
 ROOT = Path(report.__file__).parents[2]
 FILES = [
@@ -52,14 +51,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "plot_curves", lambda *arguments: None)
-    monkeypatch.setattr(
-        plots, "plot_training_density", lambda *arguments: SimpleNamespace(savefig=lambda *a, **o: None)
-    )
+    monkeypatch.setattr(figures, "plot_densities", lambda *_: SimpleNamespace(savefig=lambda *a, **o: None))
 
 
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch, no_curves: None) -> None:
-    monkeypatch.setattr(trainer, "draw_masks", lambda *arguments: None)
+    monkeypatch.setattr(figures, "draw", lambda *arguments: None)
 
 
 quick = pytest.mark.usefixtures("no_plots")
