@@ -373,10 +373,6 @@ def test_two_processes_stop_together_and_end_with_what_one_ends_with(data: Path,
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.run([*launch, *words], env=environment, capture_output=True, text=True, check=False)
 
-    refused = torchrun(*TINY.split(), "--accumulate", "8", "--data", str(data), "--output", str(folder))
-    assert refused.stderr.count("Expected 'nproc-per-node' to be at most 20") == 1
-    assert "exitcode  : 2 " in refused.stderr
-    assert not folder.exists()
     stopped = torchrun(*TINY.split(), "--accumulate", "1", "--data", str(data), "--output", str(folder))
     assert "exitcode  : 143" in stopped.stderr
     assert stopped.stdout.count("Go on with: torchrun --nproc-per-node 2 -m examples.lra train --output") == 1
@@ -398,12 +394,12 @@ def test_two_processes_stop_together_and_end_with_what_one_ends_with(data: Path,
 @pytest.mark.slow
 def test_as_many_steps_are_taken_as_fit_into_a_time(data: Path, tmp_path: Path) -> None:
     words = TINY.replace("--steps 9 ", "").split()
-    main(["train", *words, "--minutes", "0.1", "--data", str(data), "--output", str(tmp_path / "run")])
+    main(["train", *words, "--minutes", "0.05", "--data", str(data), "--output", str(tmp_path / "run")])
     plan = json.loads((tmp_path / "run" / SETTINGS).read_text())
-    assert plan["minutes"] == 0.1
+    assert plan["minutes"] == 0.05
     assert curve(tmp_path / "run", "train")[-1]["step"] == plan["settings"]["steps"]
     assert 1 < results(tmp_path / "run")["seconds"] < 60
-    resume(tmp_path / "run", "--minutes", "0.1")
+    resume(tmp_path / "run", "--minutes", "0.05")
 
 
 @quick
