@@ -28,14 +28,8 @@ from .ops.reference import sampling as reference_sampling
 __all__ = ["collect", "main", "self_test"]
 
 CORE = ("torch", "torch-geometric", "numpy", "networkx", "numba", "llvmlite", "safetensors", "huggingface_hub")
-OPTIONAL = {
-    "triton": "kernels on CUDA devices",
-    "torch-sparse": "SparseTensor",
-    "scipy": "analysis",
-    "ortools": "analysis, exact Hamiltonian paths",
-    "matplotlib": "plots",
-    **dict.fromkeys(("lightning", "torchmetrics", "scikit-learn"), "examples"),
-}
+OPTIONAL = ("triton", "torch-sparse", "scipy", "ortools", "matplotlib", "lightning", "torchmetrics", "scikit-learn")
+ENVIRONMENT = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
 TOLERANCE = 1e-4  # of float32 kernels against float64 formulas, relative to the largest value
 
@@ -64,11 +58,7 @@ def collect(test: bool = True) -> dict[str, Any]:
             "torch": torch.get_num_threads(),
             "interop": torch.get_num_interop_threads(),
             "pool": "OpenMP team of torch" if threads._fork_team is not None else "python threads",
-            "environment": {
-                name: os.environ[name]
-                for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-                if name in os.environ
-            },
+            "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             "advice": _advice(machine, torch.get_num_threads()),
         },
         "cuda": {
@@ -88,12 +78,14 @@ def self_test() -> dict[str, Any]:
     It takes about a second, most of it to load compiled kernels, and some seconds more if they are not cached yet.
 
     Returns:
-        For each device, the largest errors relative to the largest value, and ``passed``; the seconds of all.
+        For each device, the verdict and the largest errors relative to the largest value. ``passed`` is True if all
+        devices passed.
     """
     start = time.perf_counter()
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     result: dict[str, Any] = {device: _test_device(torch.device(device)) for device in devices}
-    passed, seconds = all(result[device]["passed"] for device in devices), round(time.perf_counter() - start, 3)
+    passed = all(result[device]["verdict"] == "passed" for device in devices)
+    seconds = round(time.perf_counter() - start, 3)
     return {"passed": passed, **result, "seconds": seconds}
 
 
@@ -125,7 +117,8 @@ def _test_device(device: torch.device) -> dict[str, Any]:
     attended.backward(grad.to(device))
     errors = {"attention": _error(attended, out)}
     errors["gradients"] = max(_error(leaf.grad, expected) for leaf, expected in zip(leaves, grads, strict=True))
-    return {"passed": same and max(errors.values()) < TOLERANCE, "edges": col.numel(), "same_edges": same, **errors}
+    verdict = "passed" if same and max(errors.values()) < TOLERANCE else "FAILED"
+    return {"verdict": verdict, "edges": col.numel(), "same_edges": same, **errors}
 
 
 def _error(result: Any, expected: torch.Tensor) -> float:
@@ -189,48 +182,19 @@ def _caches() -> dict[str, Any]:
         if path is not None and path not in folders:
             files = [file.stat().st_size for file in Path(path).glob("*.nb?")]
             folders[path] = {"writable": os.access(path, os.W_OK), "files": len(files), "bytes": sum(files)}
+    if not folders and cpu.INSTALLED:
+        folders["none"] = (
+            "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a folder that only "
+            "you can write to (the cache holds pickles, which run code when they are loaded)"
+        )
     return folders
 
 
-def _text(info: dict[str, Any]) -> str:
-    """The report as text."""
-    lines: list[str] = []
-
-    def section(title: str, rows: dict[str, Any]) -> None:
-        lines.extend(["", title, *(f"  {name:<18}{value}" for name, value in rows.items())])
-
-    kernels, running, cuda, tested = info["kernels"], info["threads"], info["cuda"], info["self_test"]
-    section("versions", info["versions"])
-    load = info["machine"]["load"]
-    section("machine", info["machine"] | {"load": "unknown" if load is None else f"{load:.1f} in the last minute"})
-    processor = f"{kernels['cpu']}, {kernels['instructions']} on {kernels['processor']}"
-    section("kernels", {"cpu": processor, "cuda": kernels["cuda"]})
-    environment = "".join(f", {name}={value}" for name, value in running["environment"].items())
-    of_torch = f"{running['torch']}, {running['interop']} between ops{environment}"
-    advice = {"advice": running["advice"]} if running["advice"] else {}
-    section("threads", {"torch": of_torch, "kernels": running["pool"]} | advice)
-    built = f"torch is built for {cuda['torch']}" if cuda["torch"] else "torch is built without it"
-    section("cuda", {"devices": ", ".join(cuda["devices"]) or f"none; {built}"})
-    optional = info["optional"].items()
-    section("optional packages", {name: f"{ver or 'not installed':<16}{OPTIONAL[name]}" for name, ver in optional})
-    folders = {}
-    for path, cache in info["caches"].items():
-        writable = "writable" if cache["writable"] else "NOT writable"
-        folders[f"{cache['files']} files"] = f"{cache['bytes'] / 2**20:.1f} MiB, {writable}: {path}"
-    nowhere = (
-        "no folder is writable, so every process compiles its kernels; set NUMBA_CACHE_DIR to a folder that only you "
-        "can write to (the cache holds pickles, which run code when they are loaded)"
-    )
-    if info["kernels"]["cpu"] == "numba":
-        section("compiled kernels", folders or {"no cache": nowhere})
-    if tested is not None:
-        rows = {}
-        for device, row in ((device, row) for device, row in tested.items() if isinstance(row, dict)):
-            verdict, same = "passed" if row["passed"] else "FAILED", "equal" if row["same_edges"] else "DIFFER"
-            errors = f"error of attention {row['attention']:.1e}, of gradients {row['gradients']:.1e}"
-            rows[device] = f"{verdict}: {row['edges']:,} edges {same}, {errors}"
-        section(f"self-test against plain torch ({tested['seconds']:.2f} s)", rows)
-    return "\n".join(lines[1:])
+def _text(value: Any, indent: str = "") -> str:
+    """Nested dicts as text, a line for each entry."""
+    if not isinstance(value, dict):
+        return f" {'none' if value in (None, []) else value}"
+    return "".join(f"\n{indent}{name:<18}{_text(entry, f'{indent}  ')}" for name, entry in value.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -241,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-test", action="store_true", help="leave the self-test out")
     chosen = parser.parse_args(arguments)
     info = collect(test=not chosen.no_test)
-    print(json.dumps(info, indent=2) if chosen.json else _text(info))
+    print(json.dumps(info, indent=2) if chosen.json else _text(info).lstrip())
     return 0 if info["self_test"] is None or info["self_test"]["passed"] else 1
 
 

@@ -127,13 +127,6 @@ def valid(graph: AttentionGraph) -> None:
         expect(all(key_ptr[b] <= key < key_ptr[b + 1] for key in keys), "an edge leaves its sequence")
 
 
-def tame(*values: Any) -> bool:
-    """Whether all tensors and numbers among them are finite and of a size whose products are."""
-    floats = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
-    plain = all(not isinstance(x, int | float) or abs(x) < 1e6 for x in values)
-    return plain and all(not x.is_meta and bool((x.detach().abs() < 1e6).all()) for x in floats)
-
-
 # ------------------------------------------------------------------ the table
 
 Maker = Callable[[Draw], Case]

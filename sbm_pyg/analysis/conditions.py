@@ -45,7 +45,6 @@ from .walks import spread_step
 
 __all__ = ["Lemma2", "Universality", "expected_graph", "lemma2", "spread_steps", "universality"]
 
-MAX_EXPERIMENT_SECONDS = 3600
 Pattern = AttentionGraph | SBM
 
 
