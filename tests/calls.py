@@ -89,6 +89,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
                     "called by LearnedSource.forward, by LearnedGraph and by losses"),
     **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     **dict.fromkeys(("LearnedGraph", *(f"LearnedGraph.{name}" for name in ("extra_repr", "forward", "reset_parameters"))), "a source for layers of PyG, see test_learned_graph.py"),
+    "AttentionGraph.to_sparse_tensor": "it needs torch-sparse, see test_torch_sparse.py",
     "register_source": "it changes what later calls know, see test_named.py",
     "make_attention": "it makes a layer of any source from names, see test_named.py",
     **dict.fromkeys(("replace_attention", "restore_attention"), "they change a model in place, see test_multihead.py and test_gps.py"),

@@ -22,7 +22,6 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -64,7 +63,7 @@ RECORDS = {
 
 
 def swap(x: Tensor, place: int, value: Any) -> Tensor:
-    x = x.clone()
+    x = x.clone(memory_format=torch.contiguous_format)
     x.view(-1)[place] = torch.tensor(value, dtype=torch.float64).to(x.dtype) if x.is_floating_point() else value
     return x
 
@@ -177,7 +176,7 @@ def tensors(x: Tensor, trusted: bool, draw: Draw) -> list[Hostile]:
         for value in (-1, 2**31 - 1, -(2**31), *large):
             result += [(f"one is {value}", "value", partial(swap, x, place, value))]
         result += [("one larger", "value", lambda: swap(x, place, int(x.max()) + 1)), ("all 0", "value", lambda: x * 0)]
-        before = int(x.view(-1)[place - 1])
+        before = int(x.reshape(-1)[place - 1])
         result += of_kind("value", reversed=lambda: x.flip(0), repeated=lambda: swap(x, place, before)) if dim else []
         result += of_kind("value", expanded=lambda: x.reshape(-1)[place].expand(x.shape))
     return result
@@ -305,7 +304,7 @@ def plan(seed: int, number: int) -> tuple[str, Case, dict[str, Hostile], Draw]:
 
 def judge(seed: int, number: int) -> dict[str, Any]:
     """Make a call and judge it."""
-    name, case, chosen, draw = plan(seed, number)
+    name, case, chosen, _ = plan(seed, number)
     mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
     verdict: dict[str, Any] = {"number": number, "name": name, "mutated": mutated, "verdict": "returned", "detail": ""}
     related = any(kind in RELATIONS for _, kind, _ in chosen.values())
@@ -338,9 +337,6 @@ def judge(seed: int, number: int) -> dict[str, Any]:
         complaint = review(seed, number, case, chosen, arguments, result)
         if complaint:
             verdict |= {"verdict": "wrong", "detail": complaint[:300]}
-    finally:
-        for folder in draw.folders:
-            shutil.rmtree(folder, ignore_errors=True)
     return verdict | {"seconds": round(time.perf_counter() - start, 3)}
 
 
@@ -448,9 +444,7 @@ def run(numbers: Sequence[int], seed: int, jobs: int, limit: float, memory: floa
 
 
 def describe(seed: int, number: int, verdict: str, detail: str) -> dict[str, Any]:
-    name, _, chosen, draw = plan(seed, number)
-    for folder in draw.folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    name, _, chosen, _ = plan(seed, number)
     mutated = [[argument, label] for argument, (label, _, _) in chosen.items()]
     return {"number": number, "name": name, "mutated": mutated, "verdict": verdict, "detail": detail, "seconds": 0.0}
 

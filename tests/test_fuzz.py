@@ -131,8 +131,8 @@ def test_a_call_is_a_function_of_its_number() -> None:
 
 @pytest.mark.slow
 def test_some_damaged_files() -> None:
-    found = [*fuzz_files.run(range(480), 0, [*fuzz_files.READERS])]
-    assert len(found) == 480
+    found = [*fuzz_files.run(range(450), 0, [*fuzz_files.READERS])]
+    assert len(found) == 450
     assert not fuzz_files.faults(found), fuzz_files.report(found)
     for name in fuzz_files.READERS:
         verdicts = [each["verdict"] for each in found if each["reader"] == name]
