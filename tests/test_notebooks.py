@@ -69,12 +69,13 @@ def test_outputs_and_figures_that_the_page_does_not_have_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Jupyter
-def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one folder, for each goes on with what the one before has left."""
+@pytest.mark.parametrize("count", [1, pytest.param(len(PAGES), marks=pytest.mark.long)])
+def test_the_notebooks_run(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one folder, for each goes on with what the one before has left. Their code also runs in ``test_docs``."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for page in PAGES:
+    for page in PAGES[:count]:
         execute(notebook(page.read_text()), tmp_path)
     with pytest.raises(ValueError, match="to print '1"):
         execute(notebook("```python\nprint(2)\n```\n\n```text\n1\n```\n"), tmp_path)

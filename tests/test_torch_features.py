@@ -166,10 +166,11 @@ def test_a_block_model_trains_where_sampling_breaks_the_graph(estimator: str) ->
 @pytest.mark.filterwarnings("ignore")  # dynamo's own, of the breaks
 @pytest.mark.parametrize(
     ("attention", "options"),
-    [("sbm", {"num_clusters": 4, "target_density": 0.3}),
-     ("sbm", {"num_clusters": 4, "target_density": 0.3, "candidates": 2}),
-     ("sbm", {"num_clusters": 4, "block_size": 4}), ("full", {}), ("window", {"size": 3}), ("top_k", {"k": 4}),
-     ("lsh", {}), ("indexer", {"select": "bernoulli"}), ("dcmm", {"num_clusters": 4})],
+    [("sbm", {"num_clusters": 4, "target_density": 0.3}), ("top_k", {"k": 4}), ("indexer", {"select": "bernoulli"}),
+     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+         ("sbm", {"num_clusters": 4, "target_density": 0.3, "candidates": 2}),
+         ("sbm", {"num_clusters": 4, "block_size": 4}), ("full", {}), ("window", {"size": 3}), ("lsh", {}),
+         ("dcmm", {"num_clusters": 4})))],
 )  # fmt: skip
 def test_sources_that_look_at_values_break_the_graph(attention: str, options: dict[str, Any]) -> None:
     """And are no worse for it; asked for one graph, torch says where it breaks."""
@@ -261,8 +262,9 @@ def equal_over_padded_batches(compiled: Any, attention: SBMMultiheadAttention, k
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "num_clusters"),
-    [("boolean masks", 4), ("floating masks", 4), ("a graph", 4), ("no padding", 4), ("floating masks", None)],
-)
+    [("boolean masks", 4), ("floating masks", None),
+     *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ("floating masks", "a graph", "no padding"))],
+)  # fmt: skip
 def test_one_graph_for_padded_batches(kind: str, num_clusters: int | None, compile_whole: Callable[..., Any]) -> None:
     attention = padded(**({"source": None} if num_clusters is None else {}))
     equal_over_padded_batches(compile_whole(attention), attention, kind)
