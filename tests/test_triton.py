@@ -28,8 +28,8 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
 
 
-PARTS = 4  # of each file, every fourth test: a minute or two, so that a busy machine shows that it gets on
-EACH_PART = [pytest.param(part, marks=[pytest.mark.long] * (part > 0)) for part in range(PARTS)]  # three of them weekly
+PARTS = 8  # of each file, every eighth test: a minute, so that a busy machine shows that it gets on
+EACH_PART = [pytest.param(part, marks=[pytest.mark.long] * (part > 0)) for part in range(PARTS)]  # seven of them weekly
 
 
 def interpret(file: str, part: int) -> None:
