@@ -126,7 +126,7 @@ def test_compression_is_exact() -> None:
 
 
 def test_the_decoder_of_compression_knows_one_state_and_the_slot() -> None:
-    run = train.Run("compression", "full", "dense", 1.0, 0, 10, 2, 1e-3, channels=16)
+    run = train.Run("compression", "full", 1.0, 0, 10, 2, 1e-3, channels=16)
     model, _ = train.make_model(run)
     examples = tasks.compression(48, 8, 81, 2, generator())
     states: list[Tensor] = []
@@ -215,7 +215,7 @@ def test_a_task_is_a_function_of_its_seed(name: str) -> None:
 @pytest.mark.parametrize("method", [name for name in methods.METHODS if name != "full"])
 def test_each_method_and_its_twin_train_at_their_density(method: str) -> None:
     for name in filter(None, (method, methods.twin_of(method))):
-        run = train.Run("recall", name, "sparse", 0.2, 0, 2, 4, 1e-2, channels=16, evaluations=1)
+        run = train.Run("recall", name, 0.2, 0, 2, 4, 1e-2, channels=16, start="sparse", evaluations=1)
         model, sparsifier = train.make_model(run)
         assert sparsifier is not None
         assert sparsifier.is_sparse
@@ -373,9 +373,7 @@ def test_passages_ask_for_the_next_token(tmp_path: Path) -> None:
 
 
 def run_of(method: str, **changes: Any) -> train.Run:
-    return dataclasses.replace(
-        train.Run("recall", method, "dense", 0.2, 0, 6, 8, 1e-2, channels=16, evaluations=1), **changes
-    )
+    return dataclasses.replace(train.Run("recall", method, 0.2, 0, 6, 8, 1e-2, channels=16, evaluations=1), **changes)
 
 
 @pytest.mark.parametrize("method", [*dict.fromkeys(filter(None, map(methods.twin_of, methods.METHODS)))])

@@ -80,7 +80,7 @@ def work(args: argparse.Namespace) -> Iterator[Path]:
             options = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, args).items()}
             for name in names:
                 kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in args.starts for d in args.densities]
-                runs += [train.Run(task, name, start, density, seed, **options) for start, density in kinds]
+                runs += [train.Run(task, name, density, seed, start=start, **options) for start, density in kinds]
     if runs:
         train.train_all(runs, args.output)
     rows = finished(args.output)

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.arena import methods, tasks
-from examples.common.command import option
 from examples.common.fit import file_name, fit, train_missing
-from examples.common.hybrid import Recaller, evaluate, paired
+from examples.common.hybrid import Recaller, TaskRun, evaluate, paired
 from examples.common.runs import checksums, settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
@@ -29,21 +28,8 @@ TOKENS = 4096  # of a batch in an evaluation
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Everything that decides the outcome of a run."""
-
-    task: str
-    method: str
-    start: str  # "dense" or "sparse"
-    density: float
-    seed: int
-    steps: int = option(int, "(default: that of the task)", above=0)
-    batch_size: int = option(int, "(default: that of the task)", above=0)
-    learning_rate: float = option(float, "(default: that of the task)", above=0)
-    channels: int = option(64, above=0)
-    layers: int = option(2, above=0)
-    heads: int = option(1, above=0)
-    weight_decay: float = 0.1
+class Run(TaskRun):
+    start: str = "dense"  # or "sparse"
     evaluations: int = 4
 
     @property

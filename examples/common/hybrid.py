@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, pad
 
 from examples.common import attention
-from examples.common.command import read_method, require
+from examples.common.command import option, read_method, require
 from examples.common.tables import Row
 from examples.common.tasks import Examples
 from sbm_pyg import (
@@ -72,6 +72,23 @@ OPTIONS = dict.fromkeys(RULES, FIXED_OPTIONS) | {
     "indexer": INDEX_OPTIONS,
     "key-selection": KEY_OPTIONS,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRun:
+    """What decides the outcome of a run on a task, which has other numbers of steps and batches."""
+
+    task: str
+    method: str  # and its options: "sbm:estimator=local"
+    density: float
+    seed: int
+    steps: int = option(int, "(default: that of the task)", above=0)
+    batch_size: int = option(int, "(default: that of the task)", above=0)
+    learning_rate: float = option(float, "(default: that of the task)", above=0)
+    channels: int = option(64, above=0)
+    layers: int = option(2, above=0)
+    heads: int = option(1, above=0)
+    weight_decay: float = 0.1
 
 
 def options_of(method: str) -> tuple[str, dict[str, Any]]:

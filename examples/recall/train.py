@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.command import option, require
+from examples.common.command import require
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import Recaller, control_of, evaluate, make_recaller, paired, run_name
+from examples.common.hybrid import Recaller, TaskRun, control_of, evaluate, make_recaller, paired, run_name
 from examples.common.runs import settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import TASKS, Examples
@@ -18,20 +18,7 @@ from sbm_pyg import Sparsifier
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Everything that decides the outcome of a run."""
-
-    task: str
-    method: str  # and its options: "sbm:estimator=local"
-    density: float
-    seed: int
-    steps: int = option(int, "(default: that of the task)", above=0)
-    batch_size: int = option(int, "(default: that of the task)", above=0)
-    learning_rate: float = option(float, "(default: that of the task)", above=0)
-    channels: int = option(64, above=0)
-    layers: int = option(2, above=0)
-    heads: int = option(1, above=0)
-    weight_decay: float = 0.1
+class Run(TaskRun):
     evaluations: int = 10
 
     @property
