@@ -1199,17 +1199,6 @@ def test_loops_and_rows_of_some_queries(seed: int, heads: int, tokens: int) -> N
         assert torch.equal(edge, few[mask].nonzero()[:, 0])
 
 
-def test_loops_and_selected_rows_are_the_same_on_any_number_of_threads() -> None:
-    graph, kept = patterns.random(3000, 300, heads=2, seed=1), torch.arange(3000) % 3 > 0
-    found = []
-    for threads in (1, 4):
-        with on_threads(threads):
-            found.append(
-                (schemas.add_loops(graph.rowptr, graph.col, 3000), schemas.select_rows(graph.rowptr, graph.col, kept))
-            )
-    assert same(*found)
-
-
 @pytest.mark.parametrize("per_query", [0.0, 2.5, 9.0, math.inf])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -1309,35 +1298,31 @@ def test_the_union_of_two_graphs_is_that_of_the_sets_of_keys(seed: int, rows: in
         assert torch.equal(from_other, masks[1][union])
 
 
-def test_unions_are_the_same_on_any_number_of_threads() -> None:
-    graphs = [patterns.random(3000, count, seed=count) for count in (40, 9)]
-    rows = [x for graph in graphs for x in (graph.rowptr, graph.col)]
-    found = []
-    for threads in (1, 4):
-        with on_threads(threads):
-            found.append(schemas.union_rows(*rows, 3000))
-    assert same(*found)
+def rows_of(graph: AttentionGraph) -> tuple[Tensor, Tensor]:
+    return graph.rowptr, graph.col
 
 
-def test_the_largest_values_are_the_same_on_any_number_of_threads() -> None:
-    src, ptr = torch.randn(60_000).round(decimals=1), torch.arange(0, 60_001, 100)
-    found = []
-    for threads in (1, 4):
-        with on_threads(threads):
-            found.append(schemas.segment_top_k(src, ptr, torch.full((600,), 20)))
-    assert same(*found)
-
-
-def test_the_best_keys_are_the_same_on_any_number_of_threads() -> None:
+def arguments_of_best_keys(weighted: bool) -> Any:
     ptr = torch.tensor([0, 700, 2000])
     query, weight, key = torch.randn(2, 2000, 4, 8), torch.randn(2, 2000, 4), torch.randn(2, 2000, 8)
-    rest = (key, ptr, ptr, torch.full((2, 2000), 20), segments.allowed_keys(ptr, ptr, 2000, True))
-    for arguments in ((query, weight, *rest), (query, None, *rest)):
-        found = []
-        for threads in (1, 4):
-            with on_threads(threads):
-                found.append(schemas.index_top_k(*arguments))
-        assert same(*found)
+    allowed = segments.allowed_keys(ptr, ptr, 2000, True)
+    return query, weight if weighted else None, key, ptr, ptr, torch.full((2, 2000), 20), allowed
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [("add_loops", lambda: (*rows_of(patterns.random(3000, 300, heads=2, seed=1)), 3000)),
+     ("select_rows", lambda: (*rows_of(patterns.random(3000, 300, heads=2, seed=1)), torch.arange(3000) % 3 > 0)),
+     ("union_rows", lambda: (*rows_of(patterns.random(3000, 40)), *rows_of(patterns.random(3000, 9)), 3000)),
+     ("segment_top_k", lambda: (torch.randn(60_000).round(decimals=1), torch.arange(0, 60_001, 100), torch.full((600,), 20))),
+     ("index_top_k", lambda: arguments_of_best_keys(True)), ("index_top_k", lambda: arguments_of_best_keys(False))],
+)  # fmt: skip
+def test_rows_are_the_same_on_any_number_of_threads(op: str, make: Callable[[], Any]) -> None:
+    arguments, results = make(), []
+    for threads in (1, 4):
+        with on_threads(threads):
+            results.append(getattr(schemas, op)(*arguments))
+    assert same(*results)
 
 
 SCORED = ("bipartite", "rows of 0, 1, 63, 1000", "one row has all edges", "no edges")
