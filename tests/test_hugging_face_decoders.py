@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import transformers
 from torch import Tensor
 
 from sbm_pyg import replace_attention
-from sbm_pyg.integrations.hugging_face_attention import GraphAttention
+from sbm_pyg.integrations.hugging_face_attention import GraphAttention, KeptKeys
 from sbm_pyg.layers.attention import AttentionConv
+from sbm_pyg.ops.cpu.memberships import KeyMemberships
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread", "quiet_transformers")]
 
@@ -108,10 +110,13 @@ def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -
         close(rows[real[:, 15:]], whole[:, 15:][real[:, 15:]])
 
 
-@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "top_k, budgets", "indexer"])
+DRAWN = ["sbm", "sbm, density", "sbm, candidates", "sbm, budgets"]
+
+
+@pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "top_k, budgets", "indexer", *DRAWN])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # with groups of heads, and without
 @torch.no_grad()
-def test_rows_by_scores_alone_need_no_graph(kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_new_tokens_need_no_graph(kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = decoder(kind, source), text(3, 24)
     whole = model(tokens).logits
     left = torch.arange(24) >= torch.tensor([[0], [7], [2]])
@@ -126,6 +131,69 @@ def test_rows_by_scores_alone_need_no_graph(kind: str, source: str, monkeypatch:
         rows = model(part, past_key_values=cache, attention_mask=left[:, :end].long()).logits
         close(rows[left[:, start:end]], padded[:, start:end][left[:, start:end]])
         start = end
+
+
+@pytest.mark.parametrize("source", ["sbm, density", "sbm, candidates"])
+@torch.no_grad()
+def test_memberships_of_keys_are_kept_while_a_cache_stays_as_it_is(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other, tokens = decoder("llama", source), decoder("llama"), text(3, 24)
+    append, counts = KeyMemberships.append, []
+
+    def count(kept: KeyMemberships, member: Tensor) -> None:
+        counts.append(member.size(1) // 3)
+        append(kept, member)
+
+    monkeypatch.setattr(KeyMemberships, "append", count)
+
+    def check(tokens: Tensor, cache: Any, computed: int) -> None:
+        """New tokens compute the memberships of so many keys, and attend as after a copy, of which nothing is kept."""
+        copied = copy.deepcopy(cache)
+        counts.clear()
+        rows = model(tokens, past_key_values=cache).logits
+        assert counts == [computed] * 2
+        counts.clear()
+        close(rows, model(tokens, past_key_values=copied).logits)
+        assert counts == [cache.get_seq_length()] * 2
+
+    cache: Any = transformers.DynamicCache(config=model.config)
+    model(tokens[:, :9], past_key_values=cache)
+    check(tokens[:, 9:10], cache, 10)
+    check(tokens[:, 10:14], cache, 4)
+    cache.crop(-3)
+    check(tokens[:, 14:15], cache, 1)
+    cache.crop(-2)
+    other(tokens[:, :3], past_key_values=cache)
+    cache.crop(-1)
+    check(tokens[:, 10:13], cache, 15)
+    check(tokens[:, 13:14], cache, 1)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))  # beam search
+    check(tokens[:, 17:18], cache, 17)
+    cache.layers[0].keys[:, :, 3] = 0.5
+    cache.layers[1].keys[:, :, 3] = 0.5
+    check(tokens[:, 17:18], cache, 18)
+    for layer in model.model.layers:
+        layer.self_attn.sbm.conv.source.head.clusters.mul_(1.5)
+    check(tokens[:, 18:19], cache, 19)
+    static = static_cache(model, 30)
+    model(tokens[:, :9], past_key_values=static)
+    check(tokens[:, 9:10], static, 10)
+    check(tokens[:, 10:12], static, 2)
+    static.reset()
+    model(tokens[:, 2:12], past_key_values=static)
+    check(tokens[:, 12:14], static, 12)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}])
+def test_generation_with_kept_memberships_writes_what_it_does_without(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = decoder("llama", "sbm, density"), text(1, 9).repeat(1, 2)
+    how = how | {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    out = model.generate(tokens, **how)
+    monkeypatch.setattr(KeptKeys, "memberships_before", lambda kept, count: None)
+    assert torch.equal(out, model.generate(tokens, **how))
 
 
 def test_gradients_of_rows_by_scores_are_those_of_the_whole_call() -> None:

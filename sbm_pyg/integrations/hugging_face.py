@@ -34,7 +34,7 @@ from ..layers import named
 from ..layers.attention import AttentionConv
 from ..ops import checks
 from ..training.sparsifier import Sparsifier
-from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask
+from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask, note_cache
 
 __all__ = ["SparsifierCallback", "prepare_sources", "remove_sources"]
 
@@ -77,6 +77,7 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
     names = [name for name, module in parts.items() if getattr(module, NAME) is not None]
     for module in parts.values():
         delattr(module, NAME)
+        _remove_hook(module)
     before = model.__dict__.pop(BEFORE, {})
     for config in _configs(model, parts.values()):
         for entry in (NAME, "attn_implementation"):
@@ -84,6 +85,13 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
     for name, part in _models(model).items():
         part.config._attn_implementation_internal = before.get(name) or part.get_correct_attn_implementation(None)
     return names
+
+
+def _remove_hook(module: nn.Module) -> None:
+    """Remove the hook that :func:`_attach` adds to an attention module."""
+    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is note_cache]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 # ------------------------------------------------------------------ sources in models
@@ -114,9 +122,11 @@ def _prepare(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool 
     def attach() -> list[str]:
         for name, part in made.items():
             setattr(modules[name], NAME, part)
-        for number, module in enumerate(
-            modules.values()
-        ):  # layers draw other words in evaluation, the same after loading
+            _remove_hook(modules[name])
+            if part is not None and part.keeps_memberships:
+                modules[name].register_forward_pre_hook(note_cache, with_kwargs=True)
+        # layers draw other words in evaluation, the same after loading
+        for number, module in enumerate(modules.values()):
             if getattr(module, NAME) is not None:
                 getattr(module, NAME).conv.eval_seed = number
         for config in _configs(model, modules.values()) if made else ():

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
@@ -24,13 +26,15 @@ from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops import schemas
+from ..ops.cpu.memberships import KeyMemberships
 from ..sources import patterns
+from ..sources.interface import GraphSource
 from ..sources.last_rows import LastRows
 from ..sources.learned import DensitySource
 
 __all__ = [
     "HARMLESS", "NAME", "READ", "GraphAttention", "MaskBias", "MaskPairs", "PairMask", "attend", "make_mask",
-    "read_mask",
+    "note_cache", "read_mask",
 ]  # fmt: skip
 
 NAME = "sbm"
@@ -54,6 +58,8 @@ FORBIDDEN = -1e4
 """Numbers up to this one in a mask forbid a pair, as the smallest number of any type and minus infinity do."""
 FEW = 64
 """Up to so many new tokens of a sequence get their rows by scores of all keys at once."""
+_KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What layers have kept of the keys in the layers of caches."""
 _PAIRS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What masks that all layers of a model share have been found to say, with the version of the tensor."""
 
@@ -309,6 +315,65 @@ def _packed_sequences(options: dict[str, Any], query: Tensor, key: Tensor) -> Te
     return sequence
 
 
+# ------------------------------------------------------------------ caches
+
+
+@torch.compiler.disable
+def note_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+    """The hook before an attention module, which keeps the layer of its cache for :class:`GraphAttention`."""
+    part: GraphAttention | None = getattr(module, NAME, None)
+    if part is None:
+        return
+    cache = next((x for x in (options.get("past_key_values"), options.get("cache")) if x is not None), None)
+    layers, number = getattr(cache, "layers", ()), getattr(module, "layer_idx", None)
+    part.__dict__.pop("kept", None)
+    if number is not None and number < len(layers) and not module.training:
+        kept = _KEPT.get(layers[number])
+        if kept is None or kept.part() is not part:
+            kept = _KEPT[layers[number]] = KeptKeys(part)
+        kept.check(getattr(layers[number], "keys", None))
+        part.__dict__["kept"] = kept
+
+
+class KeptKeys:
+    """What a layer has computed of the keys in a layer of a cache, as long as both stay as they are.
+
+    A cache that is cropped holds a view of the tensor that the layer has seen. One that is reordered, or that others
+    have appended to, holds another tensor, or another version of it, and everything is computed anew.
+    """
+
+    def __init__(self, part: GraphAttention) -> None:
+        self.part, self.modules = weakref.ref(part), [weakref.ref(module) for module in part.modules()]
+        self.memberships: KeyMemberships | None = None
+        self.seen: tuple[Any, ...] | None = None
+        self.storage: StorageWeakRef | None = None
+
+    def state(self, keys: Tensor) -> tuple[Any, ...]:
+        """What tells whether a tensor of keys and the parameters of the layer have been changed."""
+        modules = (reference() for reference in self.modules)
+        tensors = (x for module in modules if module is not None for x in module._parameters.values() if x is not None)
+        versions = [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
+        return (keys._version, keys.data_ptr(), keys.size(0), keys.stride(), *versions)
+
+    def check(self, keys: Tensor | None) -> None:
+        """Forget all, unless the cache still holds what the layer has seen."""
+        is_kept = keys is not None and not keys.is_inference() and self.storage is not None
+        if is_kept and keys is not None:
+            is_kept = StorageWeakRef(keys.untyped_storage()) == self.storage and self.state(keys) == self.seen
+        if not is_kept:
+            self.memberships = None
+
+    def memberships_before(self, count: int) -> KeyMemberships | None:
+        """Memberships of the first keys, at most ``count``."""
+        if self.memberships is not None:
+            self.memberships.count = min(self.memberships.count, count)
+        return self.memberships
+
+    def note(self, keys: Tensor) -> None:
+        """Note the keys that the layer has seen."""
+        self.storage, self.seen = StorageWeakRef(keys.untyped_storage()), self.state(keys)
+
+
 # ------------------------------------------------------------------ attention
 
 
@@ -338,6 +403,7 @@ def attend(
     if torch.is_autocast_enabled(device):  # rotary positions are float32, which torch's attention casts by itself
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     part: GraphAttention | None = getattr(module, NAME)
+    kept = None if part is None else part.__dict__.pop("kept", None)
     sizes = query.size(2), key.size(2)
     if attention_mask is None:
         if is_causal is None:  # eager cross attention, which stays dense, does not look at the attribute
@@ -365,7 +431,7 @@ def attend(
         )
         return out.transpose(1, 2).contiguous(), None
     part.conv.scale, part.conv.dropout = scaling, dropout
-    return part(query, key, value, pairs, return_weights, s_aux)
+    return part(query, key, value, pairs, return_weights, s_aux, kept)
 
 
 def _for_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -438,6 +504,12 @@ class GraphAttention(nn.Module):
         """Whether the weights have been loaded or initialized."""
         self.register_state_dict_post_hook(_drop_density)
 
+    @property
+    def keeps_memberships(self) -> bool:
+        """Whether the source draws rows of new tokens from memberships of keys that are kept from call to call."""
+        source = self.conv.source
+        return source is not None and type(source)._draw_last_rows is not GraphSource._draw_last_rows
+
     def reset_if_missing(self) -> None:
         """Reset all parameters, if some of them are not those of the constructor or of a file."""
         tensors = [*self.parameters(), *self.buffers()]
@@ -482,7 +554,7 @@ class GraphAttention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, return_weights: bool,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend over the graph of the source, ``[B, L, H, C']``, and the weights ``[B, H, L, S]`` or None."""
         if query.shape[1::2] != (self.conv.heads, self.conv.out_channels):
@@ -491,7 +563,7 @@ class GraphAttention(nn.Module):
                 f"the attributes of the module tell (got {list(query.shape)}). Set them before `replace_attention`."
             )
         if pairs.is_causal and pairs.offset and pairs.has_plain_rows and pairs.sequence is None and not return_weights:
-            new = self._attend_from_new_tokens(query, key, value, pairs, sinks)
+            new = self._attend_from_new_tokens(query, key, value, pairs, sinks, kept)
             if new is not None:
                 return new, None
         length, keys = query.size(2), key.size(2)
@@ -539,7 +611,7 @@ class GraphAttention(nn.Module):
         return query_side.pad(out), weights
 
     def _attend_from_new_tokens(
-        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, sinks: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, sinks: Tensor | None, kept: KeptKeys | None
     ) -> Tensor | None:
         """The output ``[B, L, H, C']`` of a few new tokens, whose rows need no graph of the batch; None if they do."""
         conv, source, total = self.conv, self.conv.source, pairs.offset + query.size(2)
@@ -548,12 +620,20 @@ class GraphAttention(nn.Module):
         if learns or not is_plain or query.size(2) > FEW or torch.is_autocast_enabled(query.device.type):
             return None
         assert source is not None
-        rule = source._row_rule(query, key[:, :, :total])
+        rule, last = source._row_rule(query, key[:, :, :total]), pairs.last_rows(query)
+        log_sum: Tensor | None
         if rule is None:
-            return None
-        if sinks is not None:
-            rule = rule._replace(are_products=False)
-        out, log_sum = pairs.last_rows(query).attend(rule, query, key, value, conv.scale)
+            if kept is None or key.is_inference() or conv.eval_seed is None:
+                return None
+            drawn = source._draw_last_rows(query, key, last, kept.memberships_before(pairs.offset), conv.eval_seed)
+            if drawn is None:
+                return None
+            rowptr, col, kept.memberships = drawn
+            kept.note(key)
+            out, log_sum = last.attend_over(rowptr, col, query, key, value, conv.scale)
+        else:
+            rule = rule if sinks is None else rule._replace(are_products=False)
+            out, log_sum = last.attend(rule, query, key, value, conv.scale)
         if sinks is not None and log_sum is not None:
             out = out * (log_sum - sinks[:, None]).sigmoid().to(out.dtype)[..., None]
         return out.transpose(1, 2).contiguous()

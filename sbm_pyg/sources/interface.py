@@ -20,9 +20,10 @@ from torch_geometric.transforms import BaseTransform
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_record, draw_seed, stored_ptr
 from ..ops import checks
+from ..ops.cpu.memberships import KeyMemberships
 from ..ops.segments import upcast
 from ..ops.values import can_read
-from .last_rows import RowRule
+from .last_rows import LastRows, RowRule
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 
@@ -308,6 +309,22 @@ class GraphSource(torch.nn.Module, ABC):
         Args:
             query: ``[B, H, L, C]``, the last tokens of each sequence.
             key: Keys of all tokens, of groups of heads, ``[B, G, S, C]``.
+        """
+        return None
+
+    def _draw_last_rows(
+        self, query: Tensor, key: Tensor, last: LastRows, kept: KeyMemberships | None, seed: int
+    ) -> tuple[Tensor, Tensor, KeyMemberships] | None:
+        """Rows of new tokens from memberships of keys that are kept from call to call, or None.
+
+        Args:
+            query, key: As for :meth:`_row_rule`.
+            last: Positions of the new tokens.
+            kept: What the last call has returned, if the cache still holds its keys.
+            seed: Seed of the draws.
+
+        Returns:
+            Compressed rows in the order of sequences, heads and tokens, ``[B*H*L+1]`` and ``[E]``, and what to keep.
         """
         return None
 

@@ -6,8 +6,10 @@ In: padded queries, keys and values, and how the source chooses. Out: the output
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,7 +86,13 @@ class LastRows:
             values = nn.functional.embedding(places, value.reshape(-1, value.size(3)))
             weights = (scores * scale).softmax(-1).to(value.dtype)  # [B*H, 1, k]
             return torch.bmm(weights, values).view(*query.shape[:3], -1), None
-        rowptr, col = self.choose(rule, heads)
+        return self.attend_over(*self.choose(rule, heads), query, key, value, scale)
+
+    def attend_over(
+        self, rowptr: Tensor, col: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`attend`, over compressed rows in the order of :meth:`choose`."""
+        groups = key.size(0) * key.size(1)
         rows = query.reshape(groups, -1, query.size(3))  # [B*G, g*L, C]
         more = (rowptr, col, None, None, scale, "score", 0.0, 0)
         out, total = schemas.edge_attention(rows, key.flatten(0, 1), value.flatten(0, 1), *more)
@@ -105,6 +113,21 @@ class LastRows:
         forced = self._cached[place]
         keys = torch.cat([keys, forced.expand(len(keys), -1)], 1)
         return torch.cat([products, scores[:, forced]], 1)[:, None], keys
+
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """First key of each sequence, ``[B]``, and each new token's place among the keys, ``[B, L]``; -1 for padding.
+
+        None if there is padding between keys of a sequence.
+        """
+        batch, length = self.shape
+        position = self.position.expand(batch, -1)
+        place = torch.arange(self.keys, device=position.device)
+        count, start = position[:, -1] + 1, (position < 0).sum(1)  # with padding at the left
+        real = self.allowed.expand(batch, -1) > 0
+        if not bool((position == (place - start[:, None]).clamp(min=-1).minimum(count[:, None] - 1)).all()):
+            return None
+        return start.numpy(), torch.where(real, place[-length:], -1).numpy()
 
     def near(self, window: int | None, num_sinks: int) -> Tensor:
         """True at the pairs of a window and at those with first tokens, ``[B or 1, L, S]``."""
@@ -127,7 +150,7 @@ class LastRows:
         if rule.scores is None:
             place = ("rows", *forced, heads)
             if place not in self._cached:
-                self._cached[place] = self._compress(self._by_head(self.near(*forced), heads).flatten())
+                self._cached[place] = self._compress(self.by_head(self.near(*forced), heads).flatten())
             rows: tuple[Tensor, Tensor] = self._cached[place]
             return rows
         if not self.are_all:
@@ -135,7 +158,7 @@ class LastRows:
         rowptr, edge = self._best(rule, heads)
         if forced == (None, 0):
             return rowptr, (edge % self.keys).to(index_type(self.keys))
-        chosen = self._by_head(self.near(*forced), heads).reshape(-1).clone()
+        chosen = self.by_head(self.near(*forced), heads).reshape(-1).clone()
         chosen[edge] = True
         return self._compress(chosen)
 
@@ -150,11 +173,11 @@ class LastRows:
             count = self._cached[place]
         else:
             count = torch.as_tensor(number_of_keys(rule.k, rule.density, self.allowed), device=rule.scores.device)
-            count = self._by_head(torch.minimum(count, self.allowed), heads).flatten()
+            count = self.by_head(torch.minimum(count, self.allowed), heads).flatten()
             self._cached[place] = count
         return schemas.segment_top_k(rule.scores.flatten(), self._ends(count.numel()), count)
 
-    def _by_head(self, pairs: Tensor, heads: int) -> Tensor:
+    def by_head(self, pairs: Tensor, heads: int) -> Tensor:
         """Numbers of new tokens ``[B or 1, L, ...]`` for each head, ``[B, H, L, ...]``."""
         return pairs[:, None].expand(self.shape[0], heads, *pairs.shape[1:])
 

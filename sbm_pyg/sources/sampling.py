@@ -30,7 +30,8 @@ from ..graphs.ragged import (
     stored_ptr,
     trust_offsets,
 )
-from ..ops import checks, values
+from ..ops import checks, cpu, values
+from ..ops.cpu.memberships import KeyMemberships
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.tiles import cut_blocks
 from ..ops.values import can_read
@@ -38,11 +39,15 @@ from . import patterns
 from .candidates import CandidateProbability, Candidates
 from .following import FollowingSource
 from .interface import Choice, graph_without_edges
+from .last_rows import LastRows, RowRule
 from .learned import LearnedSource, factor_for_density, sample_rows
-from .sbm import SBM, check_model, product_bound
+from .linear_sbm import LinearSBMHead
+from .sbm import SBM, SBMHead, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
+KEYS_AT_ONCE = 1024
+"""Keys of each sequence whose memberships are computed at once, where there is a cache without any."""
 MOMENTUM = 0.1  # of the running mean of probabilities
 MAX_START_DENSITY = 0.25
 """Largest part of the keys in each community at a start."""
@@ -381,6 +386,60 @@ class SBMSource(LearnedSource, FollowingSource):
         near, first = (None if count is None else -(-count // self.block_size) for count in (size, self.num_sinks))
         return patterns.with_forced(choice, near, first or 0, tokens)
 
+    @torch.no_grad()
+    def _draw_last_rows(
+        self, query: Tensor, key: Tensor, last: LastRows, kept: KeyMemberships | None, seed: int
+    ) -> tuple[Tensor, Tensor, KeyMemberships] | None:
+        shares_draws = self.method == "bernoulli" and self.row_group > 1 and self.block_size == 1
+        by_token = type(self.head) in (SBMHead, LinearSBMHead) and not getattr(self.head, "tied", False)
+        if not shares_draws or not by_token or self.training or self.budget is not None or self.target_density == 1:
+            return None
+        if not cpu.INSTALLED or query.device.type != "cpu" or last.places is None:
+            return None
+        density, factor = self.target_density, None
+        if density is not None:
+            state = (density, self.running_mean._version, id(self.running_mean), id(self.head_budgets))
+            if kept is None or kept.factor is None or kept.factor[0] != state:
+                if float(self.running_mean.min()) <= 0:  # each query is scaled by its sum over all keys
+                    return None
+                mean = self.running_mean.clamp(min=MIN_MEAN_PROBABILITY)
+                drawn = self._drawn_densities
+                drawn = drawn[:, 0].to(mean) if isinstance(drawn, Tensor) else drawn
+                factor = (state, (drawn / mean)[:, None, None].clone())
+            else:
+                factor = kept.factor
+
+        # Compute the memberships of new tokens, and of keys that are not kept.
+        batch, heads, length, _ = query.shape
+        queries = query.transpose(0, 1).flatten(1, 2)  # [H, B*L, C]
+        query_ptr = torch.tensor([0, queries.size(1)])
+        for start in range(0 if kept is None else kept.count, last.keys, KEYS_AT_ONCE):
+            new = key[:, :, start : min(start + KEYS_AT_ONCE, last.keys)]
+            new = new.repeat_interleave(heads // key.size(1), 1).transpose(0, 1).flatten(1, 2)  # [H, B*n, C]
+            key_ptr = query_ptr if new.size(1) == queries.size(1) else torch.tensor([0, new.size(1)])
+            sbm = self.head(Tokens._trusted(queries, new, query_ptr, key_ptr, True, False, seed, None))
+            kept = KeyMemberships(batch, heads, sbm.num_clusters) if kept is None else kept
+            kept.append(sbm.key_membership)
+        assert kept is not None  # there are new keys
+        rate = sbm.rate
+        if factor is not None:
+            kept.factor = factor
+            rate = (rate * factor[1]).to(rate.dtype)
+        rate = rate.unflatten(1, (batch, length)).transpose(0, 1)  # [B, H, L, K]
+
+        forced = (self.window, self.num_sinks) if self.candidates == 1 else (None, 0)
+        rowptr, col = kept.draw(rate, *last.places, seed, self.row_group, *forced)
+        if self.candidates > 1:
+            rows, keys = query.reshape(key.size(0) * key.size(1), -1, query.size(3)), key.flatten(0, 1)
+            score = ops.schemas.edge_dot(rows, keys, rowptr, col)
+            count = self._number_kept(rowptr.diff().view(batch, heads, length), last.by_head(last.allowed, heads))
+            rowptr, edge = ops.schemas.segment_top_k(score, rowptr, count.flatten())
+            col = col[edge]
+            if self.window is not None or self.num_sinks:
+                near = last.choose(RowRule(None, None, None, self.window, self.num_sinks), heads)
+                rowptr, col = ops.schemas.union_rows(rowptr, col, *near, last.keys)[:2]
+        return rowptr, col, kept
+
     def _keep_best(self, choice: Choice, tokens: Tokens, allowed: Tensor) -> Choice:
         """Keep the drawn edges of each query with the largest dot products, one in ``candidates``.
 
@@ -390,13 +449,17 @@ class SBMSource(LearnedSource, FollowingSource):
         graph = choice.graph
         with torch.no_grad():
             score = ops.schemas.edge_dot(tokens.query, tokens.key, graph.rowptr, graph.col)
+        count = self._number_kept(graph.degree, allowed)
+        rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.flatten())
+        return choice._with(graph=graph._with(rowptr, graph.col[edge], graph.heads))
+
+    def _number_kept(self, degree: Tensor, allowed: Tensor) -> Tensor:
+        """Number of edges that queries keep, of ``[..., H, N]`` drawn ones among so many allowed pairs."""
         densities = self._densities
         drawn = (1 / densities).clamp(max=self.candidates) if isinstance(densities, Tensor) else self._drawn
-        count = graph.degree.to(checks.widest(graph.device)) / drawn
-        if densities is not None:
-            count = count.maximum(densities * allowed)
-        rowptr, edge = ops.schemas.segment_top_k(score, graph.rowptr, count.round().clamp(min=1).long().flatten())
-        return choice._with(graph=graph._with(rowptr, graph.col[edge], graph.heads))
+        count = degree.to(checks.widest(degree.device)) / drawn
+        count = count if densities is None else count.maximum(densities * allowed)
+        return count.round().clamp(min=1).long()
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         choice = super()._select_among(probability, candidates, tokens)
