@@ -460,34 +460,3 @@ def test_a_recipe_refuses_numbers_that_it_cannot_take(
     with pytest.raises(SystemExit):
         recipe.main([*words])
     assert f"error: Expected {message}" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # remarks of transformers
-def test_a_pretrained_model_becomes_sparse(lines: Callable[..., list[str]], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    from examples import pretrained
-
-    words = [f"w{number}" for number in range(30)]
-    rule = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(["?", *words])}, "?"))
-    rule.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=rule, unk_token="?").save_pretrained(tmp_path / "model")
-    sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=1.0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.txt").write_text(" ".join(words[n] for n in torch.randint(30, (1500,)).tolist()))
-    files = ["--train", str(tmp_path / "train.txt"), "--test", str(tmp_path / "test.txt")]
-    sizes_of_texts = ["--length", "128", "--texts", "2", "--batches", "3", "--steps", "20", "--density", "0.1"]
-    saved = ["--window", "1", "--sinks", "1", "--save", str(tmp_path / "sparse")]
-    header, *rows = lines(pretrained.main, str(tmp_path / "model"), *files, *sizes_of_texts, *saved)
-    assert header.split() == ["arm", "loss", "density", "kept", "s", "a", "text", "calibration"]
-    kept = {row[:18].strip(): float(row[18:].split()[3]) for row in rows}
-    assert [*kept] == [*pretrained.ARMS]
-    assert kept["full"] == 1
-    assert kept["top-k"] > kept["candidates"] > kept["frozen candidates"]
-    assert kept["block model"] > kept["frozen"]
-    with pytest.raises(SystemExit):
-        lines(pretrained.main, str(tmp_path / "model"), *files, "--length", "5000")
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")(torch.ones(1, 5, dtype=torch.long))

@@ -1,0 +1,1 @@
+"""A trained decoder of transformers, made sparse and compared. ``python -m examples.pretrained --help``."""
