@@ -23,6 +23,7 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, count_pairs, count_positions, offsets
 from ..graphs.rows import index_type
 from ..ops import checks
+from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.segments import allowed_keys, edge_row, group_by_length, runs
 from ..ops.tiles import cut_blocks
 from ..ops.values import can_read, can_read_without_sync
@@ -179,24 +180,24 @@ def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGr
 def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Tensor) -> Tensor:
     """Factor for the probabilities of each head, ``[H]``, after which they have a given mean when cut at 1.
 
+    It is at most the mean over 0.001, as with :class:`~sbm_pyg.SBMSource`.
+
     Args:
         p: Probabilities of pairs, ``[E]``. They are constants.
         head: Head of each pair, ``[E]`` int64.
         heads: Number of heads H.
-        density: The mean, in (0, 1], one number or ``[H]``; nothing is cut where it is 1.
+        density: The mean, in (0, 1], one number or ``[H]``.
     """
     p, zeros, tiny = p.detach(), p.new_zeros(heads), torch.finfo(p.dtype).tiny
     mean = torch.as_tensor(density, dtype=p.dtype, device=p.device)
     edges = mean * zeros.index_add(0, head, torch.ones_like(p))  # expected
     factor = edges / zeros.index_add(0, head, p).clamp(min=tiny)
-    for _ in range(
-        CUTS if isinstance(density, Tensor) or density < 1 else 0
-    ):  # each one finds pairs that are above 1 by the factor of the one before
+    for _ in range(CUTS):  # each round finds pairs that are above 1 by the factor of the one before
         is_cut = p * factor[head] >= 1
         left = edges - zeros.index_add(0, head, is_cut.to(p.dtype))
         total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
         factor = torch.where((left > 0) & (total > 0), left / total.clamp(min=tiny), factor)
-    return factor
+    return factor.minimum(mean / MIN_MEAN_PROBABILITY)
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -404,6 +404,7 @@ class SBMSource(LearnedSource, FollowingSource):
                     return None
                 mean = self.running_mean.clamp(min=MIN_MEAN_PROBABILITY)
                 drawn = self._drawn_densities
+                assert drawn is not None
                 drawn = drawn[:, 0].to(mean) if isinstance(drawn, Tensor) else drawn
                 factor = (state, (drawn / mean)[:, None, None].clone())
             else:
