@@ -26,9 +26,10 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "candidates": LINEAR | {"candidates": 4},
 }
 """Arms with a target density, besides a window and first tokens."""
-STEPS = {"low-rank": 0, "indexer": None, "block-model": None, "candidates": None}
-"""Steps of calibration of those that learn; None: as the options say. Their twins with ``frozen-`` are not calibrated."""
-FROZEN = {f"frozen-{arm}": CHOSEN[arm] for arm, steps in STEPS.items() if steps is None}
+STEPS = {"top-k": 0, "low-rank": 0, "indexer": None, "block-model": None, "candidates": None}
+"""Steps of calibration, which also divides the density among the heads; None: as the options say."""
+FROZEN = {f"frozen-{arm}": CHOSEN[arm] for arm in STEPS if arm != "low-rank"}
+"""Their twins that are not calibrated."""
 ARMS = ["full", "window", "bigbird", "block-top-k", *CHOSEN, *FROZEN]
 MOST_TOKENS = 2048
 """Tokens of a text that sources start from in a chat."""
