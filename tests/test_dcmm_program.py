@@ -285,46 +285,6 @@ def test_a_stand_in_for_timm_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------- training
 
 
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.parametrize("method", [METHODS[1], METHODS[5]])
-def test_a_run_that_was_killed_ends_with_the_same_bits(
-    method: str, small: data.Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = dataclasses.replace(RUN, method=method)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    rows = train.train(run, small, whole)
-    evaluate = train.evaluate
-    seen: list[None] = []
-
-    def until_the_third(*given: Any) -> tuple[float, float]:
-        seen.append(None)
-        if len(seen) == 3:
-            raise Killed
-        return evaluate(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train, "evaluate", until_the_third)
-        with pytest.raises(Killed):
-            train.train(run, small, broken)
-    state = torch.load(broken / run.file)
-    assert state["step"] == 4
-    assert state["rate"]["_last_lr"] == [pytest.approx(1e-3 * train.cosine(5 / 7))] * len(state["rate"]["_last_lr"])
-    again = train.train(run, small, broken)
-    assert len(rows) == 3
-    for one, other in zip(rows, again, strict=True):
-        assert str({**one, "seconds": 0}) == str({**other, "seconds": 0})  # NaN too
-    for path in (Path(run.file), Path(run.best)):
-        ends = [torch.load(folder / path) for folder in (whole, broken)]
-        assert same(ends[0]["model"], ends[1]["model"])
-    with pytest.raises(ValueError, match=r"to be of the settings of this run \(got other channels\)"):
-        train.train(dataclasses.replace(run, channels=16), small, broken)
-
-
 def test_degrees_of_zero_are_counted(small: data.Images) -> None:
     made = train.make_model(dataclasses.replace(RUN, method=METHODS[1], bias="all"), small)
     biases = [layer.score_bias for _, layer in made.attention if isinstance(layer.score_bias, DCMMBias)]
