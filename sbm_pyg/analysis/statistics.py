@@ -367,7 +367,7 @@ def _spectral_gaps(graph: AttentionGraph, split: bool, parts: Array) -> Array:
 
 
 def _gap(both: Any) -> float:
-    """Second smallest eigenvalue of I - D^-1/2 W D^-1/2 of a connected graph, by the second largest of the product."""
+    """Second smallest eigenvalue of I - D^-1/2 W D^-1/2 of a connected graph, from the second largest of W scaled."""
     from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 
     count = both.shape[0]
