@@ -41,6 +41,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "key_selection": {"source": "key_selection", "k": 3, "window": 0},
     "sbm": {"num_clusters": 4},
     "sbm, density": {"num_clusters": 4, "target_density": 0.3, **NEAR},
+    "sbm, no mean": {"num_clusters": 4, "target_density": 0.3, **NEAR},
     "sbm, budget": {"num_clusters": 4, "budget": 2.5, "row_group": 1, "parameterization": "mixed"},
     "sbm, candidates": {"num_clusters": 4, "target_density": 0.2, "candidates": 2.0, "window": None, "num_sinks": 1},
     "sbm, budgets": {"num_clusters": 4, "target_density": 0.2, "candidates": 3.0, **NEAR},
@@ -70,6 +71,9 @@ def decoder(kind: str, source: str | None = None, **changes: Any) -> Any:
         for part in model.modules():
             if isinstance(part, AttentionConv) and source.endswith("budgets"):
                 part.get_submodule("source").head_budgets = torch.linspace(0.3, 6.0, part.heads)
+        for name, mean in model.named_buffers():
+            if source == "sbm, no mean" and name.endswith("running_mean"):
+                mean[: len(mean) // 2] = 0  # of a half of the heads
     return model.eval()
 
 
@@ -110,7 +114,7 @@ def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -
         close(rows[real[:, 15:]], whole[:, 15:][real[:, 15:]])
 
 
-DRAWN = ["sbm", "sbm, density", "sbm, candidates", "sbm, budgets"]
+DRAWN = ["sbm", "sbm, density", "sbm, candidates", "sbm, no mean", "sbm, budgets"]
 
 
 @pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "top_k, budgets", "indexer", *DRAWN])

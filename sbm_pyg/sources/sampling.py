@@ -396,19 +396,14 @@ class SBMSource(LearnedSource, FollowingSource):
             return None
         if not cpu.INSTALLED or query.device.type != "cpu" or last.places is None:
             return None
-        density, factor = self.target_density, None
+        density, factor = self._drawn_densities, None
         if density is not None:
-            state = (density, self.running_mean._version, id(self.running_mean), id(self.head_budgets))
-            if kept is None or kept.factor is None or kept.factor[0] != state:
-                if float(self.running_mean.min()) <= 0:  # each query is scaled by its sum over all keys
-                    return None
+            state = (self.target_density, self.running_mean._version, id(self.running_mean), id(self.head_budgets))
+            factor = None if kept is None or kept.factor is None or kept.factor[0] != state else kept.factor
+            if factor is None:
                 mean = self.running_mean.clamp(min=MIN_MEAN_PROBABILITY)
-                drawn = self._drawn_densities
-                assert drawn is not None
-                drawn = drawn[:, 0].to(mean) if isinstance(drawn, Tensor) else drawn
-                factor = (state, (drawn / mean)[:, None, None].clone())
-            else:
-                factor = kept.factor
+                has_mean = None if float(self.running_mean.min()) > 0 else self.running_mean[:, None] > 0
+                factor = (state, torch.as_tensor(density).to(mean) / mean[:, None], has_mean)
 
         # Compute the memberships of new tokens, and of keys that are not kept.
         batch, heads, length, _ = query.shape
@@ -422,11 +417,16 @@ class SBMSource(LearnedSource, FollowingSource):
             kept = KeyMemberships(batch, heads, sbm.num_clusters) if kept is None else kept
             kept.append(sbm.key_membership)
         assert kept is not None  # there are new keys
-        rate = sbm.rate
-        if factor is not None:
-            kept.factor = factor
-            rate = (rate * factor[1]).to(rate.dtype)
-        rate = rate.unflatten(1, (batch, length)).transpose(0, 1)  # [B, H, L, K]
+        rate = sbm.rate.unflatten(1, (batch, length)).transpose(0, 1)  # [B, H, L, K]
+        if factor is not None and density is not None:
+            kept.factor, (_, scale, has_mean) = factor, factor  # [H, 1]
+            if has_mean is not None:  # other queries are scaled by themselves
+                degree = (rate.float() * kept.sums(*last.places)).sum(3)  # [B, H, L]
+                allowed = last.by_head(last.allowed, heads).float()
+                alone = (density * allowed).clamp(min=1)
+                alone = alone / degree.maximum(MIN_MEAN_PROBABILITY * allowed.clamp(min=1))
+                scale = torch.where(has_mean, scale, alone)
+            rate = (rate * scale[..., None]).to(rate.dtype)
 
         forced = (self.window, self.num_sinks) if self.candidates == 1 else (None, 0)
         rowptr, col = kept.draw(rate, *last.places, seed, self.row_group, *forced)

@@ -47,6 +47,25 @@ def _store(member, start, high, low):
 
 
 @numba_kernel
+def _sum(high, low, heads, starts, places, out):
+    """Sums of the memberships of all keys up to each token, ``[B * H, L, K]``."""
+    sums = np.empty(high.shape[2], np.int64)
+    for row in range(high.shape[0]):
+        b = row // heads
+        sums[:], key = 0, starts[b]
+        for i in range(places.shape[1]):
+            while key <= places[b, i]:
+                block, begin = key // BLOCK, key % BLOCK
+                end = min(BLOCK, places[b, i] + 1 - block * BLOCK)
+                for u in range(sums.size):
+                    for k in range(begin, end):
+                        sums[u] += np.int64(high[row, block, u, k]) << 16 | np.int64(low[row, block, u, k])
+                key = block * BLOCK + end
+            for u in range(sums.size):
+                out[row, i, u] = np.float32(sums[u] * 2.0**-24)
+
+
+@numba_kernel
 def _mixed(word, group_word, shift):
     """Sixteen bits from halves of the words of a key and of a group."""
     low = np.uint32(0xFFFF)
@@ -175,7 +194,7 @@ class KeyMemberships:
     def __init__(self, batch: int, heads: int, clusters: int) -> None:
         self.count, self.heads = 0, heads
         self.law: tuple[Any, ...] = ()
-        self.factor: tuple[Any, Tensor] | None = None
+        self.factor: tuple[Any, ...] | None = None
         self.high, self.low = (np.empty((batch * heads, 0, clusters, BLOCK), kind) for kind in (np.uint8, np.uint16))
         self.words, self.rounded = (np.empty((batch * heads, 16), kind) for kind in (np.uint32, np.float32))
         self.groups, self.filled = np.full((2, batch * heads), -1, np.int64)
@@ -192,6 +211,12 @@ class KeyMemberships:
             self.groups[:] = -1
         _store(member.float().contiguous().numpy(), self.count, self.high, self.low)
         self.count = end
+
+    def sums(self, starts: np.ndarray, places: np.ndarray) -> Tensor:
+        """Sums of the memberships of all keys up to each of the last tokens, ``[B, H, L, K]``; see :meth:`draw`."""
+        out = np.empty((len(self.high), places.shape[1], self.high.shape[2]), np.float32)
+        _sum(self.high, self.low, self.heads, starts, places, out)
+        return torch.from_numpy(out).unflatten(0, (-1, self.heads))
 
     def draw(
         self, rate: Tensor, starts: np.ndarray, places: np.ndarray, seed: int, row_group: int, window: int | None,
