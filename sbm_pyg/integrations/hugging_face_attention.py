@@ -343,7 +343,7 @@ class KeptKeys:
     """
 
     def __init__(self, part: GraphAttention) -> None:
-        self.part, self.modules = weakref.ref(part), [weakref.ref(module) for module in part.modules()]
+        self.part, self.modules = weakref.ref(part), [weakref.ref(x) for x in part.modules() if x._parameters]
         self.memberships: KeyMemberships | None = None
         self.seen: tuple[Any, ...] | None = None
         self.storage: StorageWeakRef | None = None

@@ -411,7 +411,8 @@ class SBMSource(LearnedSource, FollowingSource):
         query_ptr = torch.tensor([0, queries.size(1)])
         for start in range(0 if kept is None else kept.count, last.keys, KEYS_AT_ONCE):
             new = key[:, :, start : min(start + KEYS_AT_ONCE, last.keys)]
-            new = new.repeat_interleave(heads // key.size(1), 1).transpose(0, 1).flatten(1, 2)  # [H, B*n, C]
+            new = new[:, :, None].expand(-1, -1, heads // key.size(1), -1, -1).flatten(1, 2)
+            new = new.transpose(0, 1).flatten(1, 2)  # [H, B*n, C]
             key_ptr = query_ptr if new.size(1) == queries.size(1) else torch.tensor([0, new.size(1)])
             sbm = self.head(Tokens._trusted(queries, new, query_ptr, key_ptr, True, False, seed, None))
             kept = KeyMemberships(batch, heads, sbm.num_clusters) if kept is None else kept

@@ -27,6 +27,8 @@ BLOCK = 256
 """Keys whose memberships lie together."""
 SKIPPED = 2.0**-7
 """Communities whose rates are below this part of the mean rate are bounded, and not read."""
+PER_STEP = 8
+"""Products with 8 bits that take as long as one of two numbers."""
 ERROR = 2.0**-15
 """Bound on the relative error of sums of products, and of random words, in float32."""
 
@@ -120,7 +122,7 @@ def _draw_rows(first, last, rate, high, low, words, rounded, groups, filled, sta
         for i in range(length):
             before, slot = total, places[b, i]  # of the query among the keys; -1 for padding
             if slot < 0:
-                counts[row, i] = 0
+                counts[row * length + i] = 0
                 continue
             group = (slot - begin) // row_group
             if groups[row] != group:
@@ -176,7 +178,7 @@ def _draw_rows(first, last, rate, high, low, words, rounded, groups, filled, sta
             for key in range(near, slot + 1):
                 out[total] = key
                 total += 1
-            counts[row, i] = total - before
+            counts[row * length + i] = total - before
     used[0] = total
 
 
@@ -234,23 +236,26 @@ class KeyMemberships:
             num_sinks: Each token also attends to so many first ones.
         """
         rates = rate.float().flatten(0, 1).contiguous().numpy()
-        word = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
-        law = (seed, row_group, tuple(starts.tolist()))
+        rows, length = rates.shape[:2]
+        law = (seed, row_group, starts.tobytes())
         if law != self.law:
             self.law, self.groups[:] = law, -1
-        rows, length = rates.shape[:2]
-        counts = np.empty((rows, length), np.int64)
-        pieces = even_ranges(rows, task_count(rates.size * self.count))
-        outs = [np.empty((last - first) * length * self.count + 16, np.int32) for first, last in pieces]
-        used = np.zeros((len(pieces), 1), np.int64)
         memory = (self.high, self.low, self.words, self.rounded, self.groups, self.filled)
-        how = (word, row_group, self.heads, -1 if window is None else window, num_sinks)
-        tasks = [
-            (*piece, rates, *memory, starts, places, how, out, counts, total)
-            for piece, out, total in zip(pieces, outs, used, strict=True)
-        ]
-        run(_draw_rows, tasks)
-        cols = [out[: total[0]] for out, total in zip(outs, used, strict=True)]
+        size = -1 if window is None else window
+        how = (np.uint64(seed & 0xFFFFFFFFFFFFFFFF), row_group, self.heads, size, num_sinks)
+        counts, pieces = (
+            np.empty(rows * length, np.int64),
+            even_ranges(rows, task_count(rates.size * self.count // PER_STEP)),
+        )
+        tasks = []
+        for first, last in pieces:
+            out, used = np.empty((last - first) * length * self.count + 16, np.int32), np.zeros(1, np.int64)
+            tasks.append((first, last, rates, *memory, starts, places, how, out, counts, used))
+        if len(tasks) == 1:
+            _draw_rows(*tasks[0])
+        else:
+            run(_draw_rows, tasks)
+        cols = [out[: used[0]] for *_, out, _, used in tasks]
         rowptr = np.zeros(rows * length + 1, np.int64)
         np.cumsum(counts, out=rowptr[1:])
         return torch.from_numpy(rowptr), torch.from_numpy(cols[0] if len(cols) == 1 else np.concatenate(cols))
