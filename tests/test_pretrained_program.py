@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.pretrained import arms, chatting, tasks
+from examples.pretrained import arms, chatting, embedding, tasks
 from examples.pretrained.__main__ import main
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread", "quiet_transformers")]
@@ -147,6 +147,37 @@ def test_a_chat_answers_from_the_cache(folder: Path, tmp_path: Path, capsys: pyt
     whole = tokenizer(f"{text}\n\nQuestion: who\nAnswer:", return_tensors="pt").input_ids
     expected = model.generate(whole, max_new_tokens=6, do_sample=False, use_cache=False)[0, whole.size(1) :]
     assert tokenizer.decode(expected) == other
+
+
+def test_embeddings_of_an_encoder_are_compared(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5, max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path / "encoder")
+    arms.load(folder / "model")[1].save_pretrained(tmp_path / "encoder")
+    text = (folder / "test.txt").read_text()
+    (tmp_path / "texts.tsv").write_text("\n".join(f"{text[at : at + 100]}\t1" for at in range(0, 2000, 100)))
+    (tmp_path / "one.tsv").write_text(text[:100])
+    files = ["--train", str(tmp_path / "texts.tsv"), "--test", str(tmp_path / "texts.tsv")]
+    more = ["--density", "0.2", "--steps", "5", "--batches", "3", "--arms", "window", "top-k", "candidates"]
+    main(["embed", str(tmp_path / "encoder"), *files, *more])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "20 texts of 100 tokens in the mean"
+    rows = ([float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[-3:])
+    density, cosine, shared = zip(*rows, strict=True)
+    assert 20 < min(density) < max(density) < 32
+    assert 0.5 < min(cosine) < max(cosine) <= 1
+    assert 0 < min(shared) < max(shared) <= 100
+    vectors = torch.nn.functional.normalize(torch.randn(30, 8), dim=1)
+    assert embedding.compare(vectors, vectors)["neighbors"] == 1
+    assert embedding.compare(vectors, vectors)["cosine"] == pytest.approx(1)
+    assert embedding.neighbors(vectors).sum(1).eq(10).all()
+    with pytest.raises(SystemExit):
+        main(["embed", str(tmp_path / "encoder"), *files[:2], "--test", str(tmp_path / "one.tsv")])
 
 
 def test_a_folder_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

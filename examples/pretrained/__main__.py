@@ -5,6 +5,7 @@
     python -m examples.pretrained table runs/pretrained
     python -m examples.pretrained calibrate smollm2 --train a.txt --arm candidates --output sparse
     python -m examples.pretrained chat sparse --file b.txt
+    python -m examples.pretrained embed minilm --train lines.tsv --test other.tsv
 
 A folder holds a decoder of `transformers` and its tokenizer. `evaluate` adds a file to its output for each arm, length
 and density, and a result to a file for each task; the same command goes on after a kill, and skips what is there.
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.command import Command, program, require
+from examples.common.corpus import read_lines
 from examples.common.runs import check_folder, hold, read_record, read_text, write_record
 from examples.common.tables import markdown
-from examples.pretrained import arms, chatting, tasks
+from examples.pretrained import arms, chatting, embedding, tasks
 
 PROGRAM = "python -m examples.pretrained"
 COLUMNS = {
@@ -35,11 +37,11 @@ def new_command(name: str, about: str, folder: str = "of a decoder of transforme
     return command
 
 
-def add_arm(command: Command) -> None:
+def add_arm(command: Command, window: int = 16, sinks: int = 4, batches: int = 5) -> None:
     """Adds what all arms share, and how sources learn."""
-    command.option("window", 16, "each token also attends to so many before it", least=0)
-    command.option("sinks", 4, "and to so many first tokens", least=0)
-    command.option("batches", 5, "texts to calibrate on, as long as those of the evaluation", least=1)
+    command.option("window", window, "each token also attends to so many before it", least=0)
+    command.option("sinks", sinks, "and to so many first tokens", least=0)
+    command.option("batches", batches, "texts to calibrate on, as long as those of the evaluation", least=1)
     command.option("steps", 200, "of calibration of each source", least=0)
     command.option("seed", 0, "of sources and calibration", least=0)
 
@@ -164,6 +166,39 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(names, lines)
 
 
+def embed(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., Iterator[Path]]]:
+    about = "Compares embeddings of texts, means of the last layer, by a sparse encoder with those by the dense one."
+    command = new_command("embed", about, "of an encoder of transformers and its tokenizer")
+    command.option("train", Path, "texts to calibrate on, one a line, up to a tab if there is one", required=True)
+    command.option("test", Path, "texts to embed, likewise", required=True)
+    command.option("arms", arms.ARMS[1:], choices=tuple(arms.ARMS[1:]))
+    command.option("density", 0.05, "of the pairs", above=0, below=1)
+    command.option("length", 512, "tokens of a text at most", least=2)
+    command.option("texts", 500, "that are embedded at most", least=2)
+    add_arm(command, window=2, sinks=1, batches=40)
+
+    def work(args: argparse.Namespace) -> Iterator[Path]:
+        lines = []
+        model, tokenizer = arms.load(args.folder, "AutoModel")
+        parts = ((args.train, args.batches), (args.test, args.texts))
+        lengthy = ([line.partition("\t")[0] for line in read_lines(path)][:count] for path, count in parts)
+        train, test = (embedding.tokens_of(tokenizer, texts, args.length) for texts in lengthy)
+        require(len(test) > 1, "'test' with texts, one a line", f"{len(test)}", "Give a file of two lines or more.")
+        dense, size = embedding.embed(model, test), round(sum(text.size(1) for text in test) / len(test))
+        for name in args.arms:
+            model = arms.load(args.folder, "AutoModel")[0]
+            arm = arms.Arm(name, args.density, size, args.window, args.sinks, args.steps, args.seed)
+            arm.apply(model, train)
+            row = embedding.compare(dense, embedding.embed(model, test))
+            percent = 100 * embedding.density(model, test), 100 * row["neighbors"]
+            lines.append([name, f"{percent[0]:.1f}", f"{row['cosine']:.4f}", f"{percent[1]:.1f}"])
+        print(f"{len(test)} texts of {size} tokens in the mean\n")
+        print(markdown(["arm", "density, %", "cosine", "neighbors, %"], lines))
+        yield from ()
+
+    return command.read(words), work
+
+
 def chat(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., Iterator[Path]]]:
     command = new_command("chat", "Answers questions about a text file; the text is read once, into a cache.")
     command.option("file", Path, "the text", required=True)
@@ -188,7 +223,14 @@ def chat(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., Iterat
     return command.read(words), work
 
 
-COMMANDS = {"prepare": prepare, "calibrate": calibrate, "evaluate": evaluate, "table": table, "chat": chat}
+COMMANDS = {
+    "prepare": prepare,
+    "calibrate": calibrate,
+    "evaluate": evaluate,
+    "table": table,
+    "embed": embed,
+    "chat": chat,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

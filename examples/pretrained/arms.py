@@ -58,15 +58,16 @@ class Arm(NamedTuple):
     steps: int = 200
     seed: int = 0
 
-    def options(self) -> dict[str, Any]:
+    def options(self, is_causal: bool = True) -> dict[str, Any]:
         """Options of :func:`sbm_pyg.replace_attention`; patterns have as many keys as the others in the mean."""
         near = {"window": self.window, "num_sinks": self.sinks}
-        keys = max(1, round(self.density * self.length / 2))
+        side = self.density * self.length / 2
+        keys = max(1, round(side if is_causal else 2 * side))
         if self.name == "window":
-            return {"source": "window", "size": keys + self.window, "num_sinks": self.sinks}
+            return {"source": "window", "size": round(side) + self.window, "num_sinks": self.sinks}
         if self.name == "bigbird":
-            half = -(-keys // 2)
-            return {"source": "bigbird", "size": half + self.window, "num_global": self.sinks, "num_random": half}
+            random = {"num_global": self.sinks, "num_random": -(-keys // 2)}
+            return {"source": "bigbird", "size": round(side / 2) + self.window} | random
         if self.name == "block-top-k":
             return {"source": "block_top_k", "k": BLOCKS, "block_size": max(1, round(keys / BLOCKS))} | near
         learns = self.name in STEPS
@@ -83,14 +84,16 @@ class Arm(NamedTuple):
         if self.name == "full":
             return 0.0
         torch.manual_seed(self.seed)
-        replace_attention(model, **self.options())
+        is_causal = model.can_generate()
+        replace_attention(model, **self.options(is_causal))
         if self.name not in STEPS:
             return 0.0
         if saved is not None and saved.is_file():
             model.load_state_dict(safetensors.torch.load_file(saved), strict=False)
             return 0.0
         start, steps = time.perf_counter(), STEPS[self.name]
-        batches = [{"input_ids": text, "use_cache": False, "logits_to_keep": 1} for text in texts]
+        more = {"use_cache": False, "logits_to_keep": 1} if is_causal else {}
+        batches = [{"input_ids": text} | more for text in texts]
         steps = self.steps if steps is None else steps
         calibrate(model, batches, density=self.density, steps=steps, seed=self.seed)
         if saved is not None:
@@ -100,15 +103,15 @@ class Arm(NamedTuple):
         return time.perf_counter() - start
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    """A decoder in float32 and its tokenizer; graph sources that the folder holds are loaded, too."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(folder: Path, kind: str = "AutoModelForCausalLM") -> tuple[Any, Any]:
+    """A model in float32, by a class of transformers, and its tokenizer; graph sources in the folder are loaded, too."""
+    import transformers
 
     from sbm_pyg.integrations import hugging_face  # noqa: F401  # registers "sbm"
 
     require((folder / "config.json").is_file(), "'folder' of transformers", folder, "Run `prepare` first.")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def prepare(source: str, output: Path | None) -> tuple[str, Path]:
