@@ -308,7 +308,7 @@ class DensitySource(GraphSource):
     """
 
     head_budgets: Tensor | None
-    """Density of each head as a multiple of the target density, ``[H]``, positive; None: heads are alike.
+    """Density of each head as a multiple of the target density, ``[H]``, positive; None if heads are alike.
 
     A head whose product is above 1 is dense. :func:`~sbm_pyg.calibrate` sets them, and ``state_dict`` contains them.
     """

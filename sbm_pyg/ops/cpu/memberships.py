@@ -68,7 +68,7 @@ def _sum(high, low, heads, starts, places, out):
 
 
 @numba_kernel
-def _mixed(word, group_word, shift):
+def _mix_halves(word, group_word, shift):
     """Sixteen bits from halves of the words of a key and of a group."""
     low = np.uint32(0xFFFF)
     x = ((word >> np.uint32(16)) + (group_word >> np.uint32(16))) & low
@@ -91,7 +91,7 @@ def _draw_words(group, begin, end, sequence, head, seed, word, rounded):
     for start in range(begin // 16 * 16, end, 16):
         philox16(start, 0, sequence, head | SHARED, seed, of_keys, 0)
         for k in range(16):
-            drawn = _mixed(of_keys[k], np.uint32(one), 16) | _mixed(of_keys[16 + k], np.uint32(two), 0)
+            drawn = _mix_halves(of_keys[k], np.uint32(one), 16) | _mix_halves(of_keys[16 + k], np.uint32(two), 0)
             word[start + k], rounded[start + k] = drawn, np.float32(drawn)
     return end
 
