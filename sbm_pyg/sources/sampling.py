@@ -46,7 +46,7 @@ from .sbm import SBM, SBMHead, check_model, product_bound
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
-KEYS_AT_ONCE = 1024
+MEMBERSHIPS_AT_ONCE = 1024
 """Keys of each sequence whose memberships are computed at once, where there is a cache without any."""
 MOMENTUM = 0.1  # of the running mean of probabilities
 MAX_START_DENSITY = 0.25
@@ -409,8 +409,8 @@ class SBMSource(LearnedSource, FollowingSource):
         batch, heads, length, _ = query.shape
         queries = query.transpose(0, 1).flatten(1, 2)  # [H, B*L, C]
         query_ptr = torch.tensor([0, queries.size(1)])
-        for start in range(0 if kept is None else kept.count, last.keys, KEYS_AT_ONCE):
-            new = key[:, :, start : min(start + KEYS_AT_ONCE, last.keys)]
+        for start in range(0 if kept is None else kept.count, last.keys, MEMBERSHIPS_AT_ONCE):
+            new = key[:, :, start : min(start + MEMBERSHIPS_AT_ONCE, last.keys)]
             new = new[:, :, None].expand(-1, -1, heads // key.size(1), -1, -1).flatten(1, 2)
             new = new.transpose(0, 1).flatten(1, 2)  # [H, B*n, C]
             key_ptr = query_ptr if new.size(1) == queries.size(1) else torch.tensor([0, new.size(1)])

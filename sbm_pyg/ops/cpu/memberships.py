@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..random_words import MIX16, SHARED
+from ..random_words import SHARED
 from .draws import philox_once
 from .random_simd import append16, mask_below, philox16
+from .shared_draws import whole_word
 from .simd import at, load, peek, splat
 from .threads import even_ranges, numba_kernel, run, task_count
 
@@ -68,22 +69,6 @@ def _sum(high, low, heads, starts, places, out):
 
 
 @numba_kernel
-def _mix_halves(word, group_word, shift):
-    """Sixteen bits from halves of the words of a key and of a group."""
-    low = np.uint32(0xFFFF)
-    x = ((word >> np.uint32(16)) + (group_word >> np.uint32(16))) & low
-    for turn in range(2):
-        x ^= x >> np.uint32(8)
-        x = (x * np.uint32(MIX16[0])) & low
-        x ^= x >> np.uint32(7)
-        x = (x * np.uint32(MIX16[1])) & low
-        x ^= x >> np.uint32(9)
-        if turn == 0:
-            x ^= (word + group_word) & low
-    return x << np.uint32(shift)
-
-
-@numba_kernel
 def _draw_words(group, begin, end, sequence, head, seed, word, rounded):
     """Write the words of a group and the keys at some positions, and those in float32; returns the end."""
     one, two, _, _ = philox_once(group, 1, sequence, head | SHARED, seed)
@@ -91,7 +76,8 @@ def _draw_words(group, begin, end, sequence, head, seed, word, rounded):
     for start in range(begin // 16 * 16, end, 16):
         philox16(start, 0, sequence, head | SHARED, seed, of_keys, 0)
         for k in range(16):
-            drawn = _mix_halves(of_keys[k], np.uint32(one), 16) | _mix_halves(of_keys[16 + k], np.uint32(two), 0)
+            upper = whole_word(np.uint32(0), of_keys[k], np.uint32(one))
+            drawn = whole_word(upper, of_keys[16 + k], np.uint32(two))
             word[start + k], rounded[start + k] = drawn, np.float32(drawn)
     return end
 
@@ -110,7 +96,7 @@ def _add_products(rates, which, count, high, base, sums):
 
 
 @numba_kernel
-def _draw_rows(first, last, rate, high, low, words, rounded, groups, filled, starts, places, law, out, counts, used):
+def _draw_last(first, last, rate, high, low, words, rounded, groups, filled, starts, places, law, out, counts, used):
     """Draw the rows of some heads of sequences; ``used`` receives their number of edges."""
     seed, row_group, heads, window, num_sinks = law
     length, blocks = rate.shape[1:]
@@ -252,9 +238,9 @@ class KeyMemberships:
             out, used = np.empty((last - first) * length * self.count + 16, np.int32), np.zeros(1, np.int64)
             tasks.append((first, last, rates, *memory, starts, places, how, out, counts, used))
         if len(tasks) == 1:
-            _draw_rows(*tasks[0])
+            _draw_last(*tasks[0])
         else:
-            run(_draw_rows, tasks)
+            run(_draw_last, tasks)
         cols = [out[: used[0]] for *_, out, _, used in tasks]
         rowptr = np.zeros(rows * length + 1, np.int64)
         np.cumsum(counts, out=rowptr[1:])

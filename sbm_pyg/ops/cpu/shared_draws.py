@@ -193,7 +193,7 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
 
 
 @numba_kernel
-def _whole_word(upper, word, group_word):
+def whole_word(upper, word, group_word):
     """The word of a key and a group: its upper half, and the lower one from the second words of both."""
     low = np.uint32(0xFFFF)
     x = ((word >> np.uint32(16)) + (group_word >> np.uint32(16))) & low
@@ -362,7 +362,7 @@ def _draw_tiles(first, last, law, sequences, keys, rate, member, out, counts, st
                 for k in range(fresh[t]):
                     slot = np.int64(peek(its_slots, k))
                     key = np.int64(peek(place, start + slot))
-                    poke(full, left, _whole_word(peek(its_words, slot), peek(lower, start + slot), own_lower))
+                    poke(full, left, whole_word(peek(its_words, slot), peek(lower, start + slot), own_lower))
                     poke(its_candidates, left, np.int32(key))
                     for v in range(0, num_pairs, 16):
                         fetch(members, key * num_pairs + v)
