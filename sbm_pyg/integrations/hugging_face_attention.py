@@ -11,7 +11,7 @@ import math
 import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,13 @@ from ..graphs.ragged import Tokens, draw_seed
 from ..layers.attention import AttentionConv, Returns
 from ..layers.multihead import PaddedBatch, PaddedSequences
 from ..ops import schemas
-from ..ops.cpu.memberships import KeyMemberships
 from ..sources import patterns
 from ..sources.interface import GraphSource
 from ..sources.last_rows import LastRows
 from ..sources.learned import DensitySource
+
+if TYPE_CHECKING:
+    from ..ops.cpu.memberships import KeyMemberships
 
 __all__ = [
     "HARMLESS", "NAME", "READ", "GraphAttention", "MaskBias", "MaskPairs", "PairMask", "attend", "make_mask",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from torch_geometric.transforms import BaseTransform
 from ..graphs.graph import AttentionGraph, check_graph
 from ..graphs.ragged import Tokens, check_record, draw_seed, stored_ptr
 from ..ops import checks
-from ..ops.cpu.memberships import KeyMemberships
 from ..ops.segments import upcast
 from ..ops.values import can_read
 from .last_rows import LastRows, RowRule
+
+if TYPE_CHECKING:
+    from ..ops.cpu.memberships import KeyMemberships
 
 __all__ = ["Choice", "EdgeProbability", "GraphSource", "SourceGraph"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from ..graphs.ragged import (
     trust_offsets,
 )
 from ..ops import checks, cpu, values
-from ..ops.cpu.memberships import KeyMemberships
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
 from ..ops.tiles import cut_blocks
 from ..ops.values import can_read
@@ -43,6 +42,9 @@ from .last_rows import LastRows, RowRule
 from .learned import LearnedSource, factor_for_density, sample_rows
 from .linear_sbm import LinearSBMHead
 from .sbm import SBM, SBMHead, check_model, product_bound
+
+if TYPE_CHECKING:
+    from ..ops.cpu.memberships import KeyMemberships
 
 __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 
@@ -415,7 +417,10 @@ class SBMSource(LearnedSource, FollowingSource):
             new = new.transpose(0, 1).flatten(1, 2)  # [H, B*n, C]
             key_ptr = query_ptr if new.size(1) == queries.size(1) else torch.tensor([0, new.size(1)])
             sbm = self.head(Tokens._trusted(queries, new, query_ptr, key_ptr, True, False, seed, None))
-            kept = KeyMemberships(batch, heads, sbm.num_clusters) if kept is None else kept
+            if kept is None:
+                from ..ops.cpu.memberships import KeyMemberships  # which needs numba
+
+                kept = KeyMemberships(batch, heads, sbm.num_clusters)
             kept.append(sbm.key_membership)
         assert kept is not None  # there are new keys
         rate = sbm.rate.unflatten(1, (batch, length)).transpose(0, 1)  # [B, H, L, K]
