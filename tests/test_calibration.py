@@ -90,7 +90,7 @@ def test_block_models_draw_the_density_of_each_head(candidates: int) -> None:
     with torch.no_grad():
         model.layers[0].self_attn.in_proj_weight[8:16] *= 0.01
     words = [torch.randn(2, 200, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    calibrate(model, words, density=0.1, steps=30, progress=False)
+    calibrate(model, words, density=0.1, by_head=True, steps=30, progress=False)
     source = model.layers[0].self_attn.conv.source
     assert source.head_budgets[1] > 1.3
     with compare_heads(model) as table, torch.no_grad():

@@ -71,7 +71,7 @@ def calibrate(
     batches: Iterable[Any],
     *,
     density: float | None = None,
-    by_head: bool = True,
+    by_head: bool | None = None,
     steps: int = 200,
     learning_rate: float = 1e-2,
     forward: Callable[[Any], Any] | None = None,
@@ -98,8 +98,9 @@ def calibrate(
             to five times its density of edges at 2,048. The last batch measures and does not train, unless it is the
             only one.
         density: Target density of the sources afterwards, in (0, 1). None: each keeps its own.
-        by_head: Divide the density among the heads, by :attr:`~sbm_pyg.DensitySource.head_budgets`. False: heads are
-            alike.
+        by_head: Whether to divide the density among the heads, by :attr:`~sbm_pyg.DensitySource.head_budgets`. None:
+            for sources that rank keys by scores of pairs, which are ``"top_k"``, indexers and block models with
+            ``candidates``, and not for graphs that are drawn alone, which did not gain by it.
         steps: Steps of each source, on some 1,024 tokens each. 0: sources only begin with the queries and keys.
         learning_rate: Largest rate of Adam, which rises and falls in one cycle.
         forward: Function that calls the model with a batch, in place of the rules above.
@@ -132,10 +133,15 @@ def calibrate(
     checks.number("learning_rate", learning_rate, "(0, inf)", "It is the largest rate of Adam.")
     if density is not None:
         checks.number("density", density, "(0, 1)", "It is the target density afterwards.")
-    checks.flag("by_head", by_head, "It says whether heads have densities of their own.")
+    if by_head is not None:
+        checks.flag("by_head", by_head, "It says whether heads have densities of their own.")
     seed = checks.seed(seed)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, AttentionConv)}
-    layers = {name: layer for name, layer in layers.items() if _is_fitted(layer.source, by_head)}
+    layers = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer.source, LearnedSource) or _divides(layer.source, by_head)
+    }
     way_out = "Call `replace_attention` first, with source='sbm', 'indexer' or 'top_k'."
     checks.require(layers, "model", "to have layers with a source to fit", "none", way_out)
     names: dict[DensitySource, str] = {}
@@ -157,7 +163,8 @@ def calibrate(
         settings["learning_rate"] = learning_rate
         if folder is not None:
             _check_settings(folder / "settings.json", settings | {"seed": seed, "batches": store.marks()})
-        budgets = _divide_density(store.calls, density, progress) if by_head else {}
+        divided = {source: calls for source, calls in store.calls.items() if _divides(source, by_head)}
+        budgets = _divide_density(divided, density, progress)
         with tqdm(total=len(names) * max(steps, 1), desc="calibrate", unit="step", disable=not progress) as bar:
             for number, (source, name) in enumerate(names.items()):
                 path = None if folder is None else folder / f"{number:03d}.safetensors"
@@ -177,9 +184,12 @@ def calibrate(
     return rows
 
 
-def _is_fitted(source: object, by_head: bool) -> bool:
-    """Whether a source learns, or has a density to divide among its heads."""
-    return isinstance(source, LearnedSource) or (by_head and getattr(source, "has_head_budgets", False))
+def _divides(source: object, by_head: bool | None) -> bool:
+    """Whether the density of a source is divided among its heads."""
+    if by_head is False or not getattr(source, "has_head_budgets", False):
+        return False
+    draws = source.candidates == 1 if isinstance(source, SBMSource) else getattr(source, "select", "") == "bernoulli"
+    return by_head is True or not draws
 
 
 # ------------------------------------------------------------------ what the model does
@@ -309,7 +319,7 @@ def _divide_density(
     What a head keeps by its largest weights is a concave function of their number. So the best division takes the
     steepest parts of all these functions.
     """
-    sources = [source for source in calls if source.has_head_budgets and (density or source.target_density)]
+    sources = [source for source in calls if density or source.target_density]
     curves = []
     for source in tqdm(sources, "divide the density", unit="source", disable=not progress):
         examples = calls[source][:-1] or calls[source]
