@@ -448,7 +448,7 @@ analysis.to_networkx(graph, sbm=sbm), analysis.expected_graph(sbm), analysis.is_
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500)
     line = f"Expected 'scipy' to be installed (it is not). Run {checks.install('analysis')}."
-    assert found.stdout.splitlines() == [line] * 8
+    assert found.stdout.splitlines() == [line] * 7
 
 
 def test_a_wrong_path_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
