@@ -106,25 +106,26 @@ def _draw_last(first, last, rate, high, low, words, rounded, groups, filled, sta
         b, head = row // heads, row % heads
         begin, pitch = starts[b], high.shape[1] * blocks * BLOCK
         for i in range(length):
-            before, slot = total, places[b, i]  # of the query among the keys; -1 for padding
+            before, slot = total, places[b, i]
             if slot < 0:
                 counts[row * length + i] = 0
                 continue
+            # Random words depend on the group of rows, so they are drawn once for each group.
             group = (slot - begin) // row_group
             if groups[row] != group:
                 groups[row], filled[row] = group, 0
             if filled[row] <= slot - begin:
                 filled[row] = _draw_words(group, filled[row], slot - begin + 1, b, head, seed, words[row], rounded[row])
 
-            # first tokens, drawn keys, and near tokens
+            # First tokens come first; between them and the near ones, keys are drawn.
             drawn = begin + min(num_sinks, slot + 1 - begin)
             for key in range(begin, drawn):
                 out[total] = key
                 total += 1
             near = slot + 1 if window < 0 else max(drawn, slot - window)
 
-            count, skipped = 0, np.float32(0)
-            mean = np.float32(0)
+            # Choose the communities with large rates; the others only widen the upper bound.
+            count, skipped, mean = 0, np.float32(0), np.float32(0)
             for u in range(blocks):
                 mean += rate[row, i, u]
             least = mean * np.float32(SKIPPED) / np.float32(blocks)
@@ -138,6 +139,7 @@ def _draw_last(first, last, rate, high, low, words, rounded, groups, filled, sta
             slack = (mean - skipped) * np.float32(2.0**24) + skipped * np.float32(2.0**32) + np.float32(1)
             below, above = np.float32(2.0**24 * (1 - ERROR)), np.float32(2.0**24 * (1 + ERROR))
             for block in range(drawn // BLOCK, (near + BLOCK - 1) // BLOCK):
+                # Bound the probabilities of a block of keys, and list those whose words are below the bound.
                 _add_products(rates, which, count, at(high, row * pitch), block * blocks * BLOCK, sums)
                 hits = 0
                 for k in range(max(drawn - block * BLOCK, 0), min(near - block * BLOCK, BLOCK), 16):
@@ -145,6 +147,7 @@ def _draw_last(first, last, rate, high, low, words, rounded, groups, filled, sta
                     its_words = load(at(rounded, row * rounded.shape[1]), block * BLOCK + k - begin, 16)
                     mask = mask_below(its_words, limit)
                     hits = append16(mask, k, candidates, hits)
+                # A word below the lower bound is an edge; others are compared with all bits.
                 for c in range(hits):
                     k = candidates[c]
                     key = block * BLOCK + k
@@ -161,6 +164,7 @@ def _draw_last(first, last, rate, high, low, words, rounded, groups, filled, sta
                     if is_edge:
                         out[total] = key
                         total += 1
+            # Near tokens come last, so keys ascend.
             for key in range(near, slot + 1):
                 out[total] = key
                 total += 1
