@@ -30,9 +30,9 @@ from sbm_pyg import (
     replace_attention,
     restore_attention,
 )
-from sbm_pyg.integrations import hugging_face, hugging_face_attention
+from sbm_pyg.integrations import hugging_face, hugging_face_masks
 from sbm_pyg.integrations.hugging_face import SparsifierCallback
-from sbm_pyg.integrations.hugging_face_attention import MaskBias, PairMask, make_mask, read_mask
+from sbm_pyg.integrations.hugging_face_masks import MaskBias, PairMask, make_mask, read_mask
 from sbm_pyg.layers import named
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread", "quiet_transformers")]
@@ -350,14 +350,14 @@ def test_attention_without_a_mask_is_causal_only_if_its_module_says_so(is_causal
 @pytest.mark.parametrize("shape", [(2, 1, 1, 9), (2, 1, 9, 9), (2, 4, 9, 9)])
 def test_what_a_mask_says_is_read_once_and_forgotten_with_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     mask = (torch.rand(shape) < 0.7).to(dtype)
-    before = len(hugging_face_attention._PAIRS)
+    before = len(hugging_face_masks._PAIRS)
     first = read_mask(mask, 9, 9)
     assert read_mask(mask, 9, 9) is first
     mask[..., 3] = 0
     again = read_mask(mask, 9, 9)  # after a change
     assert again is not first
     del mask, again, first
-    assert len(hugging_face_attention._PAIRS) == before
+    assert len(hugging_face_masks._PAIRS) == before
 
 
 def test_any_mask_of_pairs_equals_eager_attention_and_holds_on_a_sampled_graph() -> None:

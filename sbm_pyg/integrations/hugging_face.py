@@ -34,7 +34,8 @@ from ..layers import named
 from ..layers.attention import AttentionConv
 from ..ops import checks
 from ..training.sparsifier import Sparsifier
-from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, make_mask, note_cache
+from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, note_cache
+from .hugging_face_masks import make_mask
 
 __all__ = ["SparsifierCallback", "prepare_sources", "remove_sources"]
 
