@@ -41,6 +41,8 @@ PAIRS_OF_STEP = 2**16
 TOKENS_OF_START = 8192
 MEASURED_ROWS = 4.0
 """Rows of a sequence in a measurement, in units of the square root of its length."""
+MEASURED_PAIRS = 2**19
+"""Largest number of pairs of a head in a measurement."""
 LEAST_BUDGET = 0.05
 """Least density of a head, as a multiple of the target density."""
 DENSITIES = torch.tensor(
@@ -364,7 +366,7 @@ def _weights_of_rows(call: _StoredCall, rows: float) -> tuple[Tokens, Tensor, At
     """The tokens of a call, some rows of all their pairs, and the attention weights of these, ``[E]``."""
     tokens, how = call.read(0)
     scored = how["scored"] or tokens
-    graph = sample_rows(tokens, rows)
+    graph = sample_rows(tokens, min(rows, MEASURED_PAIRS / _pairs_of_rows(tokens)))
     bias = None if call.score_bias is None else call.score_bias(scored.query, scored.key, graph)
     logits = graph._logits(scored.query, scored.key, bias, call.scale)
     return tokens, normalize("softmax", logits[:, None], ptr=graph.rowptr)[:, 0], graph
@@ -430,15 +432,20 @@ def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
         part = 1.0
     sequences = tokens.query_ptr.numel() - 1
     share = math.ceil(part * sequences) / sequences
-    length = tokens.query_ptr.diff()
-    pairs = count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal) / length.clamp(min=1).sqrt()  # of some rows
-    rows = min(1.0, PAIRS_OF_STEP / max(share * float(pairs.sum()), 1.0))
+    rows = min(1.0, PAIRS_OF_STEP / (share * _pairs_of_rows(tokens)))
     how |= {"rows": rows * share, "part": part}
     if isinstance(source, SBMSource) and source.block_size == 1:
         density = source._drawn_densities
         density = density[:, 0].clamp(max=0.999) if isinstance(density, Tensor) else min(density or 1, 0.999)
         return 1 - kept_attention(source, tokens, density, **how)
     return row_distillation(source, tokens, **how)
+
+
+def _pairs_of_rows(tokens: Tokens) -> float:
+    """Pairs of as many rows of each sequence as the square root of its length, at least 1."""
+    length = tokens.query_ptr.diff()
+    pairs = count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal) / length.clamp(min=1).sqrt()
+    return max(float(pairs.sum()), 1.0)
 
 
 @torch.no_grad()
