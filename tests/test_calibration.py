@@ -15,6 +15,7 @@ from torch_geometric.nn import GPSConv
 from sbm_pyg import AttentionConv, Rotary, SBMAttentionConv, calibrate, make_attention, patterns, replace_attention
 from sbm_pyg.analysis import compare_heads
 from sbm_pyg.layers import calibration
+from sbm_pyg.sources.selectors import TopKSource
 
 LINEAR: dict[str, Any] = {"parameterization": "linear", "num_clusters": 4}
 
@@ -96,6 +97,28 @@ def test_block_models_draw_the_density_of_each_head(candidates: int) -> None:
     with compare_heads(model) as table, torch.no_grad():
         model.eval()(words[-1])
     assert [head.density for head in table.heads] == pytest.approx((0.1 * source.head_budgets).tolist(), abs=0.02)
+
+
+def test_a_large_density_is_divided_whole() -> None:
+    model = one_broad_head()
+    calibrate(model, batches(), density=0.8, progress=False)
+    densities = 0.8 * model.layers[0].self_attn.conv.source.head_budgets
+    assert float(densities.clamp(max=1).mean()) == pytest.approx(0.8, abs=0.03)
+
+
+def test_block_models_without_a_density_learn_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "kept_attention", None)  # which needs a density
+    conv = SBMAttentionConv(16, 8, 2, num_clusters=4)
+    row = calibrate(conv, [torch.randn(50, 16) for _ in range(2)], steps=5, progress=False)[0]
+    assert row.loss < row.loss_before
+
+
+def test_budgets_follow_the_tokens_to_their_device() -> None:
+    source = TopKSource(target_density=0.2)
+    source.head_budgets = torch.ones(2)
+    densities = source._densities(torch.device("meta"))
+    assert isinstance(densities, torch.Tensor)
+    assert densities.device.type == "meta"
 
 
 def test_steps_improve_the_start() -> None:

@@ -20,33 +20,13 @@ from examples.common.corpus import read_files, stdlib_files
 from sbm_pyg.analysis import compare_heads
 
 ADJECTIVES = [
-    "brave",
-    "calm",
-    "eager",
-    "fancy",
-    "gentle",
-    "happy",
-    "jolly",
-    "kind",
-    "lively",
-    "proud",
-    "silly",
-    "witty",
-]
+    "brave", "calm", "eager", "fancy", "gentle", "happy", "jolly", "kind", "lively",
+    "proud", "silly", "witty",
+]  # fmt: skip
 NOUNS = [
-    "apple",
-    "bridge",
-    "candle",
-    "desert",
-    "engine",
-    "forest",
-    "garden",
-    "harbor",
-    "island",
-    "jacket",
-    "ladder",
-    "river",
-]
+    "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor", "island",
+    "jacket", "ladder", "river",
+]  # fmt: skip
 CONSONANTS = "bcdfghjklmnpqrstvwz"
 KEYS, HOPS, DRAWN_WORDS, TIMED_TOKENS = 4, 4, 60, 16
 
@@ -84,13 +64,13 @@ def needle(words: Sequence[str], draw: random.Random, keys: int = 1) -> Question
     text = hide(
         [f"One of the special magic numbers for {n} is: {x}." for n, x in zip(names, numbers, strict=True)], words, draw
     )
-    asked = draw.randrange(keys)
+    chosen = draw.randrange(keys)
     prompt = (
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the number afterwards.\n{text}\nWhat is the special magic number for {names[asked]} mentioned in the provided "
-        f"text? The special magic number for {names[asked]} mentioned in the provided text is"
+        f"the number afterwards.\n{text}\nWhat is the special magic number for {names[chosen]} mentioned in the provided "
+        f"text? The special magic number for {names[chosen]} mentioned in the provided text is"
     )
-    return Question(prompt, [numbers[asked]], 16)
+    return Question(prompt, [numbers[chosen]], 16)
 
 
 def several_keys(words: Sequence[str], draw: random.Random) -> Question:

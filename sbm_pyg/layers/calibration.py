@@ -46,7 +46,29 @@ MEASURED_PAIRS = 2**19
 LEAST_BUDGET = 0.05
 """Least density of a head, as a multiple of the target density."""
 DENSITIES = torch.tensor(
-    [0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5]
+    [
+        0,
+        0.0025,
+        0.005,
+        0.01,
+        0.015,
+        0.02,
+        0.03,
+        0.04,
+        0.05,
+        0.06,
+        0.08,
+        0.1,
+        0.13,
+        0.16,
+        0.2,
+        0.25,
+        0.3,
+        0.4,
+        0.5,
+        0.7,
+        1,
+    ]
 )
 """Densities between which that of a head is interpolated."""
 
@@ -328,7 +350,8 @@ def _divide_density(
         curves.append(torch.stack([_kept_by_density(source, call) for call in examples]).sum(0))  # [H, 1 + G]
     if not curves:
         return {}
-    pairs, kept = (x.double() for x in torch.cat(curves).split([1, len(DENSITIES)], 1))  # [H of all, 1], [H of all, G]
+    on_cpu = torch.cat([curve.cpu() for curve in curves])
+    pairs, kept = (x.double() for x in on_cpu.split([1, len(DENSITIES)], 1))  # [H of all, 1], [H of all, G]
     targets = torch.cat([
         torch.full((len(curve), 1), density or source.target_density or 1.0)
         for source, curve in zip(sources, curves, strict=True)
@@ -434,9 +457,9 @@ def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
     share = math.ceil(part * sequences) / sequences
     rows = min(1.0, PAIRS_OF_STEP / (share * _pairs_of_rows(tokens)))
     how |= {"rows": rows * share, "part": part}
-    if isinstance(source, SBMSource) and source.block_size == 1:
-        density = source._drawn_densities
-        density = density[:, 0].clamp(max=0.999) if isinstance(density, Tensor) else min(density or 1, 0.999)
+    density = source._drawn_densities if isinstance(source, SBMSource) and source.block_size == 1 else None
+    if density is not None:
+        density = density[:, 0].clamp(max=0.999) if isinstance(density, Tensor) else min(density, 0.999)
         return 1 - kept_attention(source, tokens, density, **how)
     return row_distillation(source, tokens, **how)
 

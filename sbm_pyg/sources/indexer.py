@@ -575,7 +575,7 @@ class IndexerSource(LearnedSource):
 
     def _count(self, tokens: Tokens) -> Tensor | None:
         """Number of keys of each query, ``[N]`` or ``[H, N]``, or None."""
-        density, allowed = self._densities, tokens.allowed_keys
+        density, allowed = self._densities(tokens.query.device), tokens.allowed_keys
         if density is not None:
             return torch.minimum((density * allowed).clamp(min=self.k or 1), allowed.clamp(min=1))
         return None if self.k is None else allowed.clamp(max=self.k)
@@ -585,7 +585,7 @@ class IndexerSource(LearnedSource):
         probability = self.predict(tokens)
         check_finite("scorer", tokens, probability.query, probability.weight, probability.key)
         if self.select == "top_k":
-            count = number_of_keys(self.k, self._densities, tokens.allowed_keys)
+            count = number_of_keys(self.k, self._densities(tokens.query.device), tokens.allowed_keys)
             choice = Choice(probability.top_k(count), probability, independent=False)
         else:
             exploration = self._exploration
@@ -600,7 +600,9 @@ class IndexerSource(LearnedSource):
         if not is_own or self.select != "top_k" or self.target_density == 1:
             return None
         assert isinstance(scorer, Indexer)
-        return RowRule(scorer._score_rows(query, key), self.k, self._densities, self.window, self.num_sinks)
+        return RowRule(
+            scorer._score_rows(query, key), self.k, self._densities(query.device), self.window, self.num_sinks
+        )
 
     def _select_among(self, probability: CandidateProbability, candidates: Candidates, tokens: Tokens) -> Choice:
         if self.select == "bernoulli":

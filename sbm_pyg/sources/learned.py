@@ -378,13 +378,12 @@ class DensitySource(GraphSource):
             self.schedule = self.schedule._replace(density=None)
         self._prepare()
 
-    @property
-    def _densities(self) -> float | Tensor | None:
-        """The target density, or that of each head where they differ, ``[H, 1]``."""
+    def _densities(self, device: torch.device) -> float | Tensor | None:
+        """The target density, or that of each head where they differ, ``[H, 1]``, on a device."""
         density, budgets = self.target_density, self.head_budgets
         if density is None or budgets is None:
             return density
-        return (density * budgets.to(checks.widest(budgets.device))).clamp(max=1)[:, None]
+        return (density * budgets.to(device, checks.widest(device))).clamp(max=1)[:, None]
 
     @property
     def _needs_density(self) -> bool:

@@ -365,7 +365,9 @@ class SBMSource(LearnedSource, FollowingSource):
     @property
     def _drawn_densities(self) -> float | Tensor | None:
         """The density of graphs that are drawn, of which each query keeps the best edges, as :attr:`_densities`."""
-        densities = self._densities
+        if self.target_density is None:
+            return None
+        densities = self._densities(self.running_mean.device)
         if isinstance(densities, Tensor):
             return (densities * self.candidates).clamp(max=1)
         return None if densities is None else densities * self._drawn
@@ -462,7 +464,7 @@ class SBMSource(LearnedSource, FollowingSource):
 
     def _number_kept(self, degree: Tensor, allowed: Tensor) -> Tensor:
         """Number of edges that queries keep, of ``[..., H, N]`` drawn ones among so many allowed pairs."""
-        densities = self._densities
+        densities = self._densities(degree.device)
         drawn = (1 / densities).clamp(max=self.candidates) if isinstance(densities, Tensor) else self._drawn
         count = degree.to(checks.widest(degree.device)) / drawn
         count = count if densities is None else count.maximum(densities * allowed)

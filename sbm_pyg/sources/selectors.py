@@ -305,7 +305,7 @@ class TopKSource(DensitySource):
 
     def choose(self, tokens: Tokens) -> Choice:
         """Choose by rank."""
-        count = pairs.number_of_keys(self.k, self._densities, tokens.allowed_keys)
+        count = pairs.number_of_keys(self.k, self._densities(tokens.query.device), tokens.allowed_keys)
         return patterns.with_forced(Choice(top_k(tokens, count)), self.window, self.num_sinks, tokens)
 
     @torch.no_grad()
@@ -313,7 +313,7 @@ class TopKSource(DensitySource):
         if type(self) is not TopKSource or self.target_density == 1:
             return None
         scores = scores_of_groups(query, key)
-        return RowRule(scores, self.k, self._densities, self.window, self.num_sinks, are_products=True)
+        return RowRule(scores, self.k, self._densities(query.device), self.window, self.num_sinks, are_products=True)
 
     def extra_repr(self) -> str:
         return ", ".join(_named(self, ("k", "target_density", "window", "num_sinks")))
