@@ -516,6 +516,7 @@ def main() -> int:
     parser.add_argument(
         "--readers", nargs="+", choices=READERS, default=[*READERS], metavar="R", help=", ".join(READERS)
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
     parser.add_argument("--only", type=int, metavar="N", help="make one call in this process and keep its files")
     given = parser.parse_args()
     if given.only is not None:
@@ -530,6 +531,8 @@ def main() -> int:
         if faults([each]):
             print(report([each]).partition("\n")[2], file=sys.stderr, flush=True)
     print(report(found))
+    if given.json:
+        given.json.write_text(json.dumps(found))
     return int(bool(faults(found)))
 
 

@@ -19,13 +19,17 @@ from problems import random_graph
 from sbm_pyg import AttentionGraph
 
 DRIVER = Path(__file__).with_name("fuzz.py")
+DRIVER_OF_FILES = Path(__file__).with_name("fuzz_files.py")
 
 
-def fuzz(calls: int, folder: Path, seed: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """Verdicts of that many calls, in a process of their own, and what it says about them."""
+def fuzz(calls: int, folder: Path, seed: int = 0, driver: Path = DRIVER) -> tuple[list[dict[str, Any]], str]:
+    """Verdicts of that many calls, in a process of their own, and what it says about them.
+
+    The driver forks, so its process must be new: a pool of threads, as other tests may have started here, does not outlive a fork.
+    """
     verdicts = folder / "verdicts.json"
     command = [
-        sys.executable, "-W", "ignore", str(DRIVER), "--calls", str(calls), "--seed", str(seed), "--json",
+        sys.executable, "-W", "ignore", str(driver), "--calls", str(calls), "--seed", str(seed), "--json",
         str(verdicts),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -130,21 +134,21 @@ def test_a_call_is_a_function_of_its_number() -> None:
 
 
 @pytest.mark.slow
-def test_some_damaged_files() -> None:
-    found = [*fuzz_files.run(range(450), 0, [*fuzz_files.READERS])]
+def test_some_damaged_files(tmp_path: Path) -> None:
+    found, report = fuzz(450, tmp_path, driver=DRIVER_OF_FILES)
     assert len(found) == 450
-    assert not fuzz_files.faults(found), fuzz_files.report(found)
+    assert not fuzz_files.faults(found), report
     for name in fuzz_files.READERS:
         verdicts = [each["verdict"] for each in found if each["reader"] == name]
         assert 0 < verdicts.count("refused") <= 30
 
 
 @pytest.mark.long
-def test_twenty_thousand_damaged_files(request: pytest.FixtureRequest) -> None:
+def test_twenty_thousand_damaged_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "long" not in request.config.option.markexpr:
         pytest.skip("it takes many minutes: ask for it with `pytest -m long`")
-    found = [*fuzz_files.run(range(20_000), 1, [*fuzz_files.READERS])]
-    assert not fuzz_files.faults(found), fuzz_files.report(found)
+    found, report = fuzz(20_000, tmp_path, 1, DRIVER_OF_FILES)
+    assert not fuzz_files.faults(found), report
 
 
 def write(folder: Path) -> None:
