@@ -22,6 +22,7 @@ from .layers.named import make_attention, register_source
 from .layers.normalizers import Entmax
 from .layers.positions import ALiBi, Rotary
 from .layers.replace import replace_attention, restore_attention
+from .layers.transformer_conv import TransformerConv
 from .sources import indexer, patterns, selectors
 from .sources.following import sync_statistics
 from .sources.interface import Choice, EdgeProbability, GraphSource, SourceGraph
@@ -50,10 +51,10 @@ __all__ = [
     "DensitySource", "EdgeProbability", "EncoderTrace", "Entmax", "FullAttention", "GraphSource", "HeadParallel",
     "LearnedGraph", "LearnedSource", "MaskedLM", "PairClassifier", "Pretrained", "Rotary", "SBMAttentionConv",
     "SBMGraph", "SBMHead", "SBMMultiheadAttention", "SBMSource", "SequenceClassifier", "SequenceEncoder",
-    "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "analysis", "auxiliary_loss",
-    "calibrate", "estimators", "gradients", "indexer", "make_attention", "mask_tokens", "ops", "pad", "patterns",
-    "register_source", "replace_attention", "restore_attention", "sample_edges", "selectors", "sparsefinder",
-    "sync_statistics", "unpad",
+    "SourceGraph", "SparseGPSConv", "Sparsifier", "TokenClassifier", "Tokens", "TransformerConv", "analysis",
+    "auxiliary_loss", "calibrate", "estimators", "gradients", "indexer", "make_attention", "mask_tokens", "ops",
+    "pad", "patterns", "register_source", "replace_attention", "restore_attention", "sample_edges", "selectors",
+    "sparsefinder", "sync_statistics", "unpad",
 ]  # fmt: skip
 
 

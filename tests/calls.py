@@ -94,6 +94,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     "make_attention": "it makes a layer of any source from names, see test_named.py",
     **dict.fromkeys(("replace_attention", "restore_attention"), "they change a model in place, see test_multihead.py and test_gps.py"),
     **dict.fromkeys(("SBMMultiheadAttention.from_torch", "SBMMultiheadAttention.to_torch", "SparseGPSConv.to_gps"), "see test_multihead.py"),
+    **dict.fromkeys(("TransformerConv.from_pyg", "TransformerConv.to_pyg", "TransformerConv.propagate"), "layers of PyG, see test_transformer_conv.py"),
     **dict.fromkeys(("SparseGPSConv.from_gps", "SparseGPSConv.reset_parameters"), "it takes a layer of PyG, and draws anew, see test_gps.py"),
     **dict.fromkeys(("analysis.Attention", "analysis.Head", "analysis.HeadTable", "analysis.HeadTable.diffuse", "analysis.HeadTable.heads", "analysis.compare_heads", "analysis.record_attention"), "it listens to a model, see test_heads.py"),
     **dict.fromkeys(("Tokens.detached", "Tokens.first_head"), "for sources"),

@@ -154,7 +154,8 @@ def test_a_causal_mask_with_its_hint_makes_the_graph_causal() -> None:
 
 def test_a_model_without_layers_to_replace_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"Expected 'model' to contain torch.nn.MultiheadAttention layers \(got none\)"
+        ValueError,
+        match=r"Expected 'model' to contain torch.nn.MultiheadAttention or TransformerConv layers \(got none\)",
     ):
         replace_attention(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="Expected 'model' to be a module"):

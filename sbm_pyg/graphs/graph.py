@@ -22,7 +22,16 @@ from torch_geometric.utils import is_sparse, to_edge_index
 from ..ops import checks, schemas, values
 from ..ops.values import can_read, require_values
 from .ragged import check_tensor, resolve_sides, stored_ptr, unmerged
-from .rows import CompressedRows, check_edges, check_graph, check_sizes, index_type, masked_rows, resolve_index
+from .rows import (
+    CompressedRows,
+    check_edges,
+    check_ends,
+    check_graph,
+    check_sizes,
+    index_type,
+    masked_rows,
+    resolve_index,
+)
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -203,15 +212,7 @@ class AttentionGraph(CompressedRows):
             num_keys = max(num_queries, int(key.max()) + 1 if num_edges else 0)
         num_queries, num_keys, heads = check_sizes(num_queries, num_keys, heads)
         ends = {"edge_index[0]": (key, num_keys), "edge_index[1]": (query, num_queries), "edge_head": (head, heads)}
-        for name, (index, end) in ends.items():
-            if not can_read(index):  # no branch on values, but kernels must never see one that is out of range
-                below = f"Expected '{name}' to be at least 0 and below the number of tokens or heads."
-                torch._assert_async(((index >= 0) & (index < end)).all(), below)
-            elif num_edges and (int(index.min()) < 0 or int(index.max()) >= end):
-                raise ValueError(
-                    f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
-                    "Check the numbers of queries, keys and heads."
-                )
+        check_ends(ends)
         way_out = "Each row takes memory, even without edges: leave out tokens without edges."
         name = "heads" if heads > num_queries else "num_queries"
         checks.memory(name, heads * num_queries, 16, key.device, way_out, "rows")

@@ -5,7 +5,7 @@ In: row offsets and keys, or another graph. Out: properties, subgraphs and union
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,7 +18,10 @@ from ..ops.segments import EDGES_PER_CHUNK, edge_row, runs
 from ..ops.values import can_read, require_values
 from .ragged import check_tensor, count_pairs, offsets, resolve_ptr, unmerged
 
-__all__ = ["CompressedRows", "check_edges", "check_graph", "check_sizes", "index_type", "masked_rows", "resolve_index"]
+__all__ = [
+    "CompressedRows", "check_edges", "check_ends", "check_graph", "check_sizes", "index_type", "masked_rows",
+    "resolve_index",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -612,6 +615,19 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
             f"Expected 'edge_head' to be [{key.numel()}] (got {list(edge_head.shape)}). It has one per edge."
         )
     return key, query, edge_head.long()
+
+
+def check_ends(ends: Mapping[str, tuple[Tensor, int]]) -> None:
+    """Check that indices are at least 0 and below an end, by their names; kernels must never see others."""
+    for name, (index, end) in ends.items():
+        if not can_read(index):  # no branch on values
+            below = f"Expected '{name}' to be at least 0 and below the number of tokens or heads."
+            torch._assert_async(((index >= 0) & (index < end)).all(), below)
+        elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= end):
+            raise ValueError(
+                f"Expected '{name}' in 0..{end - 1} (got {int(index.min())} to {int(index.max())}). "
+                "Check the numbers of queries, keys and heads."
+            )
 
 
 def resolve_index(value: int | None, end: int, name: str, other: str = "") -> int:

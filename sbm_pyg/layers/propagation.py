@@ -25,6 +25,7 @@ from ..ops import checks
 from ..ops.random_words import GOLDEN
 from ..ops.reference.edges import dropout_mask
 from ..training.estimators import AttentionCall, Estimator, NoEstimator
+from .edge_features import attend_with_features
 from .normalizers import Entmax, alpha_of, attend_by_entmax, normalize
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
@@ -81,9 +82,7 @@ class EdgeAttention(MessagePassing):
     @property
     def _edgewise(self) -> bool:
         """True if hooks or an explainer need PyG's edge-by-edge path."""
-        before, after = self._propagate_forward_pre_hooks, self._propagate_forward_hooks
-        hooks = (before, after, self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
-        return self._message_hooks or any(hooks) or not self.fuse
+        return has_hooks(self) or not self.fuse
 
     def _check_call(
         self,
@@ -152,18 +151,18 @@ class EdgeAttention(MessagePassing):
                 "Convert it with `.to`."
             )
 
-    def _project_edges(
+    def _sort_features(
         self,
         edge_attr: Tensor,
         edge_index: Any,
         edge_head: Tensor | None,
         whole_graph: AttentionGraph,
         graph: AttentionGraph,
-    ) -> Tensor:
-        """Projected features of the edges of ``graph``, the allowed ones of the ``whole_graph``.
+    ) -> tuple[Tensor, bool]:
+        """Features of the edges of ``graph``, the allowed ones of the ``whole_graph``, in its order.
 
         Returns:
-            ``[E, C]``; or ``[H, E / H, C]`` if all heads have the same edges.
+            ``[E, D]``; or ``[E / H, D]`` if all heads have the same edges. And whether they have.
         """
         if graph.block_size != 1:
             raise ValueError(
@@ -186,40 +185,50 @@ class EdgeAttention(MessagePassing):
             torch._assert_async(whole_graph.rowptr[-1] == copies * count, once)
         if edges is not None:  # sort them from the caller's order
             edge_attr = edge_attr[whole_graph.find(edges, edge_head).argsort()]
-        assert self.lin_edge is not None
-        edge = self.lin_edge(edge_attr).unflatten(1, (self.heads, -1))
-        if shared and graph is whole_graph and count:
-            return edge.transpose(0, 1)
-        if graph is whole_graph and not shared:
-            return edge[torch.arange(count, device=edge.device), graph.edge_head]
-        return edge[whole_graph.find(graph.edge_index, graph.edge_head) % max(count, 1), graph.edge_head]
+        if graph is whole_graph:
+            return edge_attr, shared
+        return edge_attr[whole_graph.find(graph.edge_index, graph.edge_head) % max(count, 1)], False
 
     def _edges_as_keys(
-        self, graph: AttentionGraph, key: Tensor, value: Tensor, edge: Tensor
+        self, graph: AttentionGraph, key: Tensor, value: Tensor, feature: Tensor
     ) -> tuple[AttentionGraph, Tensor, Tensor]:
         """The same attention with a key and a value for each edge, to which its projected features are added.
 
         Returns:
-            The graph from edges, numbered in each head, to queries, and keys and values ``[H, M, C]``. Heads with fewer
-            than M edges are padded.
+            The graph from edges to queries, and keys and values ``[H, E, C]``: those of head h are the same as its own
+            where it has an edge, and are not used elsewhere.
         """
-        if edge.dim() == 3:
-            most = edge.size(1)
-            column = torch.arange(most, device=edge.device).repeat(self.heads)
-            keys_and_values = [x.index_select(1, graph.col[:most]) + edge for x in (key, value)]
-        else:
-            heads = torch.arange(self.heads + 1, device=edge.device)
-            head, first = graph.edge_head, graph.rowptr[heads * graph.num_queries]  # [E], [H+1]
-            most = int(first.diff().max().clamp(min=1))
-            column = torch.arange(graph.num_edges, device=edge.device) - first[head]
-            slot, source, size = head * most + column, head * graph.num_keys + graph.col, self.heads * most
-            sums = (x.flatten(0, 1).index_select(0, source) + edge for x in (key, value))
-            keys_and_values = [
-                x.new_zeros(size, x.size(1)).index_copy(0, slot, x).view(self.heads, most, -1) for x in sums
-            ]
-        ends, sizes = torch.arange(2, device=edge.device), (graph.num_queries, most)
-        over = AttentionGraph._trusted(graph.rowptr, column, *sizes, graph.heads, ends * sizes[0], ends * most)
-        return over, keys_and_values[0], keys_and_values[1]
+        assert self.lin_edge is not None
+        edge = self.lin_edge(feature).unflatten(1, (self.heads, -1)).transpose(0, 1)  # [H, E, C]
+        count = max(feature.size(0), 1)
+        column, source = torch.arange(graph.num_edges, device=edge.device) % count, graph.col[: feature.size(0)]
+        keys, values = (x.index_select(1, source) + edge for x in (key, value))
+        ends, sizes = torch.arange(2, device=edge.device), (graph.num_queries, feature.size(0))
+        over = AttentionGraph._trusted(graph.rowptr, column, *sizes, graph.heads, ends * sizes[0], ends * sizes[1])
+        return over, keys, values
+
+    def _attend_with_features(
+        self,
+        graph: AttentionGraph,
+        call: AttentionCall,
+        feature: Tensor,
+        shared: bool,
+        bias: Tensor | None,
+        dropout: float,
+        seed: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The output ``[N, H, C]`` and the weights ``[E, 1]`` of the edges of the graph, by the kernel for features."""
+        assert self.lin_edge is not None
+        keep = None
+        if dropout > 0:
+            count = max(feature.size(0), 1)  # an edge draws as the key that `_edges_as_keys` makes of it
+            edge = torch.arange(graph.num_edges, device=graph.device) % count
+            is_kept = dropout_mask(graph.rowptr, edge, self.heads, count, dropout, seed)
+            keep = is_kept.to(call.value.dtype) / (1 - dropout)
+        tokens, rows = (call.query, call.key, call.value), (graph.rowptr, graph.col)
+        weight = self.lin_edge.weight
+        out, alpha = attend_with_features(*tokens, *rows, self.scale, feature, weight, shared, bias, keep)
+        return out.transpose(0, 1), alpha[:, None].to(call.value.dtype)
 
     def _score_bias(self, query: Tensor, key: Tensor, graph: AttentionGraph) -> Tensor | None:
         """The score bias of each edge, ``[E]``, or None."""
@@ -260,14 +269,20 @@ class EdgeAttention(MessagePassing):
             position = graph.find(edge_list(edge_index), edge_head)  # in the graph, of each edge of the caller
         if self._explained and edge_head is None:
             shown = edge_index
+        is_explained, feature, shared = self._explained, None, False
+        by_messages = is_explained or self._edgewise
         if edge_attr is not None:
-            edge = self._project_edges(edge_attr, edge_index, edge_head, graph_before, graph)
-            over, key, value = self._edges_as_keys(graph, key, value, edge)
+            feature, shared = self._sort_features(edge_attr, edge_index, edge_head, graph_before, graph)
+        if feature is not None and (by_messages or self.normalizer != "softmax"):
+            over, key, value = self._edges_as_keys(graph, key, value, feature)
+            feature = None  # which the keys and values now have
             shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
-        inputs, alpha, is_explained = (query, key, value, gate, bias), None, self._explained
-        if is_explained or self._edgewise:
+        inputs, alpha = (query, key, value, gate, bias), None
+        if by_messages:
             order = position if is_explained else None
             out, alpha = self._propagate_edges(over, shown, order, inputs, dropout, seed)
+        elif feature is not None:
+            out, alpha = self._attend_with_features(graph, call, feature, shared, bias, dropout, seed)
         else:
             arguments = self._call_hooks(self._message_and_aggregate_forward_pre_hooks, (over, *inputs, dropout, seed))
             out = self.message_and_aggregate(*arguments)
@@ -411,6 +426,12 @@ class EdgeAttention(MessagePassing):
         if keep is not None:
             alpha = alpha * keep
         return value_j * alpha[..., None]
+
+
+def has_hooks(conv: MessagePassing) -> bool:
+    """True if hooks of PyG want to see messages, or their sums, one by one."""
+    steps = ("propagate", "message", "aggregate")
+    return any(getattr(conv, f"_{step}_forward{kind}_hooks") for step in steps for kind in ("_pre", ""))
 
 
 def channel_pair(in_channels: Any) -> tuple[int, int]:

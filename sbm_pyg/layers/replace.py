@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
+import torch_geometric.nn
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import GPSConv
@@ -20,6 +21,7 @@ from torch_geometric.nn import GPSConv
 from ..ops import checks
 from .gps import SparseGPSConv
 from .multihead import SBMMultiheadAttention
+from .transformer_conv import TransformerConv
 
 __all__ = ["replace_attention", "restore_attention"]
 
@@ -34,9 +36,11 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
       ``from_pretrained`` save and load weights and sources together. Attention in a window and cross attention stay
       dense. ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_clusters": 16})``, after an import of
       ``sbm_pyg.integrations.hugging_face``, does the same as a model is loaded.
-    * Any other model: each :class:`torch.nn.MultiheadAttention` becomes an :class:`SBMMultiheadAttention`, and each
+    * Any other model: each :class:`torch_geometric.nn.TransformerConv` becomes a :class:`~sbm_pyg.TransformerConv`,
+      which computes the same faster, with the same parameters. Its edges come from the data, so it gets no source.
+      Each :class:`torch.nn.MultiheadAttention` becomes an :class:`SBMMultiheadAttention`, and each
       :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, a :class:`SparseGPSConv`,
-      with copies of the projections. Make the optimizer after this call.
+      with copies of the projections. Make the optimizer after this call, unless there are only the former.
 
     The outputs stay those of the dense model: the target density of a new block model or indexer is 1, dense
     attention, unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
@@ -54,7 +58,7 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             ``transformers``: numbers, strings, lists and dicts; the model sets sizes, dropout and causality.
 
     Returns:
-        The names of the attention layers with a source, as in ``model.named_modules()``.
+        The names of the attention layers that were replaced, as in ``model.named_modules()``.
 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown or one that the model sets.
@@ -80,13 +84,21 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
         if isinstance(module, nn.MultiheadAttention):
             of_gps = name and isinstance(model.get_submodule(parent), GPSConv)
             layers |= {parent: model.get_submodule(parent)} if of_gps else {name: module}
+    over_edges = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) is torch_geometric.nn.TransformerConv
+    }
     layers = layers or _replaced(model)
-    if not layers or "" in layers:
-        got = "a layer itself" if layers else "none"
+    if not (layers or over_edges) or "" in layers | over_edges:
+        got = "none" if not (layers or over_edges) else "a layer itself"
         way_out = "Other layers have no projections to copy: build an SBMMultiheadAttention in their place."
-        if layers:
-            way_out = "Use `SBMMultiheadAttention.from_torch` or `SparseGPSConv.from_gps` of the layer."
-        checks.refuse("model", "to contain torch.nn.MultiheadAttention layers", got, way_out)
+        if got != "none":
+            way_out = "Use `SBMMultiheadAttention.from_torch`, `SparseGPSConv.from_gps` or `TransformerConv.from_pyg`."
+        checks.refuse("model", "to contain torch.nn.MultiheadAttention or TransformerConv layers", got, way_out)
+    if options and not layers:
+        way_out = "Its TransformerConv layers attend over the edges of the data: leave them out."
+        checks.refuse("options", "with layers that take a source", sorted(options), way_out, TypeError)
     owners = Counter(
         id(parameter)
         for module in model.modules()
@@ -122,14 +134,18 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             layer = make(_dense(module), source=source, **options)
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
-    return _put(model, layers, made)
+    names = _put(model, layers, made)
+    fused = {conv: TransformerConv.from_pyg(conv) for conv in dict.fromkeys(over_edges.values())}
+    # A GPS layer that was replaced has its message passing layer still, under the name that it had.
+    return [*names, *_put(model, over_edges, fused)]
 
 
 def restore_attention(model: nn.Module) -> list[str]:
     """Undo :func:`replace_attention`: make attention dense again, in place. All trained weights but the sources' stay.
 
     Each :class:`SBMMultiheadAttention` becomes a :class:`torch.nn.MultiheadAttention`, and each :class:`SparseGPSConv`
-    a :class:`~torch_geometric.nn.conv.GPSConv`, with copies of the projections; the model then needs this library no
+    a :class:`~torch_geometric.nn.conv.GPSConv`, with copies of the projections, and each
+    :class:`~sbm_pyg.TransformerConv` that of PyG; the model then needs this library no
     longer. A model of ``transformers`` selects the attention of before again, or after loading its default. Sources,
     and what they have learned, are dropped. Make the optimizer after this call.
 
@@ -158,11 +174,14 @@ def restore_attention(model: nn.Module) -> list[str]:
         checks.require(names, "model", "to have graph sources", f"none in {kinds}", "It is dense already.")
         return names
     layers = _replaced(model)
-    if not layers or "" in layers:
-        way_out = "Use its `to_torch` or `to_gps`." if layers else "There is nothing to restore."
+    modules = model.named_modules(remove_duplicate=False)
+    over_edges = {name: module for name, module in modules if isinstance(module, TransformerConv)}
+    every = layers | over_edges
+    if not every or "" in every:
+        way_out = "Use its `to_torch`, `to_gps` or `to_pyg`." if every else "There is nothing to restore."
         raise ValueError(
-            "Expected 'model' to contain SBMMultiheadAttention or SparseGPSConv layers "
-            f"(got {'a layer itself' if layers else 'none'}). {way_out}"
+            "Expected 'model' to contain SBMMultiheadAttention, SparseGPSConv or TransformerConv layers "
+            f"(got {'a layer itself' if every else 'none'}). {way_out}"
         )
     for name, layer in layers.items():
         conv = layer.attn if isinstance(layer, SparseGPSConv) else cast(SBMMultiheadAttention, layer).conv
@@ -173,7 +192,8 @@ def restore_attention(model: nn.Module) -> list[str]:
         more |= {} if conv.normalizer == "softmax" else {"normalizer": conv.normalizer}
         way_out = "Dense attention would lose it: use `to_torch` or `to_gps` of the layer if your model brings it."
         checks.require(not more, name, "to compute what the dense layer does", more, way_out)
-    return _put(model, layers, {layer: _dense(layer) for layer in layers.values()})
+    names = _put(model, layers, {layer: _dense(layer) for layer in layers.values()})
+    return [*names, *_put(model, over_edges, {conv: conv.to_pyg() for conv in over_edges.values()})]
 
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -196,7 +216,7 @@ def _joined(parent: str, child: str) -> str:
 
 
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers made by :func:`replace_attention`, under every name that they have in the model."""
+    """Return the layers with a source, made by :func:`replace_attention`, under all names that they have."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, SBMMultiheadAttention | SparseGPSConv)}
 

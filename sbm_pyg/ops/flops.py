@@ -72,6 +72,13 @@ def _sampling(of: Any) -> int:
     return 2 * clusters * (2 * heads * num_queries + round(pairs))
 
 
+def _over_graph(of: Any, tokens: int, features: int) -> int:
+    """Operations for so many products of an edge with its key and its value, and so many with its features."""
+    width = tokens * (of.query.size(-1) + of.value.size(-1))
+    width += 0 if of.feature is None else features * of.feature.size(-1)
+    return 2 * of.col.numel() * of.query.size(1) * width
+
+
 FORMULAS: dict[str, Callable[[Any], int]] = {
     "edge_dot": lambda of: 2 * of.col.numel() * of.query.size(-1),
     "edge_dot_backward": lambda of: FORMULAS["edge_dot"](of) * (of.need_query + of.need_key),
@@ -86,6 +93,8 @@ FORMULAS: dict[str, Callable[[Any], int]] = {
     "block_effect": lambda of: 2 * (of.col.numel() + of.probe_col.numel()) * of.block_size
     * (of.block_size * (of.query.size(-1) + of.value.size(-1)) + of.value.size(-1)),
     "block_weight": lambda of: of.block_size**2 * FORMULAS["edge_dot"](of),
+    "graph_attention": lambda of: _over_graph(of, 1, 2),
+    "graph_attention_backward": lambda of: _over_graph(of, 2, 2 + 2 * of.need_feature),
     "index_score": lambda of: 2 * of.col.numel() * of.query.size(-2) * of.query.size(-1),
     "index_score_backward": lambda of: 3 * FORMULAS["index_score"](of),
     "index_top_k": _all_scores,

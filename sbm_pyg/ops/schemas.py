@@ -286,6 +286,29 @@ def _fake_scaled(rate: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return rate.new_empty(rate.shape), factor, torch.empty_like(factor), factor.new_empty(2, rate.size(0))
 
 
+def _fake_sorted(index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return index.new_empty(num_rows + 1, dtype=torch.int64), index.new_empty(index.size(0), dtype=torch.int64)
+
+
+def _fake_graph_attention(
+    query: Tensor, key: Tensor, value: Tensor, edge_query: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = query.new_empty((*query.shape[:2], 0) if edge_query is None else edge_query.shape)
+    out = value.new_empty(*query.shape[:2], value.size(2))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return out, mean, query.new_empty(rest[4].size(0), query.size(1), dtype=dtype)
+
+
+def _fake_graph_backward(grad_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    _, _, query, key, value, edge_query, feature, _, _, col, *_, need_feature = inputs
+    dedge_query, dfeature = query.new_empty((*query.shape[:2], 0)), query.new_empty(0, 0)
+    if edge_query is not None:
+        dedge_query = edge_query.new_empty(edge_query.shape)
+        dfeature = feature.new_empty(feature.size(0) * need_feature, feature.size(1))
+    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    return *grads, dedge_query, dfeature, query.new_empty(col.size(0), query.size(1))
+
+
 def _fake_needed(sides: tuple[Any, ...], needs: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape if need else (0, 0, 0)) for x, need in zip(sides, needs, strict=True))
 
@@ -329,6 +352,9 @@ invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "
 block_attention = _declare("block_attention", _fake_attention, "blocks")
 block_attention_backward = _declare("block_attention_backward", _fake_block_backward, "blocks")
 block_effect = _declare("block_effect", _fake_effect, "blocks")
+graph_attention = _declare("graph_attention", _fake_graph_attention, "graph_attention", ("cpu",))
+graph_attention_backward = _declare("graph_attention_backward", _fake_graph_backward, "graph_attention", ("cpu",))
+sort_edges = _declare("sort_edges", _fake_sorted, "graph_attention", ("cpu",))
 block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)), "blocks")
 
 
@@ -347,7 +373,7 @@ def _saver(
         results = output if isinstance(output, tuple) else (output,)
         if constants:
             ctx.mark_non_differentiable(*(results[number] for number in constants))
-            ctx.set_materialize_grads(False)  # no zeros for them
+        ctx.set_materialize_grads(len(results) == 1)  # no zeros for unused outputs
         ctx.save_for_backward(*(arguments[number] for number in inputs), *(results[number] for number in outputs))
         ctx.options = [arguments[number] for number in options]
 
@@ -397,6 +423,19 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Ten
     return *grads[:3], None, None, *of_edges, *[None] * 4
 
 
+def _graph_backward(ctx: Any, grad_out: Tensor, grad_mean: Tensor, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+    need = ctx.needs_input_grad
+    grads = [None if grad is None else grad.contiguous() for grad in (grad_out, grad_mean, grad_weight)]
+    *sides, feature, keep, rowptr, col, weight = ctx.saved_tensors
+    if grads[0] is None:
+        grads[0] = sides[2].new_zeros(*sides[0].shape[:2], sides[2].size(2))
+    if feature is not None and grads[1] is None:
+        grads[1] = torch.zeros_like(sides[3])
+    arguments = (*grads, *sides, feature, keep, rowptr, col, weight, *ctx.options, feature is not None and need[4])
+    results = graph_attention_backward(*arguments)
+    return *(x if needed else None for x, needed in zip(results, need, strict=False)), *[None] * 4
+
+
 def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 13
@@ -418,6 +457,7 @@ GRADIENTS[edge_cross_entropy] = _saver((3,), outputs=(1,), constants=(1,)), _cro
 GRADIENTS[reach_dot] = _saver(range(4), (4, 5)), _reach_backward
 GRADIENTS[scale_to_density] = _saver(range(5), (7, 8), outputs=(1, 2), constants=(2, 3)), _scaled_backward
 GRADIENTS[edge_attention] = _saver(range(7), range(7, 11), outputs=(0, 1), constants=(1,)), _attention_backward
+GRADIENTS[graph_attention] = _saver((*range(5), *range(6, 9)), (9,), outputs=(2,)), _graph_backward
 GRADIENTS[block_attention] = (
     _saver((*range(7), 9), (7, 8, 10, 11, 12), outputs=(0, 1), constants=(1,)), _block_backward
 )  # fmt: skip
