@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sbm_pyg import replace_attention
+from sbm_pyg import replace_attention, restore_attention
 from sbm_pyg.integrations.hugging_face_attention import GraphAttention, KeptKeys
 from sbm_pyg.layers.attention import AttentionConv
 from sbm_pyg.ops.cpu.memberships import KeyMemberships
@@ -23,7 +25,21 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 GPT2: dict[str, Any] = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 LOCAL = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT: dict[str, Any] = {  # attention whose values have another width than its keys
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_key_value_heads": 4, "head_dim": 4,
+}  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
+SIZES_OF: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2, "bloom": GPT2, "gemma3_text": SIZES | LOCAL, "deepseek_v3": SIZES | LATENT | EXPERTS,
+    "minicpm3": SIZES | LATENT | {"dim_model_base": 32},
+    "falcon": {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+    "mpt": {"vocab_size": 50, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "use_cache": True},
+}  # fmt: skip
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma3_text"]
+LATER_MODELS = ["deepseek_v3", "minicpm3", "bloom", "falcon", "mpt"]  # with latent attention, and with ALiBi
 NEAR: dict[str, Any] = {"window": 1, "num_sinks": 2}
 SOURCES: dict[str, dict[str, Any]] = {
     "full": {"source": "full"},
@@ -50,15 +66,14 @@ SOURCES: dict[str, dict[str, Any]] = {
 SIXTH = 6  # of the pairs of a model and a source are fast tests
 PAIRS = [
     pytest.param(model, source, marks=[] if (m + s) % SIXTH == 0 else pytest.mark.slow, id=f"{model}-{source}")
-    for m, model in enumerate(MODELS)
+    for m, model in enumerate([*MODELS, *LATER_MODELS])
     for s, source in enumerate(SOURCES)
 ]
 
 
 def decoder(kind: str, source: str | None = None, **changes: Any) -> Any:
     """A tiny decoder of random weights with a source in each layer, whose running means have seen a batch."""
-    sizes = GPT2 if kind == "gpt2" else SIZES | (LOCAL if "gemma" in kind else {})
-    config = transformers.CONFIG_MAPPING[kind](**sizes | changes)
+    config = transformers.CONFIG_MAPPING[kind](**SIZES_OF.get(kind, SIZES) | changes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,13 +108,17 @@ def static_cache(model: Any, length: int) -> Any:
 @torch.no_grad()
 def test_new_tokens_get_the_rows_of_the_whole_sequence(kind: str, source: str) -> None:
     """One token and several at once, after a cache that grows or has free places, with padding on either side."""
-    model, tokens = decoder(kind, source), text(3, 24)
-    whole = model(tokens, output_attentions=True)
+    model, tokens, has_weights = decoder(kind, source), text(3, 24), kind != "mpt"
+    whole = model(tokens, output_attentions=has_weights)
     assert all(isinstance(x, AttentionConv) and x.source for x in model.modules() if isinstance(x, AttentionConv))
-    for cache in (transformers.DynamicCache(config=model.config), static_cache(model, 30)):
-        out = [model(part, past_key_values=cache, output_attentions=True) for part in tokens.split((9, 4, 1, 10), 1)]
+    caches = [transformers.DynamicCache(config=model.config)]
+    if kind != "falcon":  # which adds positions of the tokens that it has to a mask of all places
+        caches.append(static_cache(model, 30))
+    for cache in caches:
+        parts = tokens.split((9, 4, 1, 10), 1)
+        out = [model(part, past_key_values=cache, output_attentions=has_weights) for part in parts]
         close(torch.cat([part.logits for part in out], 1), whole.logits)
-        for part, start in zip(out, (0, 9, 13, 14), strict=True):
+        for part, start in zip(out, (0, 9, 13, 14), strict=True) if has_weights else ():
             for weights, all_weights in [*zip(part.attentions, whole.attentions, strict=True)][-1:]:
                 rows = all_weights[:, :, start : start + weights.size(2)]
                 reach = min(weights.size(3), rows.size(3))
@@ -118,7 +137,7 @@ DRAWN = ["sbm", "sbm, density", "sbm, candidates", "sbm, no mean", "sbm, budgets
 
 
 @pytest.mark.parametrize("source", ["window", "top_k", "top_k, density", "top_k, budgets", "indexer", *DRAWN])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # with groups of heads, and without
+@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_rows_of_new_tokens_need_no_graph(kind: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = decoder(kind, source), text(3, 24)
@@ -221,6 +240,55 @@ def test_assisted_generation_writes_what_one_token_at_a_time_does(kind: str, sou
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **how), expected)
     assert torch.equal(model.generate(tokens, prefill_chunk_size=5, **how), expected)
     assert torch.equal(model.generate(tokens, cache_implementation="static", **how), expected)
+
+
+INLINE: list[tuple[str, dict[str, Any]]] = [
+    ("bloom", {}), ("mpt", {"attn_config": {"clip_qkv": 1.0}}), ("falcon", {}),
+    ("falcon", {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes"), INLINE)
+def test_models_that_compute_attention_themselves_are_dense_ones_and_come_back(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Outputs with padding and gradients at density 1; saved, loaded, copied and taken back."""
+    model, tokens = decoder(kind, **changes), text(4, 12)
+    masks = [None, *(torch.arange(12) < torch.tensor([[12], [7], [5], [1]])).unsqueeze(0)]
+    masks.append(masks[1].flip(1))
+    before, kept_class = model.config._attn_implementation, {type(x) for x in model.modules()}
+
+    def results(model: Any) -> list[Tensor]:
+        logits = [
+            model(tokens, attention_mask=None if real is None else real.long(), use_cache=False).logits[
+                slice(None) if real is None else real
+            ]
+            for real in masks
+        ]
+        loss = sum((x**2).mean() for x in logits)
+        weights = {name: x for name, x in model.named_parameters() if ".sbm." not in name}
+        return [*logits, *torch.autograd.grad(loss, [*weights.values()])]
+
+    dense = results(model)
+    assert all(x.abs().max() > 0 for x in dense)
+    names = replace_attention(model, source="top_k", target_density=1.0)
+    assert len(names) == 2
+    for ours, theirs in zip(results(model), dense, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    replace_attention(model, **SOURCES["window"])
+    sparse = results(model)
+    assert (sparse[0] - dense[0]).abs().max() > 1e-2
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    for other in (again, copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
+        close(other(tokens).logits, sparse[0])
+    loaded_as_dense = type(model).from_pretrained(tmp_path, attn_implementation=before).eval()
+    for other in (model, again):
+        assert restore_attention(other) == names
+        assert {type(x) for x in other.modules()} == kept_class
+        assert other.config._attn_implementation == before
+    for other in (model, again, loaded_as_dense):
+        assert torch.equal(other(tokens).logits, dense[0])
 
 
 # ------------------------------------------------------------------ packed sequences

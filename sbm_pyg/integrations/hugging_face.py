@@ -1,8 +1,8 @@
 """Learned sparse attention in models of Hugging Face's ``transformers``, and its training by their ``Trainer``.
 
-In: a model that selects its attention by ``attn_implementation``. Out: the same model with a graph source in each
-self-attention; its weights and the sources are saved and loaded together. Not here: what a layer computes
-(``hugging_face_attention``).
+In: a model that selects its attention by ``attn_implementation``, or one of those in ``hugging_face_inline``. Out: the
+same model with a graph source in each self-attention; its weights and the sources are saved and loaded together. Not
+here: what a layer computes (``hugging_face_attention``).
 
 Importing this module registers ``"sbm"`` as an attention implementation, and extends two methods of
 ``PreTrainedModel``: ``post_init`` adds the sources that a config describes, before weights are loaded, and
@@ -35,6 +35,7 @@ from ..layers.attention import AttentionConv
 from ..ops import checks
 from ..training.sparsifier import Sparsifier
 from .hugging_face_attention import HARMLESS, NAME, READ, GraphAttention, attend, note_cache
+from .hugging_face_inline import is_inline, take_back, take_over
 from .hugging_face_masks import make_mask
 
 __all__ = ["SparsifierCallback", "prepare_sources", "remove_sources"]
@@ -63,7 +64,8 @@ def prepare_sources(model: PreTrainedModel, source: str, options: Mapping[str, A
     def add_sources() -> list[str]:
         names = attach()
         model.__dict__.setdefault(BEFORE, before)
-        model.set_attn_implementation(NAME)
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(NAME)
         return names
 
     return add_sources
@@ -78,6 +80,7 @@ def remove_sources(model: PreTrainedModel) -> list[str]:
     names = [name for name, module in parts.items() if getattr(module, NAME) is not None]
     for module in parts.values():
         delattr(module, NAME)
+        take_back(module)
         _remove_hook(module)
     before = model.__dict__.pop(BEFORE, {})
     for config in _configs(model, parts.values()):
@@ -100,7 +103,11 @@ def _remove_hook(module: nn.Module) -> None:
 
 def _prepare(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool = False) -> Callable[[], list[str]]:
     """Make parts with sources for the self-attention modules of a model. The result adds them and returns names."""
-    modules = {name: module for name, module in model.named_modules() if _calls_interface(type(module).forward)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if is_inline(module) or _calls_interface(type(module).forward)
+    }
     stays = {
         name for name, module in modules.items() if CROSS.search(f"{name} {type(module).__name__}") or _is_local(module)
     }
@@ -111,7 +118,7 @@ def _prepare(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool 
             f"{type(model).__name__}). Choose another model, or set 'sliding_window' of its config to None."
         )
     for inner in _models(model).values() if replaced else ():
-        if not inner._can_set_attn_implementation():
+        if not _can_select(inner):
             _refuse_own_attention(inner)
     for module in modules.values():
         _check_arguments(module)
@@ -123,6 +130,8 @@ def _prepare(model: PreTrainedModel, options: Mapping[str, Any], replaced: bool 
     def attach() -> list[str]:
         for name, part in made.items():
             setattr(modules[name], NAME, part)
+            if replaced or model.config._attn_implementation == NAME:
+                take_over(modules[name])
             _remove_hook(modules[name])
             if part is not None and part.keeps_memberships:
                 modules[name].register_forward_pre_hook(note_cache, with_kwargs=True)
@@ -148,6 +157,11 @@ def _configs(model: PreTrainedModel, modules: Iterable[Any]) -> list[Any]:
     """The config of a model and those of its modules, each once."""
     configs = (getattr(module, "config", None) for module in (model, *modules))
     return [*{id(config): config for config in configs if config is not None}.values()]
+
+
+def _can_select(model: PreTrainedModel) -> bool:
+    """Whether the attention of a model can be that of its sources."""
+    return model._can_set_attn_implementation() or any(is_inline(module) for module in model.modules())
 
 
 def _refuse_own_attention(model: PreTrainedModel) -> None:
@@ -282,7 +296,7 @@ def _make_layer(channels: int, heads: int, options: dict[str, Any]) -> Attention
 def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) -> None:
     """Add the sources that the config describes, before the weights of the model are initialized or loaded."""
     options, selected = getattr(self.config, NAME, None), self.config._attn_implementation == NAME
-    if selected and not self._can_set_attn_implementation():
+    if selected and not _can_select(self):
         _refuse_own_attention(self)
     if selected or options is not None:
         _prepare(self, {"source": "sbm", **(options or {})})()

@@ -50,6 +50,8 @@ HARMLESS = {
     "pixel_values", "inputs_embeds",
 }  # fmt: skip
 """Other arguments, which change no weight of the attention of a model."""
+CACHES = ("past_key_values", "cache", "layer_past")
+"""Arguments of an attention module that hold its cache."""
 FEW = 64
 """Up to so many new tokens of a sequence get their rows by scores of all keys at once."""
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -65,7 +67,7 @@ def note_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> No
     part: GraphAttention | None = getattr(module, NAME, None)
     if part is None:
         return
-    cache = next((x for x in (options.get("past_key_values"), options.get("cache")) if x is not None), None)
+    cache = next((options[name] for name in CACHES if options.get(name) is not None), None)
     layers, number = getattr(cache, "layers", ()), getattr(module, "layer_idx", None)
     part.__dict__.pop("kept", None)
     if number is not None and number < len(layers) and not module.training:
