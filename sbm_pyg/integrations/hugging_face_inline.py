@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconAttention, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import MptAttention
@@ -61,7 +62,7 @@ class SparseMptAttention(MptAttention):
         if position_bias is not None:  # of the last keys of the longest sequence
             position_bias = position_bias[None, :, :, -key.size(2) :].to(query.dtype)
         out, weights = attend(
-            self, query, key, value, None if attention_mask is None else ~attention_mask, self.softmax_scale,
+            self, query, key, value, None if attention_mask is None else _inverse(attention_mask), self.softmax_scale,
             self.attn_dropout_p if self.training else 0.0,
             position_bias=position_bias, output_attentions=output_attentions, **options,
         )  # fmt: skip
@@ -95,6 +96,8 @@ class SparseFalconAttention(FalconAttention):
 SPARSE: dict[type[nn.Module], type[nn.Module]] = {
     BloomAttention: SparseBloomAttention, MptAttention: SparseMptAttention, FalconAttention: SparseFalconAttention,
 }  # fmt: skip
+_INVERSES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Masks of MPT, and where they are False."""
 FALCON_ATTENTION_CLASSES.setdefault(NAME, FalconAttention)  # of a config with sources, before it gets them
 
 
@@ -111,6 +114,14 @@ def take_over(module: nn.Module) -> None:
 def take_back(module: nn.Module) -> None:
     """Give a module its own forward pass again."""
     module.__class__ = {sparse: dense for dense, sparse in SPARSE.items()}.get(type(module), type(module))
+
+
+def _inverse(forbidden: Tensor) -> Tensor:
+    """True at pairs that attend, the same tensor for all layers that share a mask, so that it is read once."""
+    if forbidden not in _INVERSES:
+        _INVERSES[forbidden] = ~forbidden
+    allowed: Tensor = _INVERSES[forbidden]
+    return allowed
 
 
 def _rate(dropout: nn.Dropout) -> float:
