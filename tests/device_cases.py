@@ -31,6 +31,7 @@ from sbm_pyg import (
     SequenceClassifier,
     SequenceEncoder,
     Tokens,
+    TransformerConv,
     auxiliary_loss,
     estimators,
     make_attention,
@@ -189,6 +190,15 @@ def layer_between_two_sets(device: Device) -> Any:
         return_graph=True,
     )  # fmt: skip
     return with_gradients(out, conv, *x), graph
+
+
+@case
+def layer_with_edge_features(device: Device) -> Any:
+    conv = on(device, lambda: TransformerConv(16, 8, heads=2, edge_dim=5))
+    x, edge_attr = normal(device, 40, 16).requires_grad_(), normal(device, 90, 5, seed=1).requires_grad_()
+    edge_index = torch.randint(40, (2, 90), generator=torch.Generator().manual_seed(0)).to(device)
+    out, (_, alpha) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    return with_gradients(out, conv, x, edge_attr), alpha
 
 
 @case

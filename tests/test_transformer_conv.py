@@ -295,6 +295,15 @@ def test_hooks_see_messages() -> None:
     assert seen == [(40, 3, 5)]
 
 
+def test_hooks_of_the_projection_of_features_are_called() -> None:
+    _, conv = pair(6, 2)
+    x, given, feature, seen = torch.randn(9, 6).double(), edges(9), torch.randn(40, 2).double(), []
+    expected = conv(x, given, feature)
+    conv.lin_edge.register_forward_hook(lambda layer, inputs, out: seen.append(out.shape))
+    torch.testing.assert_close(conv(x, given, feature), expected)
+    assert seen == [(40, 15)]
+
+
 def test_widths_are_inferred() -> None:
     conv = TransformerConv(-1, 5, 3, edge_dim=-1)
     x, given, feature = torch.randn(9, 6), edges(9), torch.randn(40, 2)

@@ -88,10 +88,12 @@ class TransformerConv(_PyG):
         own = any(getattr(type(self), step) is not getattr(_PyG, step) for step in ("message", "aggregate", "update"))
         unusual = self.flow != "source_to_target" or self.decomposed_layers > 1
         unusual = unusual or not isinstance(self.aggr_module, SumAggregation)
-        if self.lin_edge is None:  # then PyG adds features to the values as they are
+        lin = self.lin_edge
+        if lin is None:  # then PyG adds features to the values as they are
             unusual = unusual or edge_attr is not None
-        else:  # an adapter around it, or its first call if its width is to be inferred
-            unusual = unusual or type(self.lin_edge) is not Linear or self.lin_edge.in_channels < 0
+        else:  # an adapter around it, hooks, or its first call if its width is to be inferred
+            unusual = unusual or type(lin) is not Linear or lin.in_channels < 0
+            unusual = unusual or bool(lin._forward_pre_hooks or lin._forward_hooks)
         return own or unusual or bool(self.explain) or has_hooks(self)
 
     def forward(
@@ -117,12 +119,12 @@ class TransformerConv(_PyG):
         return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
     def propagate(self, edge_index: Adj, size: Any = None, **kwargs: Any) -> Tensor:
-        if self._needs_messages(kwargs["edge_attr"]):
-            return MessagePassing.propagate(self, edge_index, size, **kwargs)
         query, key, value, feature = (kwargs[name] for name in ("query", "key", "value", "edge_attr"))
-        edges = edge_list(edge_index) if is_sparse(edge_index) else edge_index
-        if is_sparse(edge_index) and feature is None:
+        if feature is None and is_sparse(edge_index):
             feature = _edge_values(edge_index)
+        if self._needs_messages(feature):
+            return MessagePassing.propagate(self, edge_index, size, **kwargs)
+        edges = edge_list(edge_index) if is_sparse(edge_index) else edge_index
         rowptr, col, order = rows_of(edges, query.size(0), key.size(0))
         feature = self._check_feature(feature, edges)
         keep = None
@@ -150,13 +152,15 @@ class TransformerConv(_PyG):
 
 
 def _edge_values(adjacency: Tensor | SparseTensor) -> OptTensor:
-    """The features that a sparse adjacency holds, or None; numbers of a torch adjacency are no features."""
+    """The features that a sparse adjacency holds, or None; single numbers are none."""
     values = to_edge_index(adjacency)[1]
-    return None if isinstance(adjacency, Tensor) and values.dim() == 1 else values
+    return None if values.dim() == 1 else values
 
 
 def _as(kind: Any, conv: _PyG) -> Any:
     """A layer of another class with the parameters, buffers, hooks and options of a layer."""
     layer = object.__new__(kind)
-    layer.__dict__.update({name: x for name, x in conv.__dict__.items() if name != "propagate"})
+    state = {name: x.copy() if isinstance(x, dict) else x for name, x in conv.__dict__.items()}
+    state.pop("propagate", None)  # that of an explainer
+    layer.__dict__.update(state)
     return layer
