@@ -20,10 +20,10 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 31_750,
-    "lines of sbm_pyg/ops": 12_160,
-    "lines of examples": 14_300,
-    "lines of tests": 36_740,
+    "lines of sbm_pyg": 32_040,
+    "lines of sbm_pyg/ops": 12_450,
+    "lines of examples": 14_320,
+    "lines of tests": 36_780,
     "rooms of sbm_pyg": 11,
     "arrows between rooms": 32,
     "public names": 318,

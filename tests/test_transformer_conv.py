@@ -46,6 +46,8 @@ def problem(
     query, key, value = normal(13, heads, channels), normal(17, heads, channels), normal(17, heads, values)
     of_edges = (None, None) if depth is None else (normal(13, heads, depth), normal(60, depth))
     bias = normal(60, heads) if biased else None
+    if bias is not None:  # -inf forbids an edge; all edges of one query, in one head
+        bias.data[::7], bias.data[rowptr[3] : rowptr[4], 0] = -torch.inf, -torch.inf
     keep = (torch.rand(60, heads, generator=random) < 0.7).to(dtype) / 0.7 if dropped else None
     return query, key, value, *of_edges, bias, keep, rowptr, given[0][order], 0.4
 
@@ -53,22 +55,45 @@ def problem(
 # ------------------------------------------------------------------ the op
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("depth", [None, 3, 32])
 @pytest.mark.parametrize(("heads", "channels", "values"), [(1, 5, 5), (4, 32, 16), (3, 20, 48)])
 def test_the_kernel_and_its_gradient_are_those_of_plain_torch(
-    heads: int, channels: int, values: int, depth: int | None
+    heads: int, channels: int, values: int, depth: int | None, dtype: torch.dtype, biased: bool, dropped: bool
 ) -> None:
-    for dtype, biased, dropped in itertools.product((torch.float64, torch.float32), (False, True), (False, True)):
-        inputs = problem(heads, channels, values, depth, dtype, biased, dropped)
-        leaves = [x for x in inputs[:6] if x is not None]
-        outputs, gradients = [], []
-        for op in (schemas.graph_attention, reference.graph_attention):
-            out = op(*inputs)
-            outputs.append(out)
-            gradients.append(torch.autograd.grad(torch.cat([(x.sin() * (x + 2)).flatten() for x in out]).sum(), leaves))
-        bound = 1e-10 if dtype == torch.float64 else 2e-5
-        torch.testing.assert_close(outputs[0], outputs[1], rtol=bound, atol=bound)
-        torch.testing.assert_close(gradients[0], gradients[1], rtol=bound, atol=bound)  # of autograd in plain torch
+    inputs = problem(heads, channels, values, depth, dtype, biased, dropped)
+    leaves = [x for x in inputs[:6] if x is not None]
+    outputs, gradients = [], []
+    for op in (schemas.graph_attention, reference.graph_attention):
+        out = op(*inputs)
+        outputs.append(out)
+        gradients.append(torch.autograd.grad(torch.cat([(x.sin() * (x + 2)).flatten() for x in out]).sum(), leaves))
+    bound = 1e-10 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=bound, atol=bound)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=bound, atol=bound)  # of autograd in plain torch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_of_any_strides_goes_through_float32(dtype: torch.dtype) -> None:
+    """So results are those of the same numbers in float32, rounded. Keys may be int32."""
+    inputs = problem(2, 5, 3, 4, dtype, True, True)
+    wide: list[Any] = [x.detach().float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    results = []
+    half: list[Any] = [torch.stack([x.detach(), x.detach() + 1], -1)[..., 0] for x in (*inputs[:8], inputs[8].int())]
+    assert not any(x.is_contiguous() for x in half)
+    for sides in ([*half, 0.4], wide):
+        leaves = [x.detach().requires_grad_() for x in sides[:6]]
+        out, mean, weight = schemas.graph_attention(*leaves, *sides[6:])
+        loss = out.float().square().sum() + mean.float().square().sum() + weight.square().sum()
+        results.append([out, mean, weight, *torch.autograd.grad(loss, leaves)])
+    assert results[0][2].dtype == torch.float32
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=1e-6)
+    bound = 0.02 if dtype == torch.bfloat16 else 0.003
+    for rounded, single in zip(*results, strict=True):
+        assert rounded.dtype == dtype or rounded is results[0][2]
+        torch.testing.assert_close(rounded.float(), single, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("depth", [None, 3])

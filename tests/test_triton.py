@@ -59,7 +59,7 @@ print(*(row for row in rows if row["kernel"] in ("_start_kernel", "_step_kernel"
 """
 KERNELS = (
     "_block_attention_kernel _block_effect_kernel _block_gains_kernel _block_keys_kernel _block_queries_kernel _count_pieces_kernel _dropout_words_kernel _edge_attention_backward_kernel _edge_attention_kernel _edge_dot_kernel _edge_effect_kernel _entmax_backward_kernel _entmax_kernel _entmax_sums_kernel _gaps_kernel "
-    "_gather_kernel _join_panels_kernel _measure_kernel _merge_kernel _near_kernel _pairs_kernel _panel_sums_kernel _plan_kernel _proposals_kernel _sample_queries_kernel _shared_kernel _start_kernel _step_kernel _weigh_kernel"
+    "_gather_kernel _graph_dot_kernel _graph_feature_kernel _graph_sum_kernel _graph_weights_kernel _join_panels_kernel _measure_kernel _merge_kernel _near_kernel _pairs_kernel _panel_sums_kernel _plan_kernel _proposals_kernel _sample_queries_kernel _shared_kernel _start_kernel _step_kernel _weigh_kernel"
 )
 
 

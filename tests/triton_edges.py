@@ -11,6 +11,7 @@ import pytest
 import test_blocks
 import test_estimators
 import test_ops
+import test_transformer_conv
 import torch
 from problems import GRAPHS, random_graph
 from triton_contract import DEVICE, MODULES_BY_NAME, QUIET, SMALL, Kernels, contract
@@ -123,6 +124,44 @@ def test_a_long_row_is_united_from_its_parts(kernels: Kernels, monkeypatch: pyte
         *["_gather_kernel", "_merge_kernel"] * 2,
     ]  # fmt: skip
     assert kernels.waits == waits
+
+
+# ------------------------------------------------------------------ attention with features of edges
+
+DOUBLE, SINGLE = torch.float64, torch.float32
+with_features = test_transformer_conv.test_the_kernel_and_its_gradient_are_those_of_plain_torch
+test_graph_attention = contract(
+    with_features, (3, 5, 20, 3, DOUBLE, True, True), (1, 5, 5, None, SINGLE, False, False),
+    (2, 4, 6, 3, SINGLE, True, False), (1, 16, 130, 33, DOUBLE, False, True),
+)  # fmt: skip
+test_graph_attention_over_long_rows = contract(
+    with_features, (2, 3, 5, 3, DOUBLE, True, True), (1, 3, 3, None, SINGLE, True, False), long=3
+)
+test_graph_attention_in_half_precision = contract(
+    test_transformer_conv.test_half_precision_of_any_strides_goes_through_float32, (torch.bfloat16,), (torch.float16,)
+)
+
+
+@pytest.mark.parametrize(("long", "features"), [(2048, False), (2048, True), (4, True)])
+def test_graph_attention_starts_few_kernels(
+    long: int, features: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three forward, and four or five backward; long rows are counted once for each side and merged; nothing waits."""
+    monkeypatch.setattr(MODULES_BY_NAME["rows"], "MAX_EDGES_PER_PROGRAM", long)
+    inputs = test_transformer_conv.problem(1, 2, 2, 2 if features else None, SINGLE, False, False)
+    waits, kernels.started = kernels.waits, []
+    sum(x.square().sum() for x in schemas.graph_attention(*inputs)).backward()
+    counted, merged = ["_count_pieces_kernel"] * (long == 4), ["_merge_kernel"] * (long == 4)
+    rows = ["_graph_dot_kernel", "_graph_weights_kernel", "_graph_sum_kernel", *(1 + features) * merged]
+    by_key = [*counted, *2 * ["_graph_sum_kernel", *merged]]
+    assert kernels.started == [*counted, *rows, *rows, *by_key, *["_graph_feature_kernel"] * features]
+    assert kernels.waits == waits
+
+
+def test_graph_attention_of_wide_vectors_takes_plain_torch(kernels: Kernels) -> None:
+    inputs = test_transformer_conv.problem(1, 513, 2, 2, SINGLE, False, False)
+    schemas.graph_attention(*inputs)[0].sum().backward()
+    assert not kernels.started
 
 
 # ------------------------------------------------------------------ attention over blocks

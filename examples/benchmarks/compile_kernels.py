@@ -32,6 +32,7 @@ from sbm_pyg.ops.cuda import blocks as cuda_blocks
 from sbm_pyg.ops.cuda import edges as cuda_edges
 from sbm_pyg.ops.cuda import effects as cuda_effects
 from sbm_pyg.ops.cuda import entmax as cuda_entmax
+from sbm_pyg.ops.cuda import graph_attention as cuda_graph_attention
 from sbm_pyg.ops.cuda import rows as cuda_rows
 from sbm_pyg.ops.cuda import sampling as cuda_sampling
 from sbm_pyg.ops.cuda import systematic as cuda_systematic
@@ -61,6 +62,16 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         cuda_edges.edge_attention(x, x, x, *graph, edges, edges, 0.5, form, 0.1, 1)
         cuda_edges.edge_attention_backward(x, x, x, x, *graph, edges, edges, x, lse, 0.5, form, 0.1, 1, True, True)
 
+    def with_features() -> None:
+        tokens, features, numbers = x.transpose(0, 1), edges[:, None].expand(-1, width), edges[:, None].expand(-1, 2)
+        alone = torch.arange(5) * 6 // 4, graph[1]  # the rows of all heads
+        out, mean, weight = cuda_graph_attention.graph_attention(
+            tokens, tokens, tokens, tokens, features, numbers, numbers, *alone, 0.5
+        )
+        cuda_graph_attention.graph_attention_backward(
+            out, mean, weight, tokens, tokens, tokens, tokens, features, numbers, *alone, weight, 0.5, True
+        )
+
     def over_blocks(block_size: int, biased: bool, dropout: float) -> None:
         tokens, ptr = torch.zeros(2, 4 * block_size, width, dtype=dtype), torch.tensor([0, 4 * block_size])
         bias = torch.zeros(6, block_size, block_size, dtype=dtype) if biased else None
@@ -81,6 +92,7 @@ def ops(width: int, dtype: torch.dtype, col: torch.dtype) -> dict[str, Callable[
         "edge_dot, backward": lambda: cuda_edges.edge_dot_backward(edges, x, x, *graph, True, True),
         "edge_attention, score": lambda: attention("score"),
         "edge_attention, weight": lambda: attention("weight"),
+        "graph_attention": with_features,
         "edge_effect": lambda: cuda_effects.edge_effect(
             x, x, x, x, *graph, edges, *graph, edges, 0.5, x, x, first, 0.1
         ),

@@ -352,8 +352,8 @@ invalid_row = _declare("invalid_row", lambda rowptr, *_: rowptr.new_empty(()), "
 block_attention = _declare("block_attention", _fake_attention, "blocks")
 block_attention_backward = _declare("block_attention_backward", _fake_block_backward, "blocks")
 block_effect = _declare("block_effect", _fake_effect, "blocks")
-graph_attention = _declare("graph_attention", _fake_graph_attention, "graph_attention", ("cpu",))
-graph_attention_backward = _declare("graph_attention_backward", _fake_graph_backward, "graph_attention", ("cpu",))
+graph_attention = _declare("graph_attention", _fake_graph_attention, "graph_attention")
+graph_attention_backward = _declare("graph_attention_backward", _fake_graph_backward, "graph_attention")
 sort_edges = _declare("sort_edges", _fake_sorted, "graph_attention", ("cpu",))
 block_weight = _declare("block_weight", lambda query, key, rowptr, col, *_: query.new_empty(col.size(0)), "blocks")
 

@@ -3,7 +3,7 @@
 In and out: the tensors of the op schemas in :mod:`sbm_pyg.ops`, on a CUDA device. Triton comes with CUDA builds of
 torch and is imported by the first call. A device that Triton cannot compile for takes plain torch, and the CPU samples
 its graphs: one older than NVIDIA's Ampere, one of AMD, and any device where Triton is not installed. Each module states
-which arguments it leaves to plain torch. The kernels have run on two H200s (docs/kernels.md).
+which arguments it leaves to plain torch. docs/kernels.md says which kernels have run on a GPU.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ _MIX_FIRST, _MIX_SECOND = (tl.constexpr(factor) for factor in random_words.MIX)
 
 # Arguments that differ from call to call. Kernels are not compiled anew for their values.
 UNSPECIALISED = (
-    "block_size", "count", "exploration", "gap_cost", "grow", "key_blocks", "keys", "least", "numbers", "pieces",
-    "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "row_group", "rows", "scale", "seed",
-    "segments", "sequences", "side", "start_word", "writing",
+    "block_size", "count", "exploration", "gap_cost", "grow", "heads", "key_blocks", "keys", "least", "numbers",
+    "pieces", "probe_count", "probe_pieces", "proposal_cost", "queries", "query_blocks", "row_group", "rows", "scale",
+    "seed", "segments", "sequences", "side", "start_word", "writing",
 )  # fmt: skip
 triton_kernel = triton.jit(do_not_specialize=UNSPECIALISED)
 
@@ -123,7 +123,7 @@ class SplitRows:
         self._device, self._dtype = tensors[0].device, accumulate_dtype(*tensors)
 
     def parts(self, *width: int) -> Tensor | None:
-        """Memory for the sums of each piece, ``[programs, *width]``."""
+        """Memory for the sums of each piece, ``[programs, *width]``, where two widths are heads and channels."""
         if self.piece_ends is None:
             return None
         return torch.empty(self.programs, *width, device=self._device, dtype=self._dtype)
@@ -134,9 +134,10 @@ class SplitRows:
     ) -> None:  # fmt: skip
         """Write the long rows of ``out``: sums of their parts, or means by a softmax, and its logarithms ``lse``."""
         if self.piece_ends is not None and parts is not None:
+            rows, heads = self.piece_ends.numel(), parts.size(1) if parts.dim() == 3 else 1
             launch(
-                _merge_kernel, self.programs, parts, tops, norms, self.piece_ends, out, lse, self.piece_ends.numel(),
-                WIDTH=parts.size(1), ACC_TYPE=tile_options(parts.dtype, 1)["ACC_TYPE"], num_warps=1,
+                _merge_kernel, self.programs * heads, parts, tops, norms, self.piece_ends, out, lse, rows, heads,
+                WIDTH=parts.size(-1), ACC_TYPE=tile_options(parts.dtype, 1)["ACC_TYPE"], num_warps=1,
             )  # fmt: skip
 
 
@@ -336,8 +337,8 @@ def _dropout_words_kernel(table, numbers: tl.int64, side: tl.int32, seed: tl.int
     number, head = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     block = 16 * (number // 64) + number % 16
     one, two, three, four = tl.philox(seed, block, side, 0, head | _PURPOSE_DROPOUT)
-    work_item_of = number // 16 % 4
-    word = tl.where(work_item_of == 0, one, tl.where(work_item_of == 1, two, tl.where(work_item_of == 2, three, four)))
+    quarter = number // 16 % 4
+    word = tl.where(quarter == 0, one, tl.where(quarter == 1, two, tl.where(quarter == 2, three, four)))
     tl.store(table + head * numbers + number, word, mask=number < numbers)
 
 
@@ -352,27 +353,29 @@ def _count_pieces_kernel(ptr, out, count: tl.int64, MAX_EDGES: tl.constexpr, TIL
 
 @triton_kernel
 def _merge_kernel(
-    parts, tops, norms, piece_ends, out, lse, rows: tl.int64, WIDTH: tl.constexpr, ACC_TYPE: tl.constexpr
+    parts, tops, norms, piece_ends, out, lse, rows: tl.int64, heads: tl.int64, WIDTH: tl.constexpr,
+    ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a row, in the program of its first piece; the others do nothing."""
-    slot = tl.program_id(0).to(tl.int64)
+    """Merge the pieces of a row and head, in the program of the first piece; the others do nothing."""
+    program = tl.program_id(0).to(tl.int64)
+    slot, head = program // heads, program % heads
     row, first, last = row_of_piece(piece_ends, rows, slot)
     if (slot == first) & (slot < last):
         sums, norm = tl.zeros([triton.next_power_of_2(WIDTH)], ACC_TYPE), tl.full([], 0, ACC_TYPE)
         top = tl.full([], float("-inf"), ACC_TYPE)
         # Find the largest logit of all pieces, so that their sums get one scale.
         if tops is not None:
-            for work_item_of in range(slot, last):
-                top = tl.maximum(top, tl.load(tops + work_item_of))
+            for piece in range(slot, last):
+                top = tl.maximum(top, tl.load(tops + piece * heads + head))
         # Add the sums of the pieces, in their order.
-        for work_item_of in range(slot, last):
+        for piece in range(slot, last):
             factor = tl.full([], 1, ACC_TYPE)
             if tops is not None:
-                factor = tl.exp(tl.load(tops + work_item_of) - finite(top))
-                norm += factor * tl.load(norms + work_item_of)
-            sums += factor * load_vector(parts, work_item_of, WIDTH, ACC_TYPE)
+                factor = tl.exp(tl.load(tops + piece * heads + head) - finite(top))
+                norm += factor * tl.load(norms + piece * heads + head)
+            sums += factor * load_vector(parts, piece * heads + head, WIDTH, ACC_TYPE)
         # Divide by the sum of the weights, and write its logarithm.
         if tops is not None:
             sums /= tl.where(norm == 0, 1, norm)
-            tl.store(lse + row, top + tl.log(norm))
-        store_vector(out, row, sums, WIDTH)
+            tl.store(lse + row * heads + head, top + tl.log(norm))
+        store_vector(out, row * heads + head, sums, WIDTH)

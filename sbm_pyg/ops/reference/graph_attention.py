@@ -79,7 +79,8 @@ def graph_attention_backward(
     dquery = segments(slope * upcast(key)[end], rowptr).to(query.dtype)
     dkey = segments(slope[order] * upcast(query)[rows], ptr).to(key.dtype)
     dvalue = segments(share[order][..., None] * upcast(grad_out)[rows], ptr).to(value.dtype)
-    dedge_query, dfeature = query.new_empty(*query.shape[:2], 0), query.new_empty(0, 0)
+    dedge_query = query.new_empty(*query.shape[:2], 0)
+    dfeature = query.new_empty(0, 0 if feature is None else feature.size(1))
     if feature is not None and edge_query is not None and grad_mean is not None:
         dedge_query = segments(slope * upcast(feature)[:, None], rowptr).to(query.dtype)
         if need_feature:
