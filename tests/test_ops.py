@@ -846,7 +846,14 @@ def _samples() -> dict[str, tuple]:
     effects = (
         torch.ones_like(out), *plain[:3], *rows, plain[4], *rows, plain[4], 0.5, *plain[:2], torch.full((3,), 0.5), 0.1,
     )  # fmt: skip
+    tokens = [torch.randn(size) for size in ((3, 2, 3), (4, 2, 3), (4, 2, 5), (3, 2, 4), (3, 4))]
+    ones, of_queries = torch.ones(3, 2), (torch.tensor([0, 2, 2, 3]), torch.tensor([1, 0, 3]))
     return {
+        "graph_attention": (*(x.clone().requires_grad_() for x in tokens), ones, ones, *of_queries, 0.5),
+        "graph_attention_backward": (
+            torch.ones(3, 2, 5), torch.ones(3, 2, 4), ones, *tokens, ones, *of_queries, ones / 2, 0.5, True,
+        ),
+        "sort_edges": (torch.tensor([2, 0, 2]), 3),
         "block_attention": (query, key, value, *blocks, *cuts, False, tile.clone().requires_grad_(), 0.5, 0.2, 3),
         "block_attention_backward": (
             torch.ones_like(seen), *plain[:3], *blocks, *cuts[:2], tile, seen, total, 2, False, 0.5, 0.2, 3, True,

@@ -112,12 +112,6 @@ def test_the_gradient_in_plain_torch_is_that_of_autograd(depth: int | None) -> N
     torch.testing.assert_close(needed, [*expected], rtol=1e-10, atol=1e-12)
 
 
-def test_the_ops_keep_the_rules_of_torch() -> None:
-    inputs = problem(2, 4, 6, 3, torch.float32, True, True)
-    torch.library.opcheck(torch.ops.sbm_pyg.graph_attention.default, inputs)
-    torch.library.opcheck(torch.ops.sbm_pyg.sort_edges.default, (edges()[1], 9))
-
-
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     random, before, results = torch.Generator().manual_seed(0), torch.get_num_threads(), []
     given = torch.randint(500, (2, 20_000), generator=random)
