@@ -45,7 +45,8 @@ class TransformerConv(_PyG):
     ``torch.jit.script`` takes PyG's layer only.
 
     Args:
-        in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs: As PyG's layer.
+        in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight: As PyG's layer.
+        **kwargs: Of :class:`~torch_geometric.nn.conv.MessagePassing`.
 
     Raises:
         ValueError: In a call, an edge names a node that does not exist, or the number of features is not that of the
