@@ -153,7 +153,7 @@ class TransformerConv(_PyG):
 
 
 def _edge_values(adjacency: Tensor | SparseTensor) -> OptTensor:
-    """The features that a sparse adjacency holds, or None; single numbers are none."""
+    """The features that a sparse adjacency holds, or None; single numbers are not features."""
     values = to_edge_index(adjacency)[1]
     return None if values.dim() == 1 else values
 
