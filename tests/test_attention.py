@@ -779,6 +779,15 @@ def test_edge_features_with_other_options(options: dict[str, Any]) -> None:
     equal_with_gradients(lambda: call(True), lambda: call(False), *leaves)
 
 
+def test_hooks_of_the_projection_of_edge_features_are_called() -> None:
+    conv, x, edge_index, edge_attr = edge_problem()
+    expected, seen = conv(x, edge_index, edge_attr=edge_attr), []
+    assert conv.lin_edge is not None
+    conv.lin_edge.register_forward_hook(lambda layer, inputs, out: seen.append(out.shape))
+    torch.testing.assert_close(conv(x, edge_index, edge_attr=edge_attr), expected, rtol=1e-10, atol=1e-12)
+    assert seen == [(edge_index.size(1), 16)]
+
+
 def test_edge_features_between_two_sides_and_in_a_batch() -> None:
     conv, x, *_ = edge_problem()
     edges, attr = torch.tensor([[3, 0, 3, 2], [0, 1, 1, 0]]), torch.randn(4, 5, dtype=torch.float64)

@@ -135,20 +135,20 @@ def test_a_call_is_a_function_of_its_number() -> None:
 
 @pytest.mark.slow
 def test_some_damaged_files(tmp_path: Path) -> None:
-    found, report = fuzz(450, tmp_path, driver=DRIVER_OF_FILES)
-    assert len(found) == 450
-    assert not fuzz_files.faults(found), report
+    verdicts, report = fuzz(450, tmp_path, driver=DRIVER_OF_FILES)
+    assert len(verdicts) == 450
+    assert not fuzz_files.faults(verdicts), report
     for name in fuzz_files.READERS:
-        verdicts = [each["verdict"] for each in found if each["reader"] == name]
-        assert 0 < verdicts.count("refused") <= 30
+        of_reader = [call["verdict"] for call in verdicts if call["reader"] == name]
+        assert 0 < of_reader.count("refused") <= 30
 
 
 @pytest.mark.long
 def test_twenty_thousand_damaged_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "long" not in request.config.option.markexpr:
         pytest.skip("it takes many minutes: ask for it with `pytest -m long`")
-    found, report = fuzz(20_000, tmp_path, 1, DRIVER_OF_FILES)
-    assert not fuzz_files.faults(found), report
+    verdicts, report = fuzz(20_000, tmp_path, 1, DRIVER_OF_FILES)
+    assert not fuzz_files.faults(verdicts), report
 
 
 def write(folder: Path) -> None:

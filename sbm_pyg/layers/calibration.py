@@ -45,31 +45,9 @@ MEASURED_PAIRS = 2**19
 """Largest number of pairs of a head in a measurement."""
 LEAST_BUDGET = 0.05
 """Least density of a head, as a multiple of the target density."""
-DENSITIES = torch.tensor(
-    [
-        0,
-        0.0025,
-        0.005,
-        0.01,
-        0.015,
-        0.02,
-        0.03,
-        0.04,
-        0.05,
-        0.06,
-        0.08,
-        0.1,
-        0.13,
-        0.16,
-        0.2,
-        0.25,
-        0.3,
-        0.4,
-        0.5,
-        0.7,
-        1,
-    ]
-)
+DENSITIES = torch.tensor([
+    0, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1
+])  # fmt: skip
 """Densities between which that of a head is interpolated."""
 
 

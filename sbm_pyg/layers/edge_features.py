@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric import EdgeIndex
+from torch_geometric.nn.dense.linear import Linear
 
 from ..graphs.rows import check_edges, check_ends
 from ..ops import schemas
@@ -47,6 +49,13 @@ def _sort(edge_index: Tensor, num_queries: int, num_keys: int) -> SortedEdges:
     if can_read_without_sync(query) and bool((query[1:] >= query[:-1]).all()):
         return rowptr, key.clone(), None
     return rowptr, key[order], order
+
+
+def is_plain(lin: Module | None) -> bool:
+    """True if a projection of features is no more than its weight: no adapter, no hooks, and its width is known."""
+    if not isinstance(lin, Linear) or type(lin).forward is not Linear.forward or lin.in_channels < 0:
+        return False
+    return not (lin._forward_pre_hooks or lin._forward_hooks)
 
 
 class _Reorder(torch.autograd.Function):

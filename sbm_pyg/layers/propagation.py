@@ -25,7 +25,7 @@ from ..ops import checks
 from ..ops.random_words import GOLDEN
 from ..ops.reference.edges import dropout_mask
 from ..training.estimators import AttentionCall, Estimator, NoEstimator
-from .edge_features import attend_with_features
+from .edge_features import attend_with_features, is_plain
 from .normalizers import Entmax, alpha_of, attend_by_entmax, normalize
 
 __all__ = ["OUTPUT_ONLY", "EdgeAttention", "Returns", "channel_pair", "check_tokens"]
@@ -219,12 +219,9 @@ class EdgeAttention(MessagePassing):
     ) -> tuple[Tensor, Tensor]:
         """The output ``[N, H, C]`` and the weights ``[E, 1]`` of the edges of the graph, by the kernel for features."""
         assert self.lin_edge is not None
-        keep = None
-        if dropout > 0:
-            count = max(feature.size(0), 1)  # an edge draws as the key that `_edges_as_keys` makes of it
-            edge = torch.arange(graph.num_edges, device=graph.device) % count
-            is_kept = dropout_mask(graph.rowptr, edge, self.heads, count, dropout, seed)
-            keep = is_kept.to(call.value.dtype) / (1 - dropout)
+        count = max(feature.size(0), 1)
+        edge = torch.arange(graph.num_edges, device=graph.device) % count  # the key that `_edges_as_keys` makes of each
+        keep = _dropout_factor(graph.rowptr, edge, self.heads, count, dropout, seed, call.value.dtype)
         tokens, rows = (call.query, call.key, call.value), (graph.rowptr, graph.col)
         weight = self.lin_edge.weight
         out, alpha = attend_with_features(*tokens, *rows, self.scale, feature, weight, shared, bias, keep)
@@ -273,7 +270,7 @@ class EdgeAttention(MessagePassing):
         by_messages = is_explained or self._edgewise
         if edge_attr is not None:
             feature, shared = self._sort_features(edge_attr, edge_index, edge_head, graph_before, graph)
-        if feature is not None and (by_messages or self.normalizer != "softmax"):
+        if feature is not None and (by_messages or self.normalizer != "softmax" or not is_plain(self.lin_edge)):
             over, key, value = self._edges_as_keys(graph, key, value, feature)
             feature = None  # which the keys and values now have
             shown = None if shown is None or position is None else torch.stack([position, edge_list(shown)[1]])
@@ -351,10 +348,7 @@ class EdgeAttention(MessagePassing):
                 f"{distinct} distinct). Call `torch_geometric.utils.coalesce` first."
             )
         query, key, value, gate, bias = inputs
-        keep = None  # factor of each edge under dropout, the same as the fused path's
-        if dropout > 0:
-            is_kept = dropout_mask(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed)
-            keep = is_kept.to(value.dtype) / (1 - dropout)
+        keep = _dropout_factor(graph.rowptr, graph.col, self.heads, graph.num_keys, dropout, seed, value.dtype)
         heads, sizes = self.heads, (graph.num_keys, graph.num_queries)
         if edge_index is not None:
             tokens = [x.transpose(0, 1) for x in (query, key, value)]  # [N, H, C]
@@ -426,6 +420,15 @@ class EdgeAttention(MessagePassing):
         if keep is not None:
             alpha = alpha * keep
         return value_j * alpha[..., None]
+
+
+def _dropout_factor(
+    rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout: float, seed: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Factor of each edge under dropout, ``[E]``, the same as that of the fused path; None without dropout."""
+    if dropout == 0:
+        return None
+    return dropout_mask(rowptr, col, heads, num_keys, dropout, seed).to(dtype) / (1 - dropout)
 
 
 def has_hooks(conv: MessagePassing) -> bool:

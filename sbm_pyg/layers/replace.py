@@ -90,10 +90,11 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
         if type(module) is torch_geometric.nn.TransformerConv
     }
     layers = layers or _replaced(model)
-    if not (layers or over_edges) or "" in layers | over_edges:
-        got = "none" if not (layers or over_edges) else "a layer itself"
+    replaceable = layers | over_edges
+    if not replaceable or "" in replaceable:
+        got = "a layer itself" if replaceable else "none"
         way_out = "Other layers have no projections to copy: build an SBMMultiheadAttention in their place."
-        if got != "none":
+        if replaceable:
             way_out = "Use `SBMMultiheadAttention.from_torch`, `SparseGPSConv.from_gps` or `TransformerConv.from_pyg`."
         checks.refuse("model", "to contain torch.nn.MultiheadAttention or TransformerConv layers", got, way_out)
     if options and not layers:
@@ -135,7 +136,7 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
     names = _put(model, layers, made)
-    fused = {conv: TransformerConv.from_pyg(conv) for conv in dict.fromkeys(over_edges.values())}
+    fused = {conv: TransformerConv.from_pyg(conv) for conv in over_edges.values()}
     # A GPS layer that was replaced has its message passing layer still, under the name that it had.
     return [*names, *_put(model, over_edges, fused)]
 
@@ -176,12 +177,12 @@ def restore_attention(model: nn.Module) -> list[str]:
     layers = _replaced(model)
     modules = model.named_modules(remove_duplicate=False)
     over_edges = {name: module for name, module in modules if isinstance(module, TransformerConv)}
-    every = layers | over_edges
-    if not every or "" in every:
-        way_out = "Use its `to_torch`, `to_gps` or `to_pyg`." if every else "There is nothing to restore."
+    restorable = layers | over_edges
+    if not restorable or "" in restorable:
+        way_out = "Use its `to_torch`, `to_gps` or `to_pyg`." if restorable else "There is nothing to restore."
         raise ValueError(
             "Expected 'model' to contain SBMMultiheadAttention, SparseGPSConv or TransformerConv layers "
-            f"(got {'a layer itself' if every else 'none'}). {way_out}"
+            f"(got {'a layer itself' if restorable else 'none'}). {way_out}"
         )
     for name, layer in layers.items():
         conv = layer.attn if isinstance(layer, SparseGPSConv) else cast(SBMMultiheadAttention, layer).conv

@@ -14,13 +14,12 @@ from torch.nn.functional import dropout
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import TransformerConv as _PyG
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from ..graphs.graph import edge_list
 from ..ops import checks
-from .edge_features import attend_over_rows, reorder, rows_of
+from .edge_features import attend_over_rows, is_plain, reorder, rows_of
 from .propagation import has_hooks
 
 __all__ = ["TransformerConv"]
@@ -86,16 +85,13 @@ class TransformerConv(_PyG):
 
     def _needs_messages(self, edge_attr: OptTensor) -> bool:
         """True if PyG's code for single messages must run."""
-        own = any(getattr(type(self), step) is not getattr(_PyG, step) for step in ("message", "aggregate", "update"))
-        unusual = self.flow != "source_to_target" or self.decomposed_layers > 1
-        unusual = unusual or not isinstance(self.aggr_module, SumAggregation)
-        lin = self.lin_edge
-        if lin is None:  # then PyG adds features to the values as they are
-            unusual = unusual or edge_attr is not None
-        else:  # an adapter around it, hooks, or its first call if its width is to be inferred
-            unusual = unusual or type(lin) is not Linear or lin.in_channels < 0
-            unusual = unusual or bool(lin._forward_pre_hooks or lin._forward_hooks)
-        return own or unusual or bool(self.explain) or has_hooks(self)
+        steps = ("message", "aggregate", "update")
+        is_overridden = any(getattr(type(self), step) is not getattr(_PyG, step) for step in steps)
+        is_unusual = self.flow != "source_to_target" or self.decomposed_layers > 1
+        is_unusual = is_unusual or not isinstance(self.aggr_module, SumAggregation)
+        # PyG adds features to the values as they are where there is no projection, and calls hooks and adapters.
+        needs_features = edge_attr is not None if self.lin_edge is None else not is_plain(self.lin_edge)
+        return is_overridden or is_unusual or needs_features or bool(self.explain) or has_hooks(self)
 
     def forward(
         self,

@@ -424,16 +424,14 @@ def _attention_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Ten
 
 
 def _graph_backward(ctx: Any, grad_out: Tensor, grad_mean: Tensor, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
-    need = ctx.needs_input_grad
     grads = [None if grad is None else grad.contiguous() for grad in (grad_out, grad_mean, grad_weight)]
     *sides, feature, keep, rowptr, col, weight = ctx.saved_tensors
     if grads[0] is None:
         grads[0] = sides[2].new_zeros(*sides[0].shape[:2], sides[2].size(2))
     if feature is not None and grads[1] is None:
         grads[1] = torch.zeros_like(sides[3])
-    arguments = (*grads, *sides, feature, keep, rowptr, col, weight, *ctx.options, feature is not None and need[4])
-    results = graph_attention_backward(*arguments)
-    return *(x if needed else None for x, needed in zip(results, need, strict=False)), *[None] * 4
+    arguments = (*grads, *sides, feature, keep, rowptr, col, weight, *ctx.options, ctx.needs_input_grad[4])
+    return _needed(ctx, graph_attention_backward(*arguments), 10)
 
 
 def _block_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from .channels import lanes_of, to_array, to_padded_array, unpad_channels
@@ -51,6 +52,37 @@ def _sorted_edges(rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarr
 # ------------------------------------------------------------------ kernels
 
 
+@njit(inline="always")
+def _edge_dot(vectors, of_row, ends, of_token, width, row_features, feature, edge, depth, zero):
+    """Dot product of a row's vector with that at the other end of an edge, plus that of their features."""
+    dots = splat(zero, 16)
+    for c in range(0, width, 16):
+        dots = dots + load(vectors, of_row * width + c, 16) * load(ends, of_token * width + c, 16)
+    for c in range(0, depth, 16):
+        dots = dots + load(row_features, of_row * depth + c, 16) * load(feature, edge * depth + c, 16)
+    return lane_sum(dots)
+
+
+@njit(inline="always")
+def _store_sums(
+    out, mean, row, factors, heads, start, count, col, ends, width, lanes, feature, depth, depth_lanes, zero
+):
+    """Sums over a row's edges, by a factor for each head, of the vectors at their ends and of their features."""
+    for head in range(heads):
+        of_row = row * heads + head
+        for c in range(0, width, lanes):
+            sums = splat(zero, lanes)
+            for t in range(count):
+                offset = (peek(col, start + t) * heads + head) * width + c
+                sums = sums + peek(factors, t * heads + head) * load(ends, offset, lanes)
+            store(out, of_row * width + c, sums)
+        for c in range(0, depth, depth_lanes):
+            sums = splat(zero, depth_lanes)
+            for t in range(count):
+                sums = sums + peek(factors, t * heads + head) * load(feature, (start + t) * depth + c, depth_lanes)
+            store(mean, of_row * depth + c, sums)
+
+
 @cache
 def _compile_attention(width, value_width, depth):
     value_lanes, feature_lanes = lanes_of(value_width), lanes_of(depth)
@@ -71,12 +103,9 @@ def _compile_attention(width, value_width, depth):
                 edge = start + t
                 for head in range(heads):
                     of_row, of_token = row * heads + head, peek(col, edge) * heads + head
-                    dots = splat(zero, 16)
-                    for c in range(0, width, 16):
-                        dots = dots + load(query, of_row * width + c, 16) * load(key, of_token * width + c, 16)
-                    for c in range(0, depth, 16):
-                        dots = dots + load(edge_query, of_row * depth + c, 16) * load(feature, edge * depth + c, 16)
-                    logit = lane_sum(dots) * scale
+                    logit = scale * _edge_dot(
+                        query, of_row, key, of_token, width, edge_query, feature, edge, depth, zero
+                    )
                     if bias.size:
                         logit += peek(bias, edge * heads + head)
                     poke(buffer, t * heads + head, logit)
@@ -100,21 +129,10 @@ def _compile_attention(width, value_width, depth):
                     poke(weight, place, share)
                     poke(buffer, t + head, share * peek(keep, place) if keep.size else share)
             # Add up the values and the features of the edges.
-            for head in range(heads):
-                of_row = row * heads + head
-                for c in range(0, value_width, value_lanes):
-                    sums = splat(zero, value_lanes)
-                    for t in range(count):
-                        of_token = peek(col, start + t) * heads + head
-                        p = peek(buffer, t * heads + head)
-                        sums = sums + p * load(value, of_token * value_width + c, value_lanes)
-                    store(out, of_row * value_width + c, sums)
-                for c in range(0, depth, feature_lanes):
-                    sums = splat(zero, feature_lanes)
-                    for t in range(count):
-                        p = peek(buffer, t * heads + head)
-                        sums = sums + p * load(feature, (start + t) * depth + c, feature_lanes)
-                    store(mean, of_row * depth + c, sums)
+            _store_sums(
+                out, mean, row, buffer, heads, start, count, col, value, value_width, value_lanes, feature, depth,
+                feature_lanes, zero,
+            )  # fmt: skip
 
     return attention
 
@@ -139,14 +157,10 @@ def _compile_backward_of_queries(width, value_width, depth):
                 edge = start + t
                 for head in range(heads):
                     of_row, of_token = row * heads + head, peek(col, edge) * heads + head
-                    dots = splat(zero, 16)
-                    for c in range(0, value_width, 16):
-                        dots = dots + load(grad_out, of_row * value_width + c, 16) * load(
-                            value, of_token * value_width + c, 16
-                        )
-                    for c in range(0, depth, 16):
-                        dots = dots + load(grad_mean, of_row * depth + c, 16) * load(feature, edge * depth + c, 16)
-                    gain, place = lane_sum(dots), edge * heads + head
+                    place = edge * heads + head
+                    gain = _edge_dot(
+                        grad_out, of_row, value, of_token, value_width, grad_mean, feature, edge, depth, zero
+                    )
                     if keep.size:
                         gain *= peek(keep, place)
                     if grad_weight.size:
@@ -162,20 +176,10 @@ def _compile_backward_of_queries(width, value_width, depth):
                     poke(dlogit, place, grad)
                     poke(slope, t + head, grad * scale)
             # Add up the gradients of the query.
-            for head in range(heads):
-                of_row = row * heads + head
-                for c in range(0, width, lanes):
-                    sums = splat(zero, lanes)
-                    for t in range(count):
-                        of_token = peek(col, start + t) * heads + head
-                        sums = sums + peek(slope, t * heads + head) * load(key, of_token * width + c, lanes)
-                    store(dquery, of_row * width + c, sums)
-                for c in range(0, depth, feature_lanes):
-                    sums = splat(zero, feature_lanes)
-                    for t in range(count):
-                        p = peek(slope, t * heads + head)
-                        sums = sums + p * load(feature, (start + t) * depth + c, feature_lanes)
-                    store(dedge_query, of_row * depth + c, sums)
+            _store_sums(
+                dquery, dedge_query, row, slope, heads, start, count, col, key, width, lanes, feature, depth,
+                feature_lanes, zero,
+            )  # fmt: skip
             # Add up the gradients of the features over the heads.
             for t in range(count if dfeature.size else 0):
                 for c in range(0, depth, feature_lanes):
@@ -253,8 +257,7 @@ def graph_attention(
     weight = out.new_empty(len(tokens), heads)
     tasks = _tasks(
         offsets, heads * (width + value_width + 2 * depth), heads, int(np.diff(offsets).max(initial=0)), q, k, v,
-        e, f,
-        to_array(bias, query), to_array(keep, query), offsets, tokens, q.dtype.type(scale),
+        e, f, to_array(bias, query), to_array(keep, query), offsets, tokens, q.dtype.type(scale),
         *(x.view(-1).numpy() for x in (out, mean, weight)),
     )  # fmt: skip
     run(_compile_attention(width, value_width, depth), tasks)
@@ -278,8 +281,7 @@ def graph_attention_backward(
     dfeature, dlogit = like.new_empty(len(tokens) if need_feature else 0, 1, depth), like.new_empty(len(tokens), heads)
     tasks = _tasks(
         offsets, heads * (2 * width + value_width + 3 * depth), heads, int(np.diff(offsets).max(initial=0)),
-        g, gm,
-        to_array(grad_weight, query), q, k, v, e, f, factors, offsets, tokens, weights, q.dtype.type(scale),
+        g, gm, to_array(grad_weight, query), q, k, v, e, f, factors, offsets, tokens, weights, q.dtype.type(scale),
         *(x.view(-1).numpy() for x in (dquery, dedge_query, dfeature, dlogit)),
     )  # fmt: skip
     run(_compile_backward_of_queries(width, value_width, depth), tasks)

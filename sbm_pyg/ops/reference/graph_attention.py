@@ -21,10 +21,8 @@ from ..segments import by_key, edge_row, segment_max, segments, upcast
 
 def sort_edges(index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Edges by their rows: offsets ``[num_rows + 1]``, and the numbers of the edges ``[E]``, stably sorted; int64."""
-    order = index.argsort(stable=True)
-    rowptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=index.device)
-    rowptr[1:] = torch.bincount(index, minlength=num_rows).cumsum(0)
-    return rowptr, order
+    rising, order = index.sort(stable=True)
+    return torch._convert_indices_from_coo_to_csr(rising, num_rows), order
 
 
 def _edge_dots(x: Tensor, y: Tensor, row: Tensor, end: Tensor | None) -> Tensor:
