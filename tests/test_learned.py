@@ -774,3 +774,14 @@ def test_a_density_that_leaves_few_keys_warns_once(
     assert len(found) == (keys is not None)
     if keys is not None:
         assert f"A target density of 0.05 leaves a query {keys}" in found[0]
+
+
+def test_the_density_follows_probabilities_that_fall_fast() -> None:
+    source, query = SBMSource(SBMHead(4, 2, 3), target_density=0.2), draw(1, 2, 300, 4).float()
+    source(Tokens(query, seed=0))
+    source(Tokens(query, seed=1))  # the mean takes a step into account at the next
+    with torch.no_grad():
+        source.running_mean.mul_(100)  # as if probabilities were a hundredth of those of the last step
+    for seed in (2, 3):
+        graph = source(Tokens(query, seed=seed)).graph
+    assert (graph.density > 0.09).all()

@@ -51,6 +51,7 @@ __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 MEMBERSHIPS_AT_ONCE = 1024
 """Keys of each sequence whose memberships are computed at once, where there is a cache without any."""
 MOMENTUM = 0.1  # of the running mean of probabilities
+MOST_LAG = 2.0  # factor by which the running mean may differ from the mean of the last batch
 MAX_START_DENSITY = 0.25
 """Largest part of the keys in each community at a start."""
 FACTORS = ("query_membership", "key_membership", "block_matrix")
@@ -489,10 +490,14 @@ class SBMSource(LearnedSource, FollowingSource):
         return sbm._scale_to_density(density, running if self.training else running.clone())  # which may move later
 
     def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
-        """The running mean after one step towards the mean of a batch; at first, the mean itself."""
+        """The running mean after one step towards the mean of a batch; at first, the mean itself.
+
+        It stays within a factor of it: a source whose probabilities fall faster than the mean would lose its edges.
+        """
         mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY).to(state.dtype)
         step = (state <= 0).to(state.dtype).clamp(min=MOMENTUM)
-        return state.lerp(mean, step * (seen[1] > 0).logical_and_(counts))
+        moved = state.lerp(mean, step).clamp(mean / MOST_LAG, mean * MOST_LAG)
+        return torch.where((seen[1] > 0).logical_and_(counts), moved, state)
 
     def extra_repr(self) -> str:
         parts = {"method": self.method, "exploration": self.exploration, "budget": self.budget}
