@@ -61,7 +61,7 @@ def tests_a_program(path: Path) -> bool:
 PROGRAMS = [
     f"test_{name}.py"
     for name in (
-        "arena", "dcmm_program", "glue", "graphs_program", "pictures", "recall", "recipes", "runs",
+        "arena", "dcmm_program", "glue", "graphs_program", "molecules", "pictures", "recall", "recipes", "runs",
         "sparsefinder_program",
     )
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 from torch_geometric.nn.models import SGFormer
+from torch_geometric.utils import is_undirected
 
 from examples.common.runs import RunError
 from examples.common.tables import read
@@ -265,17 +266,66 @@ def test_the_program_trains_every_arm_and_resumes(tmp_path: Path, capsys: pytest
     shown = captured.out
     assert "Expected 'density of chameleon_filtered' to be 0.2 as in" in captured.err
     rows = read(tmp_path / "runs" / "rows.csv")
-    assert {(row["arm"], row["split"]) for row in rows} == {(arm, split) for arm in program.ARMS for split in (0, 1)}
+    arms = [arm for arm in program.ARMS if program.fits(arm, "chameleon_filtered")]
+    assert {(row["arm"], row["split"]) for row in rows} == {(arm, split) for arm in arms for split in (0, 1)}
     assert all(0 <= row["test"] <= 100 for row in rows)
     sampled = [row["density"] for row in rows if row["arm"] in ("random", "sbm", "indexer") and row["step"] == 4]
     assert min(sampled) > 0.05
     assert max(sampled) < 0.5
-    assert all(f"| `{arm}` | 2 |" in shown for arm in program.ARMS)
+    assert all(f"| `{arm}` | 2 |" in shown for arm in arms)
     saved = (tmp_path / "runs" / "rows.csv").read_text()
     program.main(words)
     assert (tmp_path / "runs" / "rows.csv").read_text() == saved
     program.main(["--report", "--output", str(tmp_path / "runs")])
     assert capsys.readouterr().out.count("| `sbm` | 2 |") == 2
+
+
+def write_citations(folder: Path) -> None:
+    """A graph as `write` makes them, in the form of Planetoid."""
+    random = np.random.default_rng(0)
+    label = np.arange(40) % 2
+    np.savez(
+        folder / "cora.npz", feature_indptr=np.arange(0, 81, 2), feature_indices=np.stack([label, label + 70], 1).flatten(),
+        feature_values=np.ones(80), num_features=72, node_labels=label, edges=np.unique(random.integers(0, 40, (60, 2)), axis=0),
+        train=np.arange(10), val=np.arange(10, 20), test=np.arange(20, 40),
+    )  # fmt: skip
+
+
+def test_learned_edges_are_added_to_those_of_citations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_citations(tmp_path)
+    graph = data.make_task("cora", tmp_path, 0, 0, 0).train[0]
+    assert is_undirected(graph.edge_index)
+    torch.testing.assert_close(graph.x.sum(1), torch.ones(40))
+    assert graph.x[1].nonzero().flatten().tolist() == [1, 71]
+    assert [int(graph[f"{part}_mask"][:, 7].sum()) for part in ("train", "val", "test")] == [10, 10, 20]
+    words = [
+        "--data",
+        str(tmp_path),
+        "--graphs",
+        "cora",
+        "--splits",
+        "0",
+        "--steps",
+        "4",
+        "--channels",
+        "8",
+        "--heads",
+        "2",
+    ]
+    words += ["--density", "0.2", "--evaluations", "2", "--output", str(tmp_path / "runs")]
+    program.main([*words, "--arms", *train.OF_GCN, "none"])
+    rows = {row["arm"]: row for row in read(tmp_path / "runs" / "rows.csv")}
+    assert rows["gcn"]["density"] == rows["none"]["density"] == 0
+    assert rows["learned"]["density"] > rows["learned:frozen"]["density"] / 2 > 0.1  # given edges count
+    assert "| `learned` | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.needs_data
+@pytest.mark.parametrize(("name", "nodes", "edges"), [("cora", 2_708, 10_556), ("citeseer", 3_327, 9_104)])
+def test_published_citations_are_read(name: str, nodes: int, edges: int, sample: Any) -> None:
+    graph = data.load_citations(sample("planetoid", f"{name}.npz"), name)
+    assert (graph.num_nodes, graph.num_edges) == (nodes, edges)
+    assert (int(graph.val_mask[:, 0].sum()), int(graph.test_mask[:, 9].sum())) == (500, 1000)
 
 
 def test_scores_are_accuracy_and_the_area_under_the_curve() -> None:

@@ -22,8 +22,8 @@ ROOT = PACKAGE.parent
 MARKS = {
     "lines of sbm_pyg": 32_040,
     "lines of sbm_pyg/ops": 12_450,
-    "lines of examples": 14_320,
-    "lines of tests": 36_780,
+    "lines of examples": 14_680,
+    "lines of tests": 37_020,
     "rooms of sbm_pyg": 11,
     "arrows between rooms": 32,
     "public names": 318,

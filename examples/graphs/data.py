@@ -1,8 +1,8 @@
-"""Tasks of node classification.
+"""Tasks of classification: of nodes, or of whole molecules.
 
 In: archives of Platonov et al., "A critical look at the evaluation of GNNs under heterophily" (ICLR 2023),
-https://github.com/yandex-research/heterophilous-graphs, folder ``data``, each with one graph; or :mod:`examples.graphs.generated`.
-Out: :class:`Task`. Not here: mini-batches.
+https://github.com/yandex-research/heterophilous-graphs, folder ``data``, each with one graph; :mod:`examples.graphs.generated`; or
+:mod:`examples.graphs.molecules`. Out: :class:`Task`. Not here: mini-batches.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import dataclasses
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE, Compose, ToSparseTensor
+from torch_geometric.datasets import Planetoid
+from torch_geometric.transforms import AddRandomWalkPE, Compose, NormalizeFeatures, ToSparseTensor
 from torch_geometric.utils import to_undirected
 
 from examples.common.runs import RunError
 from examples.graphs.generated import KINDS, generate
+from examples.graphs.molecules import FILES, PARTS, Molecules
 
+CITATIONS = ("cora", "citeseer")  # of Planetoid, with one split, which a split is a seed of a model on
 RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
-PARTS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
+ARRAYS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
 SPLITS = 10
 UNREADABLE = (EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
 """Errors of numpy and zipfile about damaged archives."""
@@ -30,24 +34,40 @@ UNREADABLE = (EOFError, MemoryError, OSError, RuntimeError, TypeError, ValueErro
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Graphs whose nodes have features ``x``, labels ``y`` and masks ``[N, splits]``; single ones may have ``adj_t``."""
+    """Graphs whose nodes have features ``x``, labels ``y`` and masks ``[N, splits]``; single ones may have ``adj_t``.
+
+    Molecules have features of categories ``x`` and ``edge_attr``, random walks ``walks``, one row of ``y``, and masks ``[1, splits]``.
+    """
 
     train: list[Data]
     held_out: list[Data]
     classes: int
     metric: str
-    """"accuracy", "area" under the ROC curve, or "balanced": the mean of the accuracies of classes."""
+    """"accuracy", "area" under the ROC curve, "balanced": the mean of the accuracies of classes, or "precision": that of average precisions."""
+    of_molecules: bool = False
 
 
-def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: int, walk_length: int) -> Task:
+def make_task(
+    name: str,
+    folder: Path | None,
+    train_graphs: int,
+    test_graphs: int,
+    walk_length: int,
+    cache: Path = Path("molecules"),
+) -> Task:
     """A task by the name of its graph.
 
     Args:
         folder: Of the archives.
+        cache: Folder for the graphs of molecules, which are made once.
         train_graphs, test_graphs: Numbers of generated graphs in the training part, and in each of the other two.
         walk_length: Number of features that tell how likely a random walk of 1, 2, ... steps is back at its first node.
     """
-    add = Compose([AddRandomWalkPE(walk_length, attr_name=None)] if walk_length else [])
+    attribute = "walks" if name in FILES else None
+    add = Compose([AddRandomWalkPE(walk_length, attr_name=attribute)] if walk_length else [])
+    if name in FILES:
+        assert folder is not None
+        return make_molecule_task(Molecules(name, folder, cache, add))
     if name in KINDS:
         numbers = {"train": train_graphs, "val": test_graphs, "test": test_graphs}
         parts = {part: [*map(add, generate(name, count, seed))] for seed, (part, count) in enumerate(numbers.items())}
@@ -59,9 +79,26 @@ def make_task(name: str, folder: Path | None, train_graphs: int, test_graphs: in
         metric = "balanced"
     else:
         assert folder is not None
-        train = held_out = [add_rows(add(load(folder, name)))]
+        graph = load_citations(folder, name) if name in CITATIONS else load(folder, name)
+        train = held_out = [add_rows(add(graph))]
         metric = "area" if name in RANKED else "accuracy"
     return Task(train, held_out, 1 + max(int(graph.y.max()) for graph in train), metric)
+
+
+def make_molecule_task(molecules: Molecules) -> Task:
+    """Molecules to train on, and those of both other parts."""
+    parts: dict[int, list[Data]] = {number: [] for number in range(len(PARTS))}
+    masks = torch.eye(len(PARTS), dtype=torch.bool)[:, :, None, None].expand(
+        -1, -1, 1, SPLITS
+    )  # [part, mask, 1, splits]
+    for graph in molecules:
+        part = int(graph.part)
+        for name, mask in zip(PARTS, masks[part], strict=True):
+            graph[f"{name}_mask"] = mask
+        parts[part].append(graph)
+    is_many = parts[0][0].y.is_floating_point()
+    classes, metric = (parts[0][0].y.size(1), "precision") if is_many else (2, "area")
+    return Task(parts[0], parts[1] + parts[2], classes, metric, of_molecules=True)
 
 
 def add_rows(graph: Data) -> Data:
@@ -76,6 +113,32 @@ def add_rows(graph: Data) -> Data:
         return ToSparseTensor(remove_edge_index=False, layout=torch.sparse_csr)(graph)
 
 
+def load_citations(folder: Path, name: str) -> Data:
+    """A graph of Planetoid, with features whose sum is 1, and its one split as all splits.
+
+    It is read from ``NAME.npz``, which holds compressed rows of features, labels, edges and the numbers of the nodes of each part, or else
+    from the files that PyG downloads.
+    """
+    path = folder / f"{name}.npz"
+    if not path.is_file():
+        graph: Any = Planetoid(str(folder), name.capitalize())[0]
+    else:
+        arrays = {key: torch.from_numpy(value) for key, value in np.load(path, allow_pickle=False).items()}
+        nodes, size = len(arrays["node_labels"]), int(arrays["num_features"])
+        rowptr, col, value = (arrays[f"feature_{part}"] for part in ("indptr", "indices", "values"))
+        x = (
+            torch.sparse_csr_tensor(rowptr, col.to(rowptr.dtype), value, size=(nodes, size), check_invariants=True)
+            .to_dense()
+            .float()
+        )
+        graph = Data(x, to_undirected(arrays["edges"].long().T, num_nodes=nodes), y=arrays["node_labels"].long())
+        for part in PARTS:
+            graph[f"{part}_mask"] = torch.zeros(nodes, dtype=torch.bool).index_fill(0, arrays[part].long(), True)
+    for part in PARTS:
+        graph[f"{part}_mask"] = graph[f"{part}_mask"][:, None].expand(-1, SPLITS)
+    return NormalizeFeatures()(graph)
+
+
 def load(folder: Path, name: str) -> Data:
     """A graph, with edges in both directions, and masks ``[N, splits]``."""
     path = folder / f"{name}.npz"
@@ -84,19 +147,19 @@ def load(folder: Path, name: str) -> Data:
         raise RunError(f"Expected 'data' to be a folder that holds {path.name} (got {folder}). {way_out}")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            missing = [part for part in PARTS if part not in archive.files]
+            missing = [part for part in ARRAYS if part not in archive.files]
             if missing:
-                words = f"Expected '{path}' to have {', '.join(PARTS)} (got no {missing[0]})."
+                words = f"Expected '{path}' to have {', '.join(ARRAYS)} (got no {missing[0]})."
                 raise RunError(f"{words} Download it again.")
-            arrays = {part: torch.from_numpy(archive[part]) for part in PARTS}
+            arrays = {part: torch.from_numpy(archive[part]) for part in ARRAYS}
     except UNREADABLE as error:
         raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
-    shapes = [[*arrays[part].shape] for part in PARTS]
+    shapes = [[*arrays[part].shape] for part in ARRAYS]
     nodes, edges = shapes[1], arrays["edges"]  # of labels, [N]
     valid = len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3
     if not (valid and edges.dim() == 2 and edges.size(1) == 2 and bool(((edges >= 0) & (edges < nodes[0])).all())):
         words = f"Expected '{path}' to hold features [N, F], labels [N], edges [E, 2] between N nodes and masks [{SPLITS}, N]"
-        raise RunError(f"{words} (got {dict(zip(PARTS, shapes, strict=True))}). Download it again.")
+        raise RunError(f"{words} (got {dict(zip(ARRAYS, shapes, strict=True))}). Download it again.")
     data = Data(x=arrays["node_features"].float(), y=arrays["node_labels"].long())
     data.edge_index = to_undirected(arrays["edges"].long().T, num_nodes=data.num_nodes)
     for part in ("train", "val", "test"):
