@@ -102,6 +102,15 @@ def test_settled_graphs_have_the_target_density(sharpness: float) -> None:
     assert sharpness == 1 or (source.running_mean < 0.9 * mean).all()  # many probabilities are cut at 1
 
 
+def test_a_block_model_starts_at_densities_below_the_smallest_divisor() -> None:
+    query, key = torch.randn(2, 1, 4_000, 8)
+    source = SBMSource(LinearSBMHead(8, num_clusters=4), target_density=3e-4, window=None).eval()
+    source.start_from(query, key, scale=0.25)
+    source.settle([Tokens(query, key)])
+    density = source(Tokens(query, key, seed=0)).graph.density
+    torch.testing.assert_close(density, torch.full_like(density, 3e-4), rtol=0.1, atol=0)
+
+
 @pytest.mark.parametrize("index_heads", [1, 2, 3])
 def test_an_indexer_starts_with_the_main_directions(index_heads: int) -> None:
     query, key = planted()

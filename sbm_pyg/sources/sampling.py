@@ -52,8 +52,8 @@ MEMBERSHIPS_AT_ONCE = 1024
 """Keys of each sequence whose memberships are computed at once, where there is a cache without any."""
 MOMENTUM = 0.1  # of the running mean of probabilities
 MOST_LAG = 2.0  # factor by which the running mean may differ from the mean of the last batch
-MAX_START_DENSITY = 0.25
-"""Largest part of the keys in each community at a start."""
+MIN_START_DENSITY, MAX_START_DENSITY = 5 * MIN_MEAN_PROBABILITY, 0.25
+"""Smallest and largest part of the keys in each community at a start."""
 FACTORS = ("query_membership", "key_membership", "block_matrix")
 SAFE_IN_FLOAT32 = 2.0**60
 """If products of memberships may exceed this, float32 may underflow; the model is then rescaled in float64."""
@@ -291,7 +291,8 @@ class SBMSource(LearnedSource, FollowingSource):
         """Begin with the clusters of a trained layer, if the head can, as :class:`.LinearSBMHead` does."""
         start: Any = getattr(self.head, "start_from", None)
         if start is not None and self.block_size == 1:
-            density = min((self.target_density or MAX_START_DENSITY) * self._drawn, MAX_START_DENSITY)
+            density = (self.target_density or MAX_START_DENSITY) * self._drawn
+            density = min(max(density, MIN_START_DENSITY), MAX_START_DENSITY)
             start(query, key, scale=scale, density=density, seed=seed)
 
     @torch.no_grad()
