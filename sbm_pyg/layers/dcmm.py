@@ -198,11 +198,11 @@ class DCMMBias(nn.Module):
             )
         checks.same_device("query", query, graph=graph.query_ptr)
         rate = model.query_membership @ model.block_matrix
-        strength = schemas.edge_dot(rate, model.key_membership, graph.rowptr, graph.col)
+        rows = (graph.rowptr, graph.col)
+        strength = schemas.edge_dot(rate, model.key_membership, *rows)
         strength = strength.tanh() if self.squash else strength
-        key_node = graph.num_keys * graph.edge_head + graph.col
-        degree = model.query_degree.flatten()[graph.edge_row] * model.key_degree.flatten()[key_node]
-        bias = (self.scale * degree * strength).to(query.dtype)
+        degrees = (self.scale * model.query_degree[..., None], model.key_degree[..., None])
+        bias = (schemas.edge_dot(*degrees, *rows) * strength).to(query.dtype)
         if self.entropy_weight and self.training and torch.is_grad_enabled():
             entropies = [_mean_entropy(model.query_membership, graph.query_ptr)]
             entropies += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
