@@ -39,8 +39,9 @@ from sbm_pyg.graphs.ragged import offsets
 from sbm_pyg.layers.attention import Returns
 from sbm_pyg.ops import checks
 from sbm_pyg.sources import patterns
+from sbm_pyg.sources.dense import DenseChoice, attend_densely, sample_rows
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
-from sbm_pyg.sources.learned import DenseChoice, attend_densely, sample_rows, sample_sequences
+from sbm_pyg.sources.learned import sample_sequences
 from sbm_pyg.sources.selectors import TopKSource
 from sbm_pyg.training.estimators import Distill, Imitate, Local
 from sbm_pyg.training.gradients import distillation, row_distillation

@@ -30,8 +30,8 @@ from sbm_pyg import (
     patterns,
     replace_attention,
 )
+from sbm_pyg.sources.dense import DenseChoice
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
-from sbm_pyg.sources.learned import DenseChoice
 from sbm_pyg.sources.selectors import TopKSource
 from sbm_pyg.training.estimators import Distill, Local, Mask
 

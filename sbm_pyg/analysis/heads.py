@@ -21,8 +21,8 @@ from ..layers.attention import AttentionConv
 from ..layers.normalizers import normalize
 from ..layers.propagation import OUTPUT_ONLY, Returns
 from ..ops import checks, schemas
+from ..sources.dense import DenseChoice, sample_rows
 from ..sources.interface import Choice
-from ..sources.learned import DenseChoice, sample_rows
 
 __all__ = ["Attention", "Head", "HeadTable", "compare_heads", "record_attention"]
 

@@ -26,7 +26,8 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, count_pairs
 from ..ops import checks
 from ..progress import tqdm
-from ..sources.learned import DensitySource, LearnedSource, sample_rows
+from ..sources.dense import sample_rows
+from ..sources.learned import DensitySource, LearnedSource
 from ..sources.sampling import SBMSource
 from ..training.estimators import AttentionCall, Estimator
 from ..training.gradients import kept_attention, row_distillation, without_forced

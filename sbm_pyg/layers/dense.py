@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..graphs.ragged import count_positions, resolve_ptr
 from ..ops import checks
-from ..sources.learned import attend_densely
+from ..sources.dense import attend_densely
 from .positions import ALiBi, Rotary
 from .propagation import check_tokens, owned
 

@@ -1,8 +1,8 @@
-"""Sources whose edge probabilities are learned, and dense attention, in which they begin.
+"""Sources whose edge probabilities are learned, and which begin in dense attention.
 
 In: :class:`~sbm_pyg.Tokens`, and a target density. Out: a :class:`~sbm_pyg.Choice`, all pairs at a density of 1. Not
-here: the probabilities themselves (``sampling``, ``indexer``), the losses that train them (``estimators``), and when a
-model leaves dense attention (``sparsifier``).
+here: dense attention itself (``dense``), the probabilities (``sampling``, ``indexer``), the losses that train them
+(``estimators``), and when a model leaves dense attention (``sparsifier``).
 """
 
 from __future__ import annotations
@@ -10,113 +10,29 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..graphs.blocks import BlockGraph
-from ..graphs.graph import AttentionGraph
-from ..graphs.ragged import Tokens, count_pairs, count_positions, offsets
-from ..graphs.rows import index_type
+from ..graphs.ragged import Tokens, count_pairs, offsets
 from ..ops import checks
 from ..ops.reference.density import MIN_MEAN_PROBABILITY
-from ..ops.segments import allowed_keys, edge_row, group_by_length, runs
-from ..ops.tiles import cut_blocks
-from ..ops.values import can_read, can_read_without_sync
+from ..ops.segments import runs
+from ..ops.values import can_read
 from . import patterns
 from .candidates import CandidateProbability, Candidates
+from .dense import DenseChoice, seeded
 from .interface import Choice, EdgeProbability, GraphSource, check_finite
 
-__all__ = [
-    "DenseChoice", "DensitySource", "LearnedSource", "attend_densely", "attend_padded", "factor_for_density",
-    "sample_rows", "sample_sequences",
-]  # fmt: skip
+__all__ = ["DensitySource", "LearnedSource", "factor_for_density", "sample_sequences"]
 
 
 CUTS = 8
 """Rounds in which probabilities are cut at 1 and the others are scaled up."""
 FEW_KEYS = 4
 """Mean number of keys of a query below which a target density is warned of."""
-
-
-@torch.compiler.disable  # it branches on the lengths of sequences
-def attend_densely(
-    query: Tensor, key: Tensor, value: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, scale: float | None = None,
-    is_causal: bool = False, dropout: float = 0.0, bias: Callable[[int, int], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention over all pairs of each sequence, by torch's scaled dot-product attention, ``[H, N, C']``.
-
-    Sequences of equal length are one batch; others are padded in groups of similar length.
-
-    Args:
-        query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
-        query_ptr, key_ptr: Offsets of the sequences, ``[B+1]`` each.
-        scale: Factor of the scores; None: :math:`C^{-1/2}`.
-        is_causal: No query attends to a later key; positions count from the start of both sequences.
-        dropout: Probability that a weight is dropped, by torch's default generator.
-        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``, or None.
-    """
-    if not torch.compiler.is_compiling() and 0 in (query.size(1), key.size(1)):
-        return query.new_zeros(*query.shape[:2], value.size(2)) + value[:, :0].sum()
-    attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
-    batch = query_ptr.numel() - 1
-    if torch.compiler.is_compiling():  # an exported program has one group, of all pairs of the batch
-        sides = (query_ptr, query.size(1)), (key_ptr, key.size(1))
-        of_query, of_key = (edge_row(*side) for side in sides)
-        at_query, at_key = (count_positions(*side) for side in sides)
-        allowed = of_query[:, None] == of_key
-        if is_causal:
-            allowed = allowed & (at_query[:, None] >= at_key)
-        of_pairs = None if bias is None else lambda *sizes: bias(*sizes)[:, at_query[:, None], at_key]
-        parts = (x[None] for x in (query, key, value))
-        return attend(*parts, mask=allowed[None, None], is_causal=False, bias=of_pairs)[0]
-    if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
-        parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
-        out = attend(*parts, is_causal=is_causal)
-        return out.transpose(0, 1).flatten(1, 2)
-    outputs, order = [], []
-    for queries, keys, _ in group_by_length(query_ptr, key_ptr):
-        tokens = ((query, queries), (key, keys), (value, keys))
-        parts = (x[:, at.clamp(min=0)].transpose(0, 1) for x, at in tokens)
-        # padding comes after the tokens, so causal queries do not attend to it where they are the keys
-        mask = None if is_causal and key_ptr is query_ptr else (keys >= 0)[:, None, None]
-        out = attend(*parts, mask=mask, is_causal=is_causal)
-        outputs.append(out.transpose(0, 1)[:, queries >= 0])
-        order.append(queries[queries >= 0])
-    return torch.cat(outputs, 1)[:, torch.cat(order).argsort()]
-
-
-def attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None,
-    bias: Callable[[int, int], Tensor] | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """Attention over padded sequences by torch's scaled dot-product attention, ``[B, H, L, C']``.
-
-    Args:
-        query, key, value: ``[B, H, L, C]``, ``[B, H, S, C]`` and ``[B, H, S, C']``.
-        is_causal: No query attends to a later key.
-        mask: True at real keys, ``[B, 1, 1, S]``. None: all are real.
-        bias: As in :func:`attend_densely`.
-        **options: Of torch's function.
-    """
-    sizes = query.size(2), key.size(2)
-    if is_causal and not (mask is None and bias is None):  # torch does not take both
-        tril = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
-        mask, is_causal = tril if mask is None else mask & tril, False
-    if bias is not None:
-        added = bias(*sizes).to(query.dtype)
-        mask = added if mask is None else torch.where(mask, added, -math.inf)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
-
-
-def _equal_lengths(ptr: Tensor, count: int) -> bool:
-    """True if all sequences have the same length. Offsets on a device give False, since reading them would wait."""
-    length, remainder = divmod(count, ptr.numel() - 1)
-    return not remainder and can_read_without_sync(ptr) and bool((ptr.diff() == length).all())
 
 
 # ------------------------------------------------------------------ what a source learns from
@@ -128,7 +44,7 @@ def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Token
     count = math.ceil(batch * part)
     if count == batch:
         return tokens
-    order = torch.randperm(batch, generator=_generator(tokens.seed)).to(tokens.query.device)
+    order = torch.randperm(batch, generator=seeded(tokens.seed)).to(tokens.query.device)
     is_short = tokens.key_ptr.diff()[order] <= longer_than
     which = order[is_short.argsort(stable=True)[:count]]
 
@@ -142,39 +58,6 @@ def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Token
     if tokens.key_ptr is tokens.query_ptr:
         key_ptr = query_ptr
     return Tokens(query, key, query_ptr, key_ptr, tokens.bipartite, tokens.is_causal, tokens.seed, None, tokens.at_end)
-
-
-def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGraph:
-    """The graph in which a sample of the queries of each sequence attend to all their keys, and others to none.
-
-    Args:
-        tokens: The tokens.
-        rows: Queries of each sequence, as a multiple of the square root of its length; infinity: all.
-        block_size: Tokens of a block. Above 1 the graph is a :class:`~sbm_pyg.BlockGraph`, and a sample of the blocks
-            of queries attend.
-    """
-    ptrs, totals = (tokens.query_ptr, tokens.key_ptr), (tokens.num_queries, tokens.num_keys)
-    if block_size > 1:
-        cuts = cut_blocks(totals, ptrs, block_size)
-        ptrs, totals = (cuts[0].ptr, cuts[1].ptr), (cuts[0].count, cuts[1].count)
-    length = ptrs[0].diff()
-    sequence = torch.repeat_interleave(length, output_size=totals[0])
-    size = tokens.query_ptr.diff().to(checks.widest(length.device))
-    sample_size = (rows * size.sqrt() / block_size).clamp(min=1)
-    order = torch.rand(totals[0], generator=_generator(tokens.seed)).to(length.device).argsort()
-    order = order[sequence[order].argsort(stable=True)]  # the queries of each sequence in random order
-    position = torch.arange(totals[0], device=length.device) - ptrs[0][sequence]
-    is_drawn = torch.empty_like(order, dtype=torch.bool)
-    is_drawn[order] = position < sample_size[sequence]
-    allowed = tokens.allowed_keys if block_size == 1 else allowed_keys(*ptrs, totals[0], tokens.is_causal)
-    degree = torch.where(is_drawn, allowed, 0)
-    col = runs(ptrs[1][sequence], degree).to(index_type(totals[1])).repeat(tokens.heads)
-    rowptr = offsets(degree.repeat(tokens.heads))
-    graph = AttentionGraph._trusted(rowptr, col, *totals, tokens.heads, *ptrs, tokens.has_causal_graph)
-    if block_size == 1:
-        return graph
-    sizes = (tokens.num_queries, tokens.num_keys)
-    return BlockGraph._trusted_blocks(graph, block_size, tokens.query_ptr, tokens.key_ptr, *sizes)
 
 
 def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Tensor) -> Tensor:
@@ -198,82 +81,6 @@ def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Ten
         total = zeros.index_add(0, head, p.masked_fill(is_cut, 0))
         factor = torch.where((left > 0) & (total > 0), left / total.clamp(min=tiny), factor)
     return factor.minimum(mean / MIN_MEAN_PROBABILITY)
-
-
-def _generator(seed: int) -> torch.Generator:
-    """A generator on the CPU for one seed of 64 bits."""
-    return torch.Generator().manual_seed(seed % 2**63)
-
-
-# ------------------------------------------------------------------ dense attention
-
-
-class DenseChoice(Choice):
-    """All pairs. Torch's dense kernel attends, and edges are stored only when :attr:`graph` is first used.
-
-    Args:
-        tokens: Queries and keys.
-    """
-
-    tokens: Tokens
-
-    def __init__(self, tokens: Tokens) -> None:
-        fields = {"tokens": tokens, "probability": None, "forced": None, "exploration": 0.0, "independent": True}
-        self.__dict__.update(fields)
-
-    @cached_property
-    def graph(self) -> AttentionGraph:
-        """The full graph. Memory O(H N M)."""
-        tokens = self.tokens
-        pairs = tokens.heads * int(tokens.allowed_keys.sum())
-        way_out = "Take fewer heads or shorter sequences, or do not ask for the graph."
-        checks.memory("graph", pairs, 8, tokens.query.device, way_out)
-        return sample_rows(tokens, math.inf)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.tokens})"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of sequences and heads, (B, H), without storing edges."""
-        return self.tokens.query_ptr.numel() - 1, self.tokens.heads
-
-    @property
-    def density(self) -> Tensor:
-        """Ones, ``[B, H]``, and zeros in sequences without pairs."""
-        tokens = self.tokens
-        pairs = count_pairs(tokens.query_ptr, tokens.key_ptr)
-        return pairs.clamp(max=1).to(checks.widest(pairs.device))[:, None].expand(self.shape)
-
-    def check_tokens(self, tokens: Tokens) -> None:
-        """Do nothing: all pairs of any tokens are edges."""
-
-    @property
-    def is_stored(self) -> bool:
-        return self.tokens.at_end
-
-    def stored(self) -> Choice:
-        return Choice(self.graph)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor | None:
-        tokens = self.tokens
-        if tokens.at_end:  # torch's kernel counts positions from the first query
-            return None
-        ptrs = (tokens.query_ptr, tokens.key_ptr)
-        return attend_densely(query, key, value, *ptrs, is_causal=tokens.is_causal, **options)
-
-    def expand(self, heads: int) -> Choice:
-        return self if heads == self.tokens.heads else self.stored().expand(heads)
-
-    def select(self, mask: Tensor) -> Choice:
-        return self.stored().select(mask)
-
-    def causal(self) -> Choice:
-        return self if self.tokens.is_causal else self.stored().causal()
-
-    def force(self, pattern: AttentionGraph) -> Choice:
-        """Return the choice unchanged, since it has all edges."""
-        return self
 
 
 class Schedule(NamedTuple):

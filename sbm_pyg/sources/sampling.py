@@ -36,10 +36,11 @@ from ..ops.tiles import cut_blocks
 from ..ops.values import can_read
 from . import patterns
 from .candidates import CandidateProbability, Candidates
+from .dense import sample_rows
 from .following import FollowingSource
 from .interface import Choice, graph_without_edges
 from .last_rows import LastRows, RowRule
-from .learned import LearnedSource, factor_for_density, sample_rows
+from .learned import LearnedSource, factor_for_density
 from .linear_sbm import LinearSBMHead
 from .sbm import SBM, SBMHead, check_model, product_bound
 

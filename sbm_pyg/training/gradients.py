@@ -20,8 +20,9 @@ from ..graphs.ragged import Tokens, check_record, draw_seed, resolve_sequence_id
 from ..ops import checks, schemas, values
 from ..ops.segments import allowed_keys, segments, upcast
 from ..ops.values import can_read, require_values
+from ..sources.dense import sample_rows
 from ..sources.interface import EdgeProbability, GraphSource, check_probability, log_probability, min_probability
-from ..sources.learned import LearnedSource, factor_for_density, sample_rows, sample_sequences
+from ..sources.learned import LearnedSource, factor_for_density, sample_sequences
 from .auxiliary import mean_weights
 
 __all__ = [

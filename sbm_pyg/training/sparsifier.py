@@ -1,7 +1,7 @@
 """From dense attention to sparse: the schedule of a model's target densities during training.
 
 In: a model whose layers have learned graph sources, and the loss of each step. Out: target densities of the sources.
-Not here: dense attention and what sources learn from it (``sources.learned``, ``estimators``).
+Not here: dense attention and what sources learn from it (``sources.dense``, ``estimators``).
 """
 
 from __future__ import annotations
