@@ -46,6 +46,7 @@ graph, square = sample_edges(sbm, seed=0), patterns.window(4, 1)
 encoder = SequenceEncoder(9, 4, heads=1, attention="window")
 ALiBi(2).dense_bias(3, 4), AttentionGraph.concatenate([graph, graph]), graph.to_edge_index(0)
 ops.edge_dot(vectors, vectors, graph.rows)
+DCMMBias(3, 2, 4).factors(vectors, vectors, ptr, ptr), DCMMBias(3).is_product
 graph.find(graph.edge_index, graph.edge_head), sbm.limit(2.0), sbm.with_density(0.5)
 choice = indexer.IndexerSource(indexer.Indexer(3, 2), select="bernoulli", target_density=0.5)(tokens)
 choice.probability.on(choice.graph)

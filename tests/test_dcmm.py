@@ -12,8 +12,18 @@ import torch
 from problems import LargestStorage, dense_mask, draw, random_graph
 from torch import Tensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, DCMMBias, SBMAttentionConv, SequenceEncoder, auxiliary_loss
+from sbm_pyg import (
+    AttentionConv,
+    AttentionGraph,
+    DCMMBias,
+    GraphSource,
+    SBMAttentionConv,
+    SequenceEncoder,
+    auxiliary_loss,
+)
+from sbm_pyg.ops import all_pairs
 from sbm_pyg.sources import patterns
+from sbm_pyg.sources.dense import DenseChoice
 
 CHANNELS, HEADS, BLOCKS = 4, 3, 5
 OPTIONS: list[dict[str, Any]] = [
@@ -85,6 +95,77 @@ def test_output_and_every_gradient_are_those_of_the_published_formulas(
     learns = dict(zip(["x", *dict(conv.named_parameters())], found[0], strict=True))
     for part in ("lin_group.weight", "lin_degree.weight", "affinity", "scale"):
         assert learns[f"score_bias.{part}"].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("ptr", [[0, 30], [0, 10, 20, 30], [0, 0, 3, 22, 30]])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_dense_attention_is_that_of_the_published_formulas(
+    options: dict[str, Any], is_causal: bool, ptr: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all pairs, without edges, in steps of few rows, and in steps of several sequences."""
+    torch.manual_seed(1)
+    bias = DCMMBias(CHANNELS, HEADS, BLOCKS, **options)
+    source = patterns.PatternSource(patterns.full)
+    conv: Any = AttentionConv(6, CHANNELS, HEADS, source, is_causal=is_causal, score_bias=bias).double()
+    x, offsets = draw(0, 30, 6).requires_grad_(), torch.tensor(ptr)
+    graph = patterns.full(None, ptr=offsets, is_causal=is_causal).expand(HEADS)
+    wanted = attention(conv, x, dense_mask(graph))
+    inputs = [x, *conv.parameters()]
+    exact = torch.autograd.grad(wanted.sin().sum(), inputs)
+    for pairs in (7, 250, 2**19):
+        monkeypatch.setitem(all_pairs.PAIRS_PER_STEP, "cpu", pairs)
+        out, choice = conv(x, ptr=offsets, return_choice=True)
+        assert not choice.is_stored
+        torch.testing.assert_close(out, wanted, rtol=0, atol=1e-10)
+        for one, other in zip(torch.autograd.grad(out.sin().sum(), inputs), exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("squash", [True, False])
+def test_dense_attention_makes_no_array_of_all_pairs(squash: bool) -> None:
+    n, k = 2**12, 8
+    source = patterns.PatternSource(patterns.full)
+    conv = AttentionConv(8, 8, 1, source, score_bias=DCMMBias(8, 1, k, squash=squash))
+    x = torch.randn(n, 8, requires_grad=True)
+    conv(x[:64]).sum().backward()  # what kernels need at their first call
+    with LargestStorage() as largest:
+        conv(x).square().sum().backward()
+    assert largest.size <= 4 * all_pairs.PAIRS_PER_STEP["cpu"] < 4 * n * n  # bytes
+
+
+def test_dropout_over_all_pairs_is_that_of_the_same_weights_in_the_backward_pass() -> None:
+    torch.manual_seed(3)
+    bias = DCMMBias(CHANNELS, 1, BLOCKS, degree="softplus")
+    conv: Any = AttentionConv(6, CHANNELS, 1, patterns.PatternSource(patterns.full), dropout=0.5, score_bias=bias)
+    conv = conv.double()
+    x = draw(0, 8, 6)
+    out = []
+    for step in (0.0, 1e-6, -1e-6):
+        torch.manual_seed(0)
+        moved = (x + step * draw(1, 8, 6)).requires_grad_()
+        out.append((conv(moved).sin().sum(), moved))
+    (grad,) = torch.autograd.grad(*out[0])
+    slope = (out[1][0] - out[2][0]).detach() / 2e-6
+    torch.testing.assert_close((grad * draw(1, 8, 6)).sum(), slope, rtol=1e-7, atol=1e-9)
+    kept = torch.stack([conv(x) for _ in range(2000)]).detach()
+    torch.testing.assert_close(
+        kept.mean(0), conv.eval()(x).detach(), rtol=0, atol=6 * float(kept.std(0).max()) / 2000**0.5
+    )
+
+
+def test_sequences_without_keys_get_zeros_and_others_stay_apart() -> None:
+    bias = DCMMBias(CHANNELS, HEADS, BLOCKS, tied=False)
+    conv: Any = AttentionConv((3, 6), CHANNELS, HEADS, score_bias=bias).double()
+    conv.source = type("All", (GraphSource,), {"forward": lambda self, tokens: DenseChoice(tokens)})()
+    keys, queries = draw(1, 9, 3), draw(2, 14, 6)
+    ptr = torch.tensor([0, 0, 2, 9]), torch.tensor([0, 4, 9, 14])
+    out = conv((keys, queries), ptr=ptr)
+    assert bool((out[:4] == 0).all())
+    keys[:2] = math.nan
+    apart = conv((keys, queries), ptr=ptr)
+    assert bool(apart[4:9].isnan().all())
+    assert torch.equal(apart[9:], out[9:])
 
 
 def test_keys_of_other_tokens_have_memberships_of_their_own() -> None:

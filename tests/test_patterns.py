@@ -337,7 +337,7 @@ def test_sizes_beyond_int64_are_those_of_the_whole_sequence(size: Any) -> None:
         (lambda: patterns.self_loops(2, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
         (lambda: patterns.random(2, 1, heads=2**31), "Expected 'heads' to ask for no more than memory holds (got 4,294,967,296 rows"),
         (lambda: patterns.full(2000, heads=1000), "Expected 'heads' to ask for no more than memory holds (got 4,000,000,000 edges"),
-        (lambda: FULL_GRAPH(Data(num_nodes=200_000)), "Expected 'n' to ask for no more than memory holds (got 40,000,000,000 edges"),
+        (lambda: FULL_GRAPH(Data(num_nodes=200_000)), "Expected 'graph' to ask for no more than memory holds (got 40,000,000,000 edges"),
     ],
 )  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(

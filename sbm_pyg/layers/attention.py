@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -20,6 +21,7 @@ from ..graphs.graph import Adjacency, AttentionGraph
 from ..graphs.ragged import Tokens, count_positions, draw_seed, resolve_sides
 from ..ops import checks
 from ..ops.values import require_unbatched
+from ..sources.dense import BiasFactors
 from ..sources.interface import Choice, GraphSource, drop_forbidden_edges
 from ..sources.learned import DensitySource
 from ..sources.linear_sbm import LinearSBMHead
@@ -90,7 +92,7 @@ class AttentionConv(EdgeAttention):
             with a learned alpha per head), or an :class:`Entmax` with its own initial alpha. Most entmax weights are 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
             :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias` are such biases. With a method ``dense_bias(L, S)
-            -> [H, L, S]``, dense attention needs no stored edges.
+            -> [H, L, S]``, or ``factors`` as :meth:`DCMMBias.factors`, dense attention needs no stored edges.
         rotary: A :class:`~sbm_pyg.Rotary` that rotates queries and keys by their positions, or None.
         dropout: Probability that an attention weight is dropped in training.
         edge_dim: Channels D of the edge features of a given graph. A linear map without bias, ``lin_edge``, takes them
@@ -259,8 +261,9 @@ class AttentionConv(EdgeAttention):
                 in each sequence.
             seed: Fixes the graph that the source draws, and the dropout. None: in evaluation mode :attr:`eval_seed`, so
                 that calls repeat, and in training a number of torch's default generator. While attention is dense, at a
-                target density of 1, that generator always draws the dropout. In training, pass another one at each
-                step: running means take calls with equal seeds for one step.
+                target density of 1 or with the pattern :func:`~sbm_pyg.sources.patterns.full`, that generator always
+                draws the dropout. In training, pass another one at each step: running means take calls with equal seeds
+                for one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
                 gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
                 "concrete" on the whole batch.
@@ -341,7 +344,7 @@ class AttentionConv(EdgeAttention):
     ) -> AttentionCall:  # fmt: skip
         """Rotate queries and keys, and take the given graph or let the source choose one."""
         seed = draw_seed(self._default_seed(query, key, edge_index) if seed is None else seed)
-        tokens = None
+        tokens, score_bias = None, self._score_bias
         if edge_index is None:
             ptrs = resolve_sides(query.size(1), key.size(1), ptr, batch, query.device)
             tokens = Tokens._trusted(query, key, *ptrs, bipartite, is_causal, seed, sequence_ids)
@@ -350,11 +353,16 @@ class AttentionConv(EdgeAttention):
         else:
             sizes = (query.size(1), key.size(1), self.heads)
             choice = Choice(AttentionGraph.over(edge_index, *sizes, edge_head=edge_head, ptr=ptr, batch=batch))
-            checks.same_device("query", query, edge_index=choice.graph.query_ptr)
-            query, key = self._rotate(query, key, choice.graph.query_ptr, choice.graph.key_ptr, positions)
+            ptrs = choice.graph.query_ptr, choice.graph.key_ptr
+            checks.same_device("query", query, edge_index=ptrs[0])
+            query, key = self._rotate(query, key, *ptrs, positions)
+        if self._bias_is_product:  # and so the scores of wider queries and keys
+            of_query, of_key, _ = self._bias_factors(query, key, *ptrs)
+            query = torch.cat([query, (of_query / self.scale).to(query.dtype)], -1)
+            key, score_bias = torch.cat([key, of_key.to(key.dtype)], -1), _no_bias
         return AttentionCall(
-            query, key, value, choice, None, self.scale, limit, self._score_bias, seed, sequence_ids,
-            self.training, tokens, self.source,
+            query, key, value, choice, None, self.scale, limit, score_bias, seed, sequence_ids, self.training, tokens,
+            self.source,
         )  # fmt: skip
 
     def _train_source(self, out: Tensor, call: AttentionCall, dense_loss: Tensor | None) -> Tensor:
@@ -376,8 +384,16 @@ class AttentionConv(EdgeAttention):
 
     def _attend_densely(self, call: AttentionCall, dropout: float) -> Tensor | None:
         """The output ``[N, H, C']`` over all pairs by torch's kernel, or None if the edges of the graph are stored."""
+        if call.choice.is_stored:
+            return None
         query, key, value = call.query, call.key, call.value
-        out = call.choice.attend(query, key, value, scale=self.scale, dropout=dropout, bias=self._dense_bias)
+        assert call.tokens is not None
+        bias: Any = getattr(self.score_bias, "dense_bias", None)
+        if self._bias_is_product:
+            bias = None
+        elif hasattr(self.score_bias, "factors"):
+            bias = self._bias_factors(query, key, call.tokens.query_ptr, call.tokens.key_ptr)
+        out = call.choice.attend(query, key, value, scale=self.scale, dropout=dropout, bias=bias)
         return None if out is None else out.transpose(0, 1)
 
     def _pack_outputs(self, out: Tensor, choice: Choice, weights: Any, returns: Returns) -> Any:
@@ -391,13 +407,20 @@ class AttentionConv(EdgeAttention):
     @property
     def _needs_edges(self) -> bool:
         """True if dense attention needs stored edges, since torch has no dense kernel for an option of the layer."""
-        lacks_bias = self.score_bias is not None and self._dense_bias is None
+        has_dense_form = any(hasattr(self.score_bias, method) for method in ("dense_bias", "factors"))
+        lacks_bias = self.score_bias is not None and not has_dense_form
         return self._edgewise or self.normalizer != "softmax" or lacks_bias
 
+    def _bias_factors(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> BiasFactors:
+        """The factors of the score bias, which has some."""
+        bias: Any = self.score_bias
+        factors: BiasFactors = bias.factors(query, key, query_ptr, key_ptr)
+        return factors
+
     @property
-    def _dense_bias(self) -> Callable[[int, int], Tensor] | None:
-        """The method ``dense_bias`` of the score bias, or None if the bias has no such method."""
-        return getattr(self.score_bias, "dense_bias", None)
+    def _bias_is_product(self) -> bool:
+        """True if the score bias is an inner product, which further channels of queries and keys add to the scores."""
+        return getattr(self.score_bias, "is_product", False) and self.lin_edge is None
 
     def _rotate(
         self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, positions: OneOrTwo | None
@@ -513,6 +536,10 @@ class SBMAttentionConv(AttentionConv):
         self.source = block_model(
             self.out_channels, self.heads, num_clusters, self.estimator, target_density=target_density, window=window
         )
+
+
+def _no_bias(query: Tensor, key: Tensor, graph: AttentionGraph) -> None:
+    """The score bias of a call whose scores include it."""
 
 
 def block_model(

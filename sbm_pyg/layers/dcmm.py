@@ -9,7 +9,7 @@ An :class:`~sbm_pyg.SBM` decides which pairs attend; this block model decides ho
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.functional import relu, softplus
 
 from ..graphs.graph import AttentionGraph, check_graph
 from ..ops import checks, schemas
+from ..sources.dense import BiasFactors
 from ..training.auxiliary import AuxiliaryLosses, mean_weights
 
 __all__ = ["DCMM", "DCMMBias"]
@@ -61,6 +62,46 @@ def _mean_entropy(member: Tensor, ptr: Tensor) -> Tensor:
     return (_entropy(member) * mean_weights(ptr, member.size(1), member.dtype)).sum(-1).mean()
 
 
+class Squashed(torch.autograd.Function):
+    """Products of degrees with the tanh of strengths, ``[G, L, S]``, with few new arrays.
+
+    Args:
+        of_query: Degrees of queries, and their affinities to the communities, ``[G, L, 1+K]``.
+        of_key: Degrees and memberships of keys, ``[G, S, 1+K]``.
+    """
+
+    @staticmethod
+    def forward(of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor]:
+        strength = of_query[..., 1:] @ of_key[..., 1:].mT
+        strength = strength.mul_(2).sigmoid_().mul_(2).sub_(1)  # the tanh, in a third of its time
+        return (strength * of_query[..., :1]).mul_(of_key[..., :1].mT), strength
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        of_query, of_key, strength = ctx.saved_tensors
+        (query_degree, rate), (key_degree, member) = (x.split([1, x.size(-1) - 1], -1) for x in (of_query, of_key))
+        moved = grad * strength
+        dquery_degree, dkey_degree = moved @ key_degree, moved.mT @ query_degree
+        dstrength = torch.addcmul(grad, moved, strength, value=-1, out=moved)  # 1 - tanh^2 times the gradient
+        dstrength = dstrength.mul_(query_degree).mul_(key_degree.mT)
+        drate, dmember = dstrength @ member, dstrength.mT @ rate
+        return torch.cat([dquery_degree, drate], -1), torch.cat([dkey_degree, dmember], -1)
+
+
+def _squashed(of_query: Tensor, of_key: Tensor) -> Tensor:
+    bias: Tensor = Squashed.apply(of_query, of_key)[0]
+    return bias
+
+
+def _products(of_query: Tensor, of_key: Tensor) -> Tensor:
+    return of_query @ of_key.mT
+
+
 class DCMMBias(nn.Module):
     r"""Adds the strength of a degree-corrected mixed-membership block model to the score of each edge.
 
@@ -71,7 +112,9 @@ class DCMMBias(nn.Module):
     learnable scale :math:`\lambda`. All heads share W and v; each has its own B. The bias is differentiable and chooses
     no graph: pass it as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over
     :func:`~sbm_pyg.sources.patterns.full` that is the published layer; over any other graph, its restriction to the
-    edges. Cost O(N K (C + K) + E K) per head; memory O(E).
+    edges. Cost O(N K (C + K) + E K) per head. Memory is O(E) over edges, and O(N K) over all pairs, whose biases are
+    computed for some rows at a time, and again in the backward pass. Without the tanh a bias is an inner product, which
+    K more channels of queries and keys add to the scores of any graph.
 
     Args:
         channels: Channels of a head C.
@@ -197,19 +240,53 @@ class DCMMBias(nn.Module):
                 f"(got {graph}). Build it over these tokens."
             )
         checks.same_device("query", query, graph=graph.query_ptr)
-        rate = model.query_membership @ model.block_matrix
         rows = (graph.rowptr, graph.col)
-        strength = schemas.edge_dot(rate, model.key_membership, *rows)
+        strength = schemas.edge_dot(model.query_membership @ model.block_matrix, model.key_membership, *rows)
         strength = strength.tanh() if self.squash else strength
         degrees = (self.scale * model.query_degree[..., None], model.key_degree[..., None])
         bias = (schemas.edge_dot(*degrees, *rows) * strength).to(query.dtype)
-        if self.entropy_weight and self.training and torch.is_grad_enabled():
-            entropies = [_mean_entropy(model.query_membership, graph.query_ptr)]
-            entropies += [] if self.tied else [_mean_entropy(model.key_membership, graph.key_ptr)]
-            entropy = torch.stack(entropies).mean()
-            loss = self.entropy_weight * entropy
-            bias = self.auxiliary_losses.add(bias, loss, "DCMMBias, whose entropy has a weight")
-        return bias
+        return self._with_entropy(bias, model, graph.query_ptr, graph.key_ptr)
+
+    @property
+    def is_product(self) -> bool:
+        """True without the tanh; the biases are then inner products of :meth:`factors`."""
+        return not self.squash
+
+    def factors(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> BiasFactors:
+        """Numbers of the tokens from which the biases of all pairs follow.
+
+        Args:
+            query: ``[H, N, C]``.
+            key: ``[H, M, C]``.
+            query_ptr: Offsets of the queries, ``[B+1]``.
+            key_ptr: Offsets of the keys, ``[B+1]``.
+
+        Returns:
+            For each query its degree times the scale, and its affinities to the communities, ``[H, N, 1+K]``; for each
+            key its degree and its memberships, ``[H, M, 1+K]``. Without the tanh their products, ``[H, N, K]`` and
+            ``[H, M, K]``.
+
+        Raises:
+            TypeError, ValueError: As :meth:`predict`.
+        """
+        model = self.predict(query, key)
+        degrees = (self.scale * model.query_degree[..., None], model.key_degree[..., None])
+        of_query, of_key = model.query_membership @ model.block_matrix, model.key_membership
+        if self.squash:
+            of_query, of_key = torch.cat([degrees[0], of_query], -1), torch.cat([degrees[1], of_key], -1)
+        else:
+            of_query, of_key = degrees[0] * of_query, degrees[1] * of_key
+        of_query = self._with_entropy(of_query, model, query_ptr, key_ptr)
+        return BiasFactors(of_query, of_key, _squashed if self.squash else _products)
+
+    def _with_entropy(self, x: Tensor, model: DCMM, query_ptr: Tensor, key_ptr: Tensor) -> Tensor:
+        """The tensor, with the entropy of the memberships as an auxiliary loss in training."""
+        if not (self.entropy_weight and self.training and torch.is_grad_enabled()):
+            return x
+        entropies = [_mean_entropy(model.query_membership, query_ptr)]
+        entropies += [] if self.tied else [_mean_entropy(model.key_membership, key_ptr)]
+        loss = self.entropy_weight * torch.stack(entropies).mean()
+        return self.auxiliary_losses.add(x, loss, "DCMMBias, whose entropy has a weight")
 
     def extra_repr(self) -> str:
         return (

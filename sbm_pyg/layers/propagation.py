@@ -259,7 +259,7 @@ class EdgeAttention(MessagePassing):
         gate, soft_mask = estimator.gate(choice), estimator.bias(choice, self.training, seed)
         checks.per_edge(graph.blocks.col, "[E]", gate=gate, bias=soft_mask)
         gate, soft_mask = (x if x is None else graph.spread(x) for x in (gate, soft_mask))
-        bias = self._score_bias(call.query, call.key, graph)
+        bias = call.score_bias(call.query, call.key, graph)
         bias = soft_mask if bias is None else bias if soft_mask is None else bias + soft_mask
         query, key, value, over, shown, position = call.query, call.key, call.value, graph, None, None
         if isinstance(edge_index, Tensor | SparseTensor) and (self._explained or return_weights):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +20,35 @@ from ..graphs.graph import AttentionGraph
 from ..graphs.ragged import Tokens, count_pairs, count_positions, offsets
 from ..graphs.rows import index_type
 from ..ops import checks
+from ..ops.all_pairs import PairFunction, attend_by_rows
 from ..ops.segments import allowed_keys, edge_row, group_by_length, runs
 from ..ops.tiles import cut_blocks
 from ..ops.values import can_read_without_sync
 from .interface import Choice
 
-__all__ = ["DenseChoice", "attend_densely", "attend_padded", "sample_rows", "seeded"]
+__all__ = ["BiasFactors", "DenseChoice", "attend_densely", "attend_padded", "sample_rows", "seeded"]
+
+
+class BiasFactors(NamedTuple):
+    """A score bias of all pairs that follows from numbers of their tokens, so that no array of all pairs is stored."""
+
+    of_query: Tensor
+    """Numbers of each query, ``[H, N, D]``."""
+    of_key: Tensor
+    """Numbers of each key, ``[H, M, D']``."""
+    of_pairs: PairFunction
+    """Function of both to the biases, see :func:`.attend_by_rows`."""
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences
 def attend_densely(
     query: Tensor, key: Tensor, value: Tensor, query_ptr: Tensor, key_ptr: Tensor, *, scale: float | None = None,
-    is_causal: bool = False, dropout: float = 0.0, bias: Callable[[int, int], Tensor] | None = None,
+    is_causal: bool = False, dropout: float = 0.0, bias: Callable[[int, int], Tensor] | BiasFactors | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention over all pairs of each sequence, by torch's scaled dot-product attention, ``[H, N, C']``.
+    """Attention over all pairs of each sequence, ``[H, N, C']``.
 
-    Sequences of equal length are one batch; others are padded in groups of similar length.
+    Torch's scaled dot-product attention attends; with :class:`BiasFactors`, :func:`.attend_by_rows`. Sequences of equal
+    length are one batch; others are padded in groups of similar length.
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
@@ -43,30 +56,40 @@ def attend_densely(
         scale: Factor of the scores; None: :math:`C^{-1/2}`.
         is_causal: No query attends to a later key; positions count from the start of both sequences.
         dropout: Probability that a weight is dropped, by torch's default generator.
-        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``, or None.
+        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``; or what such
+            biases follow from; or None.
     """
     if not torch.compiler.is_compiling() and 0 in (query.size(1), key.size(1)):
         return query.new_zeros(*query.shape[:2], value.size(2)) + value[:, :0].sum()
-    attend: Any = partial(attend_padded, scale=scale, dropout_p=dropout, bias=bias)
+    scale = query.size(2) ** -0.5 if scale is None else scale
+    factors = bias if isinstance(bias, BiasFactors) else None
+    of_sizes = None if isinstance(bias, BiasFactors) else bias
+    sides = [(query, query_ptr), (key, key_ptr), (value, key_ptr)]
+    attend: Any = partial(attend_padded, scale=scale, dropout=dropout, bias=of_sizes)
     batch = query_ptr.numel() - 1
     if torch.compiler.is_compiling():  # an exported program has one group, of all pairs of the batch
-        sides = (query_ptr, query.size(1)), (key_ptr, key.size(1))
-        of_query, of_key = (edge_row(*side) for side in sides)
-        at_query, at_key = (count_positions(*side) for side in sides)
+        of_query, of_key = (edge_row(ptr, x.size(1)) for x, ptr in sides[:2])
+        at_query, at_key = (count_positions(ptr, x.size(1)) for x, ptr in sides[:2])
         allowed = of_query[:, None] == of_key
         if is_causal:
             allowed = allowed & (at_query[:, None] >= at_key)
-        of_pairs = None if bias is None else lambda *sizes: bias(*sizes)[:, at_query[:, None], at_key]
-        parts = (x[None] for x in (query, key, value))
-        return attend(*parts, mask=allowed[None, None], is_causal=False, bias=of_pairs)[0]
+        biases = None if factors is None else factors.of_pairs(factors.of_query, factors.of_key)
+        if of_sizes is not None:
+            biases = of_sizes(query.size(1), key.size(1))[:, at_query[:, None], at_key]
+        attend = partial(attend, bias=None if biases is None else lambda *_: biases)
+        return attend(*(x[None] for x, _ in sides), mask=allowed[None, None], is_causal=False)[0]
+    if factors is not None:
+        sides += [(factors.of_query, query_ptr), (factors.of_key, key_ptr)]
+        attend = partial(attend_by_rows, of_pairs=factors.of_pairs, scale=scale, dropout=dropout)
     if batch == 1 or (_equal_lengths(query_ptr, query.size(1)) and _equal_lengths(key_ptr, key.size(1))):
-        parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (query, key, value))  # [B, H, L, C]
+        parts = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x, _ in sides)  # [B, H, L, C]
         out = attend(*parts, is_causal=is_causal)
         return out.transpose(0, 1).flatten(1, 2)
     outputs, order = [], []
     for queries, keys, _ in group_by_length(query_ptr, key_ptr):
-        tokens = ((query, queries), (key, keys), (value, keys))
-        parts = (x[:, at.clamp(min=0)].transpose(0, 1) for x, at in tokens)
+        # a sequence is padded with its first token, so that no other sequence affects it
+        padded = [(x, queries if ptr is query_ptr else keys) for x, ptr in sides]
+        parts = (x[:, torch.where(at < 0, at[:, :1], at).clamp(min=0)].transpose(0, 1) for x, at in padded)
         # padding comes after the tokens, so causal queries do not attend to it where they are the keys
         mask = None if is_causal and key_ptr is query_ptr else (keys >= 0)[:, None, None]
         out = attend(*parts, mask=mask, is_causal=is_causal)
@@ -76,8 +99,8 @@ def attend_densely(
 
 
 def attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None,
-    bias: Callable[[int, int], Tensor] | None = None, **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool, mask: Tensor | None = None,
+    dropout: float = 0.0, bias: Callable[[int, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention over padded sequences by torch's scaled dot-product attention, ``[B, H, L, C']``.
 
@@ -85,8 +108,7 @@ def attend_padded(
         query, key, value: ``[B, H, L, C]``, ``[B, H, S, C]`` and ``[B, H, S, C']``.
         is_causal: No query attends to a later key.
         mask: True at real keys, ``[B, 1, 1, S]``. None: all are real.
-        bias: As in :func:`attend_densely`.
-        **options: Of torch's function.
+        scale, dropout, bias: As in :func:`attend_densely`.
     """
     sizes = query.size(2), key.size(2)
     if is_causal and not (mask is None and bias is None):  # torch does not take both
@@ -95,7 +117,11 @@ def attend_padded(
     if bias is not None:
         added = bias(*sizes).to(query.dtype)
         mask = added if mask is None else torch.where(mask, added, -math.inf)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
+    how: Any = {"attn_mask": mask, "dropout_p": dropout, "is_causal": is_causal, "scale": scale}
+    width = value.size(3)
+    if query.size(3) > width:  # fused kernels take one width
+        value = F.pad(value, (0, query.size(3) - width))
+    return F.scaled_dot_product_attention(query, key, value, **how)[..., :width]
 
 
 def _equal_lengths(ptr: Tensor, count: int) -> bool:

@@ -31,6 +31,7 @@ from ..ops import checks, values
 from ..ops.random_words import RANDOM_KEY, philox, split_ids
 from ..ops.segments import runs
 from ..ops.values import can_read, require_values
+from .dense import DenseChoice
 from .interface import Choice, GraphSource
 from .last_rows import RowRule
 
@@ -543,6 +544,8 @@ class BoundRule:
 class PatternSource(GraphSource):
     """Makes a fixed pattern over the offsets of each batch. It does not read the queries and keys.
 
+    With :func:`full` the layer attends densely, and no edge is stored unless it is asked for.
+
     Args:
         rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. Each
             call also passes ``seed``, ``sequence_ids`` and ``is_causal`` of the tokens, if the rule has arguments of
@@ -575,6 +578,8 @@ class PatternSource(GraphSource):
                 "Expected 'rule' over tokens that are queries and keys (got a pair, as in cross attention). Pass a "
                 "graph, or replace the attention of the encoder alone, `replace_attention(model.encoder, ...)`."
             )
+        if self.rule.rule is full and not self.rule.options and not tokens.at_end:
+            return DenseChoice(tokens)
         arguments = {name: getattr(tokens, "key_ptr" if name == "ptr" else name) for name in self.rule.supplied}
         makes_rows = "query_ptr" in arguments
         if makes_rows and not tokens.at_end:
