@@ -88,6 +88,24 @@ def test_scores_of_rotated_vectors_depend_on_relative_positions() -> None:
     assert not torch.allclose(scores[0], query @ key.mT)
 
 
+def test_on_a_grid_scores_depend_on_displacements_of_row_and_column() -> None:
+    """Half of the pairs of channels turns by the row, and the other half by the column."""
+    width, rotary = 5, Rotary(100.0, 8, grid_width=5)
+    query, key = draw(1, 1, 1, 10), draw(2, 1, 1, 10)
+    rows, columns = torch.arange(30) // width, torch.arange(30) % width
+    found = rotary(query.expand(1, 30, 10), torch.arange(30))
+    pairs = [[0, 1, 4, 5], [2, 3, 6, 7]]  # channels c and c + D / 2
+    for channels, place in zip(pairs, (rows, columns), strict=True):
+        torch.testing.assert_close(found[..., channels], rotated(query[..., channels].expand(1, 30, 4), place, 100.0))
+    assert torch.equal(found[..., 8:], query[..., 8:].expand(1, 30, 2))
+    scores = (found @ rotary(key.expand(1, 30, 10), torch.arange(30)).mT)[0].view(6, width, 6, width)
+    torch.testing.assert_close(scores[1, 2, 3, 4], scores[2, 1, 4, 3])  # two rows down, two columns right
+    assert not torch.isclose(scores[0, 4, 1, 0], scores[0, 3, 0, 4])  # the next token in both
+    line = Rotary(100.0, 8)
+    assert not torch.allclose(found, line(query.expand(1, 30, 10), torch.arange(30)))
+    assert torch.equal(Rotary(grid_width=40)(query[..., :8], torch.tensor([0])), query[..., :8])
+
+
 def test_rotation_in_half_precision_is_computed_in_float32() -> None:
     x, position = draw(1, 2, 5, 8).half(), torch.tensor([0, 5000, 12000, 16000, 16383])
     found = Rotary()(x, position)
@@ -360,6 +378,8 @@ def test_wrong_arguments_are_refused() -> None:
     for build, message in [
         (lambda: Rotary(1.0), r"Expected 'base' in \(1, inf\) \(got 1.0\)"),
         (lambda: Rotary(channels=3), r"Expected 'channels' to be even \(got 3\)"),
+        (lambda: Rotary(grid_width=0), r"Expected 'grid_width' to be at least 1 \(got 0\)"),
+        (lambda: AttentionConv(6, 6, rotary=Rotary(grid_width=4)), r"Expected a multiple of 4 channels .* \(got 6\)"),
         (lambda: AttentionConv(6, 3, 2, rotary=Rotary()), r"Expected heads of an even number of channels \(got 3\)"),
         (lambda: FullAttention(6, 3, 2, rotary=Rotary()), r"Expected heads of an even number of channels \(got 3\)"),
         (lambda: SequenceEncoder(9, 6, position_encoding="rotary"), r"Expected heads of an even number of channels"),

@@ -26,6 +26,10 @@ class Rotary(nn.Module):
     Args:
         base: The b of the angles, above 1.
         channels: Number of rotated channels D, even; the other channels of a head stay as they are. None: all.
+        grid_width: Tokens per row of an image whose rows follow one another: position t is row t // grid_width and
+            column t % grid_width. The first D / 4 angles are :math:`b^{-4 c / D}` times the row, and the others the
+            same times the column, so that scores depend on both displacements; D is a multiple of 4. Images have few
+            rows, and a base of about 100 suits them. None: tokens stand on a line.
         for_source: Graph sources see the rotated queries and keys. If False, they see them without positions, and only
             attention rotates them.
 
@@ -45,13 +49,18 @@ class Rotary(nn.Module):
     those of GPT-NeoX and Llama: the first half of the channels with the second half, in place of neighbors.
     """
 
-    def __init__(self, base: float = 10000.0, channels: int | None = None, *, for_source: bool = True) -> None:
+    def __init__(
+        self, base: float = 10000.0, channels: int | None = None, *, grid_width: int | None = None,
+        for_source: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         checks.number("base", base, "(1, inf)", "RoFormer has 10000.")
         checks.flag("for_source", for_source, "It says whether graph sources see rotated queries and keys.")
         if channels is not None and checks.integer("channels", channels, 2, "Leave it out for all.") % 2:
             raise ValueError(f"Expected 'channels' to be even (got {channels}). Pairs of channels are rotated.")
-        self.base, self.channels, self.for_source = float(base), channels, for_source
+        if grid_width is not None:
+            checks.integer("grid_width", grid_width, 1, "Leave it out for tokens on a line.")
+        self.base, self.channels, self.grid_width, self.for_source = float(base), channels, grid_width, for_source
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """Rotate vectors.
@@ -72,8 +81,10 @@ class Rotary(nn.Module):
             )
         width = self._width_of(x.size(-1))
         wide = torch.promote_types(x.dtype, torch.float32)
-        exponent = torch.arange(0, width, 2, device=x.device, dtype=wide) / width
-        angle = position.to(wide)[..., None] * self.base**-exponent  # [*, N, D/2]
+        grid_width = self.grid_width
+        places = [position] if grid_width is None else [position // grid_width, position % grid_width]
+        exponent = torch.arange(0, width, 2 * len(places), device=x.device, dtype=wide) / width
+        angle = torch.cat([place.to(wide)[..., None] * self.base**-exponent for place in places], dim=-1)  # [*, N, D/2]
         cos, sin = angle.cos(), angle.sin()
         first, second, unrotated = x.to(wide).split([width // 2, width // 2, x.size(-1) - width], dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1).to(x.dtype)
@@ -82,16 +93,22 @@ class Rotary(nn.Module):
         """Return how many channels are rotated in heads of ``channels`` channels.
 
         Raises:
-            ValueError: It is odd, or there are fewer.
+            ValueError: It is odd, or no multiple of 4 for a grid, or there are fewer.
         """
         width = channels if self.channels is None else self.channels
+        if self.grid_width is not None and width % 4:
+            raise ValueError(
+                f"Expected a multiple of 4 channels to rotate with 'grid_width' (got {width}). Set 'channels' of "
+                "Rotary."
+            )
         if width % 2 or width > channels:
             what = "an even number of channels" if self.channels is None else f"at least {width} channels"
             raise ValueError(f"Expected heads of {what} (got {channels}). Set 'channels' of Rotary to rotate fewer.")
         return width
 
     def extra_repr(self) -> str:
-        return f"base={self.base:g}, channels={self.channels}, for_source={self.for_source}"
+        grid = "" if self.grid_width is None else f", grid_width={self.grid_width}"
+        return f"base={self.base:g}, channels={self.channels}{grid}, for_source={self.for_source}"
 
 
 class ALiBi(nn.Module):
