@@ -1,4 +1,4 @@
-"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|prepare|table|cost``."""
+"""The command line of all programs for the Long Range Arena: ``python -m examples.lra train|pretrain|prepare|table|cost``."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from examples.common.runs import check_folder
 from examples.lra import cost, table, train
 from examples.lra.data import tasks
 from examples.lra.data.files import path_argument
-from examples.lra.settings import METHODS, NAMES, PRESETS
+from examples.lra.settings import METHODS, NAMES, PRESETS, parse_pretrain
 from examples.lra.settings import parse as parse_train
 
 PROGRAM = "python -m examples.lra"
@@ -76,6 +76,8 @@ def parse_table(arguments: Words) -> argparse.Namespace:
     command.option("seeds", [0], metavar="N")
     command.option("preset", "laptop", choices=NAMES)
     command.add_argument("--steps", type=int, help="equal steps for all (default: the preset's)")
+    first = "train encoders on hidden tokens first, one for each task and seed, which all its methods begin with; N steps (default: the preset's)"
+    command.add_argument("--pretrain", type=int, nargs="?", const=0, metavar="N", help=first)
     command.add_argument("--minutes", type=float, help="equal time for all: training and validation, without the test")
     folders = "folders of tasks that are not generated"
     command.add_argument("--data", nargs="+", type=pair, default=[], metavar="TASK=DIR", help=folders)
@@ -107,6 +109,7 @@ def parse_cost(arguments: Words) -> argparse.Namespace:
 
 COMMANDS: dict[str, tuple[Callable[[Words], argparse.Namespace], Callable[..., Any], str]] = {
     "train": (parse_train, train.run, "train on a task, or go on with a run"),
+    "pretrain": (parse_pretrain, train.run, "learn hidden tokens of a task's examples, for `train --pretrained`"),
     "prepare": (parse_prepare, tasks.run, "generate, parse and describe a data set"),
     "table": (parse_table, table.run, "many runs, and the tables of the paper from them"),
     "cost": (parse_cost, cost.run, "FLOPs, memory and time of methods"),

@@ -1,4 +1,4 @@
-"""The model of a task: its attention by settings, its logits, and the price of its edges."""
+"""The models of a task, one for labels and one for hidden tokens: their attention by settings, logits, and the price of edges."""
 
 import math
 from functools import partial
@@ -13,7 +13,13 @@ from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import PairClassifier, SequenceClassifier, SequenceEncoder
+from sbm_pyg import MaskedLM, PairClassifier, Rotary, SequenceClassifier, SequenceEncoder
+from sbm_pyg.ops.random_words import philox
+
+MASK = 0
+"""Number of a hidden token: that of padding, which no sequence has."""
+GRID_BASE = 100.0
+"""Base of the angles of rotary positions on a grid, whose rows are few."""
 
 
 def grid_positions(side: int, channels: int) -> Tensor:
@@ -68,37 +74,51 @@ def attention_of(settings: Settings) -> tuple[Any, dict[str, Any] | None]:
     return kind, {"dropout": settings.attention_dropout, **layer_options(values)}
 
 
-class Classifier(nn.Module):
-    """A classifier of sequences, or of pairs of them, for a task."""
+def make_encoder(task: Task, settings: Settings) -> SequenceEncoder:
+    """Returns the encoder of a task with its initial weights."""
+    attention, options = attention_of(settings)
+    if settings.positions == "rotary-grid":
+        options = {**(options or {}), "rotary": Rotary(GRID_BASE, grid_width=task.side)}
+    names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
+    sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}
+    encoding = "rotary" if settings.positions.startswith("rotary") else "learned"
+    encoder = SequenceEncoder(
+        task.num_tokens, **sizes, attention=attention, attention_options=options, position_encoding=encoding
+    )
+    with torch.no_grad():
+        if settings.values == "smooth":
+            encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
+        if settings.positions == "grid":
+            grid = grid_positions(task.side, settings.channels)[: settings.max_length]
+            encoder.position.weight[: len(grid)] = grid
+    return encoder
+
+
+class TaskModel(nn.Module):
+    """What the trainer trains: ``model``, of ``arity`` sequences per example, which :meth:`classify` calls."""
+
+    arity = 1
+    model: SequenceClassifier | PairClassifier | MaskedLM
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__()
-        self.task, self.settings, self.arity = task, settings, task.arity
-        attention, options = attention_of(settings)
-        names = ("channels", "heads", "head_channels", "ffn_channels", "max_length", "dropout")
-        sizes = {name: getattr(settings, name) for name in names} | {"num_layers": settings.layers}
-        encoder = SequenceEncoder(task.num_tokens, **sizes, attention=attention, attention_options=options)
-        with torch.no_grad():
-            if settings.values == "smooth":
-                encoder.token.weight[1:] = smooth_values(task.num_tokens - 1, settings.channels)
-            if settings.positions == "grid":
-                grid = grid_positions(task.side, settings.channels)[: settings.max_length]
-                encoder.position.weight[: len(grid)] = grid
-        pooled = settings.max_length if settings.compat == "nystromformer" else None
-        kind = SequenceClassifier if task.arity == 1 else PairClassifier
-        self.model = kind(encoder, task.num_classes, pool_length=pooled)
+        self.task, self.settings = task, settings
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
     def classify(self, batch: Batch, seed: int) -> tuple[Tensor, Any]:
-        """Returns logits [B, classes] and the trace, graphs being sampled from one random stream per sequence."""
+        """Returns the logits of each label [*, classes] and the trace, graphs being sampled from one random stream per sequence."""
         places = {"positions": batch.positions, "sequence_ids": batch.examples}
-        return self.model(batch.tokens, batch.ptr, **places, seed=seed, return_trace=True)
+        return self.model(batch.tokens, batch.ptr, **places, **self.of_batch(batch), seed=seed, return_trace=True)
+
+    def of_batch(self, batch: Batch) -> dict[str, Any]:
+        """Further arguments of the model."""
+        return {}
 
     def average(self, batch: Batch, graphs: int) -> tuple[Tensor, Any]:
-        """Logarithms of probabilities [B, classes], averaged over so many sampled graphs, and the trace of the first graphs."""
+        """Logarithms of probabilities [*, classes], averaged over so many sampled graphs, and the trace of the first graphs."""
         logits, trace = self.classify(batch, seed=self.settings.seed)
         if graphs == 1:
             return logits, trace
@@ -109,3 +129,47 @@ class Classifier(nn.Module):
         """What the loss adds for the expected density, if edges have a price."""
         weight = self.settings.density_weight
         return weight * trace.density_loss(self.settings.density_floor) if weight else 0.0
+
+
+class Classifier(TaskModel):
+    """A classifier of sequences, or of pairs of them, for a task."""
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        super().__init__(task, settings)
+        self.arity = task.arity
+        pooled = settings.max_length if settings.compat == "nystromformer" else None
+        kind = SequenceClassifier if task.arity == 1 else PairClassifier
+        self.model = kind(make_encoder(task, settings), task.num_classes, pool_length=pooled)
+
+
+class Reconstructor(TaskModel):
+    """A model that predicts the hidden tokens of sequences, for a task; batches come from :func:`hide`."""
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        super().__init__(task, settings)
+        self.model = MaskedLM(make_encoder(task, settings))
+
+    def of_batch(self, batch: Batch) -> dict[str, Any]:
+        return {"target_mask": batch.tokens == MASK}
+
+
+def hide(batch: Batch, ratio: float, seed: int) -> Batch:
+    """Hides tokens of a batch: each with probability ``ratio``, independently, and at least one of each sequence.
+
+    The choice is a function of the seed, the number of the example, and the place in its sequence, so it is the same in any batch. The
+    sequences of pairs follow one another, as examples 2 n and 2 n + 1.
+
+    Returns:
+        The batch with :data:`MASK` for hidden tokens; its labels are the M tokens that were hidden, ``[M]``.
+    """
+    tokens, ptr, examples, positions = batch.tokens, batch.ptr, batch.examples, batch.positions
+    if isinstance(tokens, tuple):
+        tokens, ptr = torch.cat(tokens), torch.cat([ptr[0], ptr[0][-1] + ptr[1][1:]])
+        examples = torch.cat([2 * examples, 2 * examples + 1])
+        positions = None if positions is None else torch.cat(positions)
+    sequence = torch.repeat_interleave(ptr.diff(), output_size=len(tokens))
+    places = torch.arange(len(tokens), device=tokens.device) - ptr[sequence]
+    word, *_ = philox(examples[sequence], places, 0, 0, seed)
+    lowest = word.new_full((len(examples),), 2**32).scatter_reduce(0, sequence, word, "amin")
+    is_hidden = (word < ratio * 2**32) | (word == lowest[sequence])
+    return Batch(tokens.masked_fill(is_hidden, MASK), ptr, tokens[is_hidden], examples, positions)

@@ -1,4 +1,7 @@
-"""Settings of a training run, the presets of all tasks (Table 7 of the paper, and ours for a laptop), the command line, and the plan of a run."""
+"""Settings of a training run, the presets of all tasks, the command line, and the plan of a run.
+
+Presets are Table 7 of the paper, the published settings of self-pretraining, and ours for a laptop.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from sbm_pyg.layers import named
 from sbm_pyg.sources import sbm
 from sbm_pyg.training.estimators import ESTIMATORS
 
-NAMES = ("laptop", "paper")
+NAMES = ("laptop", "paper", "modern-laptop", "modern")
 SPLITS = ("release", "held-out", "lra", "80-10-10")
 SOURCES = tuple(name for name in named.source_names() if name != "full" and not named.required_options(name))
 TARGETED = tuple(name for name in SOURCES if "target_density" in (named.options_of(name) or ()))
 METHODS = ("full", "dcmm", *BASELINES, *SOURCES)
+PLACES = ("data", "prepared", "pretrained")
 INF = float("inf")
 Words = Sequence[str]
 
@@ -45,7 +49,10 @@ class Settings:
     split: str = _option("examples of 'val'; `prepare` explains those of a task", choices=SPLITS)
     compat: str = _option("older conventions; see docs/lra.md", choices=("none", "nystromformer"), default="none")
     mask_dark: int = _option("leave out pixels up to this value; -1 keeps all", least=-1, most=254, default=-1)
-    positions: str = _option("initial positions; 'grid': by row, column", choices=("random", "grid"), default="random")
+    positions: str = _option(
+        "'random', 'grid' (by row, column): initial embeddings, learned; 'rotary', 'rotary-grid': queries and keys turn",
+        choices=("random", "grid", "rotary", "rotary-grid"), default="random",
+    )  # fmt: skip
     values: str = _option("initial tokens; 'smooth': alike grays", choices=("random", "smooth"), default="random")
     level: str = _option("of difficulty, for Pathfinder", choices=("none", *pathfinder.LEVELS))
     dropout: float = _option("dropout on embeddings and blocks", least=0.0, most=0.99)
@@ -83,6 +90,7 @@ class Settings:
     landmarks: int = _option("landmarks in 'nystromformer'", least=1, default=256)
     value_kernel: int = _option("tokens under the convolution in 'nystromformer', odd; 0: none", least=0, default=35)
 
+    mask_ratio: float = _option("part of the tokens that `pretrain` hides", least=0.01, most=0.99, default=0.5)
     batch_size: int = _option("sequences per optimizer step, however they are accumulated", least=1)
     accumulate: int = _option("equal parts in which a batch is processed, to save memory", least=1)
     steps: int = _option("optimizer steps", least=1)
@@ -118,6 +126,8 @@ class Settings:
         free = self.target_density == 0 or self.density_weight == 0
         need("target-density", free, "0 with a 'density-weight'", "One of them decides how many edges there are.")
         need("target-density", self.target_density < 1, "below 1", "Dense attention is '--attention full'.")
+        free = self.attention not in BASELINES or not self.positions.startswith("rotary")
+        need("positions", free, f"random or grid for {self.attention!r} attention", "It has no queries to turn.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +137,8 @@ class Preset:
     settings: Settings
     data: Any = None  # parameters of the task's generator; None for a task without one
     threads: int | None = None  # of the CPU; None lets torch decide
+    folder: str = ""  # name of the generated data, which presets share
+    pretraining: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of `pretrain` that differ
 
 
 # Table 7 of the paper (Cho et al., 2022), LRA columns; "epochs" there are optimizer steps. Warm-up, weight decay, clipping,
@@ -176,19 +188,65 @@ LAPTOP = {
     }.items()
 }
 
+# Amos et al., "Never Train from Scratch", ICLR 2024: sizes, lengths, batches, epochs (here in steps), warm-up, weight decay and the learning
+# rates of images are those of their published code for transformers, and so is the part of hidden pixels. The other rates and parts are not
+# there; they are ours, as are the graph source, rotary positions, and the schedule of the learning rate.
+ATTENDED: dict[str, Any] = {
+    "attention": "sbm", "target_density": 0.05, "density_weight": 0.0, "density_floor": 0.0, "estimator": "local", "exploration": 0.0,
+    "row_group": 0, "num_clusters": 32, "positions": "rotary",
+}  # fmt: skip
+DEEP: dict[str, Any] = {
+    "layers": 6, "heads": 8, "channels": 512, "head_channels": 64, "ffn_channels": 2048, "mask_ratio": 0.15, "batch_size": 32,
+    "dropout": 0.0, "attention_dropout": 0.0, "learning_rate": 5e-4, "warmup": 2_000,
+}  # fmt: skip
+WIDE: dict[str, Any] = {
+    **DEEP, "layers": 4, "channels": 128, "head_channels": 16, "ffn_channels": 128, "mask_ratio": 0.5, "warmup": 5_000,
+}  # fmt: skip
+PAIRS: dict[str, Any] = {"heads": 4, "head_channels": 32, "ffn_channels": 512, "mask_ratio": 0.15, "max_length": 4000}
+PIXELS: dict[str, Any] = {
+    "layers": 3,
+    "heads": 4,
+    "channels": 64,
+    "batch_size": 50,
+    "learning_rate": 1e-3,
+    "warmup": 2_000,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "listops": {**DEEP, "steps": 300_000, "validate_every": 3_000},
+    "text": {**DEEP, "max_length": 4096, "steps": 45_700, "validate_every": 700, "weight_decay": 0.1},
+    "retrieval": {**WIDE, **PAIRS, "steps": 147_000, "validate_every": 4_600},
+    "image": {**WIDE, **PIXELS, "steps": 180_000, "validate_every": 900},
+    "pathfinder": {**WIDE, "steps": 1_000_000, "validate_every": 5_000},
+}
+PRETRAINING: dict[str, dict[str, Any]] = {
+    "listops": {}, "text": {"steps": 22_500, "warmup": 5_000}, "retrieval": {"warmup": 2_000},
+    "image": {"batch_size": 32, "steps": 70_300, "warmup": 2_500}, "pathfinder": {"steps": 250_000, "warmup": 2_500},
+}  # fmt: skip
+DENSE: dict[str, Any] = {"attention": "full", "target_density": 0.0, "density_weight": 0.0, "density_floor": 0.0}
+MODERN = {task: dataclasses.replace(TABLE_7[task], **ATTENDED | changes) for task, changes in PUBLISHED.items()}
+MODERN_LAPTOP = {
+    task: dataclasses.replace(settings, **ATTENDED, mask_ratio=MODERN[task].mask_ratio)
+    for task, settings in LAPTOP.items()
+}
+for _task in ("image", "pathfinder"):
+    MODERN_LAPTOP[_task] = dataclasses.replace(MODERN_LAPTOP[_task], positions="rotary-grid")
 FLAT: dict[str, Any] = {"max_depth": 2, "max_args": 30, "min_length": 16, "max_length": 64, "operator_probability": 1.0}
 LAWS: Mapping[str, tuple[Any, Any]] = {  # of generated data, paper and laptop
     "listops": (listops.Parameters(), listops.Parameters(train=20_000, val=1_000, test=2_000, **FLAT)),
     "pathfinder": (pathfinder.Parameters(), pathfinder.Parameters(level="curv_baseline", images=30_000)),
 }
 # Batches of the laptop's ListOps are so small that two threads are no faster, and ten times slower on a busy machine.
-PRESETS: Mapping[str, Mapping[str, Preset]] = {
-    task: {
-        "paper": Preset(TABLE_7[task], LAWS.get(task, (None, None))[0]),
-        "laptop": Preset(LAPTOP[task], LAWS.get(task, (None, None))[1], threads=1 if task == "listops" else None),
+PRESETS: dict[str, dict[str, Preset]] = {}
+for _task in TABLE_7:
+    _paper, _laptop = LAWS.get(_task, (None, None))
+    _large: dict[str, Any] = {"data": _paper, "folder": "paper"}
+    _small: dict[str, Any] = {"data": _laptop, "folder": "laptop", "threads": 1 if _task == "listops" else None}
+    PRESETS[_task] = {
+        "laptop": Preset(LAPTOP[_task], **_small, pretraining=DENSE),
+        "paper": Preset(TABLE_7[_task], **_large, pretraining=DENSE),
+        "modern-laptop": Preset(MODERN_LAPTOP[_task], **_small, pretraining=DENSE),
+        "modern": Preset(MODERN[_task], **_large, pretraining=DENSE | PRETRAINING[_task]),
     }
-    for task in TABLE_7
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,9 +261,17 @@ class Plan:
     prepared: str | None = None
     minutes: float | None = None  # the budget that the steps were planned from
     fingerprint: str = ""  # of the data; empty before they are read
+    is_pretraining: bool = False  # the tokens of the examples are learned, and not their labels
+    pretrained: str | None = None  # folder of the run of `pretrain` whose encoder it begins with, as it was given
+    beginning: str = ""  # that encoder in words, with its checksum; empty before it is read
+
+    @property
+    def program(self) -> str:
+        """The command that makes the run."""
+        return "pretrain" if self.is_pretraining else "train"
 
     def place(self, name: str) -> Path | None:
-        """Returns the folder "data" or "prepared", or None."""
+        """Returns the folder "data", "prepared" or "pretrained", or None."""
         folder, here = getattr(self, name), self.directory == str(Path.cwd())
         return None if folder is None else Path(folder) if here else Path(self.directory, folder)
 
@@ -245,38 +311,59 @@ def method_words(method: str) -> list[str]:
     return ["--attention", attention, *flags({name: value for name, _, value in pairs})]
 
 
-def parse(arguments: Words | None = None) -> argparse.Namespace:
+def parse_pretrain(arguments: Words | None = None) -> argparse.Namespace:
+    """Reads the command line of `pretrain`, which is that of the trainer without what needs labels."""
+    return parse(arguments, is_pretraining=True)
+
+
+def parse(arguments: Words | None = None, is_pretraining: bool = False) -> argparse.Namespace:
     """Reads the trainer's command line; options that are not given are absent, except for those of the machine."""
     about = "Trains on a task of the Long Range Arena."
-    command = Command("python -m examples.lra train", about, argument_default=argparse.SUPPRESS)
+    if is_pretraining:
+        about = (
+            "Trains an encoder to predict hidden tokens of the training examples of a task, for `train --pretrained`."
+        )
+    program = f"python -m examples.lra {'pretrain' if is_pretraining else 'train'}"
+    command = Command(program, about, argument_default=argparse.SUPPRESS)
+    command.set_defaults(is_pretraining=is_pretraining)
     command.add_argument("--task", choices=tuple(PRESETS), help="what to learn (default: listops)")
     command.add_argument("--preset", choices=NAMES, help="where all other settings come from (default: laptop)")
-    for option, words in (
-        ("data", "a folder of the task; by default one is generated in data/"),
-        ("prepared", "where prepared arrays go (default: 'prepared' in the data's folder)"),
-        ("output", "folder of the run (default: a new one in runs/)"),
-        ("export", "save the tested model there, with its card, for `from_pretrained`"),
-    ):
+    places = {
+        "data": "a folder of the task; by default one is generated in data/",
+        "prepared": "where prepared arrays go (default: 'prepared' in the data's folder)",
+        "output": "folder of the run (default: a new one in runs/)",
+    }
+    if not is_pretraining:
+        places["pretrained"] = "begin with the encoder of this run of `pretrain`"
+        places["export"] = "save the tested model there, with its card, for `from_pretrained`"
+    for option, words in places.items():
         command.add_argument(f"--{option}", type=path_argument, metavar="DIR", help=words)
     words = "go on with the run in --output; its settings are known"
     command.add_argument("--resume", action="store_true", help=words)
-    words = "as many steps as fit into that time, with their validations"
-    command.add_argument("--minutes", type=float, metavar="M", help=words)
+    if not is_pretraining:
+        words = "as many steps as fit into that time, with their validations"
+        command.add_argument("--minutes", type=float, metavar="M", help=words)
     command.option("accelerator", "auto", choices=("auto", "cpu", "cuda", "mps"))
-    words = "CPU threads (default: 1 for listops of laptop, else as torch chooses)"
+    words = "CPU threads (default: 1 for listops on a laptop, else as torch chooses)"
     command.option("threads", int, words, metavar="N", least=1)
     first = argparse.ArgumentParser(add_help=False)  # the task alone, whose values --help shows
     first.add_argument("--task", nargs="?")
     task = first.parse_known_args(arguments)[0].task
     task = task if task in PRESETS else "listops"
-    words = f"each overrides the preset; values are those of laptop | paper for {task}"
+    words = f"each overrides the preset; values are those of {' | '.join(NAMES)} for {task}"
     group = command.add_argument_group("settings", words)
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        values = " | ".join(str(getattr(PRESETS[task][name].settings, field.name)) for name in NAMES)
+        values = " | ".join(str(getattr(settings_of(task, name, is_pretraining), field.name)) for name in NAMES)
         words, choices = f"{field.metadata['help']} ({values})", field.metadata["choices"] or None
         group.add_argument("--" + field.name.replace("_", "-"), type=kind, choices=choices, help=words)
     return command.read(arguments)
+
+
+def settings_of(task: str, preset: str, is_pretraining: bool = False) -> Settings:
+    """Returns the settings of a preset, of `train` or of `pretrain`."""
+    chosen = PRESETS[task][preset]
+    return dataclasses.replace(chosen.settings, **chosen.pretraining) if is_pretraining else chosen.settings
 
 
 def resolve(args: argparse.Namespace) -> tuple[Path, Plan]:
@@ -289,20 +376,25 @@ def resolve(args: argparse.Namespace) -> tuple[Path, Plan]:
     words = "'minutes' to be positive and finite, without 'steps'"
     require(is_valid, words, minutes, "Steps are planned from --minutes.")
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
-    settings = PRESETS[name][preset].settings
+    settings = settings_of(name, preset, args.is_pretraining)
     if "steps" in chosen and "warmup" not in chosen:
         chosen["warmup"] = settings.warmup * chosen["steps"] // settings.steps
-    # only 'sbm' has what the preset prices, and a target density takes the place of a price
-    if chosen.get("attention", "sbm") != "sbm" or chosen.get("target_density"):
+    # only 'sbm' has what a preset prices, and a target density takes the place of a price, or a price that of a target
+    attention = chosen.get("attention", settings.attention)
+    if attention != "sbm" or chosen.get("target_density"):
         chosen.setdefault("density_weight", 0.0)
+    if attention not in TARGETED or chosen.get("density_weight"):
+        chosen.setdefault("target_density", 0.0)
+    if attention in BASELINES and settings.positions.startswith("rotary"):  # which baselines do not have
+        chosen.setdefault("positions", "random")
     settings = dataclasses.replace(settings, **chosen)
-    folder = options.get("output") or next_folder(name, preset)
+    folder = options.get("output") or next_folder(name, f"{preset}-pretraining" if args.is_pretraining else preset)
     full = folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
     got = f"{folder}, which has content"
     require(not full, "'output' to be a new or empty folder", got, "Choose another one, or add --resume.")
     check_folder("output", folder)
-    data, prepared = (str(options[place]) if place in options else None for place in ("data", "prepared"))
-    fields: dict[str, Any] = {"data": data, "prepared": prepared, "minutes": minutes, "directory": str(Path.cwd())}
+    fields: dict[str, Any] = {place: str(options[place]) for place in PLACES if place in options}
+    fields |= {"minutes": minutes, "directory": str(Path.cwd()), "is_pretraining": args.is_pretraining}
     return folder, Plan(task=name, preset=preset, settings=settings, **fields)
 
 
@@ -313,11 +405,14 @@ def _resumed(options: Mapping[str, Any]) -> tuple[Path, Plan]:
         words = f"Expected 'output' to be the folder of a run to resume (got {folder}). Give --output the folder that holds its"
         raise ValueError(f"{words} {SETTINGS}, or start a new run without --resume.")
     plan = Plan.read(folder / SETTINGS)
+    got = f"one of `{plan.program}`"
+    program = "pretrain" if options["is_pretraining"] else "train"
+    require(plan.program == program, f"'output' to be a run of `{program}`", got, "Call that command.")
     stored = {"task": plan.task, "preset": plan.preset, "minutes": plan.minutes, **dataclasses.asdict(plan.settings)}
     for name, value in stored.items():
         got, words = options.get(name, value), f"'{name.replace('_', '-')}' to be {value!r} as in the run to resume"
         require(got == value, words, repr(got), "Leave it out, or start a new run.")
-    moved: dict[str, Any] = {name: str(options[name].absolute()) for name in ("data", "prepared") if name in options}
+    moved: dict[str, Any] = {name: str(options[name].absolute()) for name in PLACES if name in options}
     return folder, dataclasses.replace(plan, **moved)
 
 

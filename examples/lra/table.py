@@ -4,6 +4,7 @@ Out: a folder with a run for each, ``report.md``, ``cells.csv`` (a row for each 
 
     python -m examples.lra table --tasks listops --methods sbm full linear nystromformer --seeds 0 1 2 --output runs/table1
     python -m examples.lra table --preset paper --methods sbm sbm:density-weight=0.1 full --minutes 60 --output runs/hour
+    python -m examples.lra table --preset modern-laptop --pretrain --methods sbm full --output runs/modern
 
 Call it again to go on: finished runs stay, stopped ones resume, failed ones are tried again. The budget is equal steps (those of the
 preset, or ``--steps``), or equal time (``--minutes``), from which the trainer plans the steps.
@@ -31,9 +32,9 @@ from examples.lra.report import RESULTS
 from examples.lra.settings import METHODS, PRESETS, SETTINGS, SOURCES, Plan, flags, method_words, parse, resolve
 from sbm_pyg.analysis import plots
 
-RUNS = "runs"
+RUNS, PRETRAINING = "runs", "pretraining"
 # Arguments that each run gets from here.
-OWN = ("task", "preset", "attention", "seed", "output", "data", "export", "resume")
+OWN = ("task", "preset", "attention", "seed", "output", "data", "pretrained", "export", "resume")
 
 # Cho et al., 2022, Table 8: accuracies in per cent and their deviations, in the order of TASKS. The methods are named as ours;
 # theirs that go by these names are not all the same (baselines.py and docs/lra.md).
@@ -49,49 +50,68 @@ PUBLISHED = {
 PUBLISHED_DENSITY = (20.09, 26.10, 29.46, 20.49, 18.56)  # per cent, of the same runs of sbm
 
 
-def words_of_runs(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The trainer's arguments for each run, by the name of its folder; ``--resume`` for those that were begun."""
+def words_of_runs(args: argparse.Namespace) -> dict[Path, list[str]]:
+    """The trainer's arguments for each run, by its folder in that of the table; ``--resume`` for those that were begun.
+
+    The runs of `pretrain` come first.
+    """
     once = [name for name in ("steps", "minutes", "threads") if getattr(args, name) is not None]
     words_of_methods = [(f"the settings of {method!r}", method_words(method)[2:], OWN) for method in args.methods]
     for place, words, names in (("the arguments after '--'", args.train_words, (*OWN, *once)), *words_of_methods):
         named = vars(parse(words))
         for name in names:
             require(named.get(name) is None, f"no '{name}' in {place}", named.get(name), "`table` has it: see --help.")
-    common = ["--accelerator", args.accelerator, "--preset", args.preset]
-    common += [*flags({name: getattr(args, name) for name in once}), *args.train_words]
-    runs: dict[str, list[str]] = {}
+    common = ["--accelerator", args.accelerator, "--preset", args.preset, *args.train_words]
+    of_labels = flags({name: getattr(args, name) for name in once})
+    of_tokens = flags({"steps": args.pretrain} if args.pretrain else {})
+    runs: dict[Path, list[str]] = {}
+    pretraining: dict[Path, list[str]] = {}
     for task in args.tasks:
         data = [word for name, folder in args.data if name == task for word in ("--data", str(folder))]
         for seed in args.seeds:
+            shared, encoder = ["--task", task, "--seed", str(seed), *data, *common], Path(PRETRAINING, f"{task}-{seed}")
+            if args.pretrain is not None:
+                pretraining[encoder] = [*shared, *of_tokens]
+            begin = [] if args.pretrain is None else ["--pretrained", str(args.output / encoder)]
             for method in args.methods:
-                folder = args.output / RUNS / f"{task}-{method.replace(':', '+', 1)}-{seed}"
-                words = ["--task", task, "--seed", str(seed), "--output", str(folder), *data, *common]
-                runs[folder.name] = [*words, *method_words(method)]
-                runs[folder.name] += ["--resume"] if (folder / SETTINGS).exists() else []
+                name = f"{task}-{method.replace(':', '+', 1)}-{seed}"
+                runs[Path(RUNS, name)] = [*shared, *of_labels, *begin, *method_words(method)]
+    runs = pretraining | runs
+    for run, words in runs.items():
+        folder = args.output / run
+        words += ["--output", str(folder), *(["--resume"] if (folder / SETTINGS).exists() else [])]
     return runs
 
 
-def agree(plans: Mapping[str, Plan]) -> None:
+def parse_run(name: Path, words: Sequence[str]) -> argparse.Namespace:
+    """Reads the trainer's arguments for a run."""
+    return parse(words, is_pretraining=name.parts[0] == PRETRAINING)
+
+
+def agree(plans: Mapping[Path, Plan]) -> None:
     """Refuses runs that would be averaged, and differ in more than the seed and the steps that a time was turned into."""
-    first: dict[str, str] = {}
+    first: dict[str, Path] = {}
     for name, plan in plans.items():
-        other = first.setdefault(name.rpartition("-")[0], name)
+        other = first.setdefault(str(name).rpartition("-")[0], name)
         free = {"seed"} if plan.minutes is None else {"seed", "steps", "warmup"}
         kinds = []
         for one in (plans[other], plan):
-            values = {"preset": one.preset, "minutes": one.minutes, **dataclasses.asdict(one.settings)}
+            values = {"preset": one.preset, "minutes": one.minutes, "pretrained": one.pretrained is not None}
+            values |= dataclasses.asdict(one.settings)
             values["data"] = one.fingerprint if plan.fingerprint and plans[other].fingerprint else ""
             kinds.append(values)
         for setting in [name for name in kinds[0] if name not in free]:  # in the same order every time
             old, new = (kind[setting] for kind in kinds)
-            words = f"{name} to have {setting.replace('_', '-')} = {old!r} as {other}, with which it is averaged"
+            words = (
+                f"{name.name} to have {setting.replace('_', '-')} = {old!r} as {other.name}, with which it is averaged"
+            )
             require(old == new, words, repr(new), "Give the same arguments, or another --output.")
 
 
-def train(words: Sequence[str]) -> bool:
+def train(name: Path, words: Sequence[str]) -> bool:
     """Trains a run, and returns whether it came to its end; a signal to stop ends the program."""
     try:
-        trainer.run(parse(words))
+        trainer.run(parse_run(name, words))
         return True
     except SystemExit as stop:
         if isinstance(stop.code, int) and stop.code > 128:
@@ -238,7 +258,7 @@ def write_report(folder: Path) -> None:
     """Writes all tables and the plot of a folder."""
     runs = finished(folder)
     require(runs, "'output' to hold finished runs", f"none in {folder}", "Leave out --report to make them.")
-    agree({run["name"]: run["plan"] for run in runs})
+    agree({Path(run["name"]): run["plan"] for run in runs})
     text = report(runs)
     write_csv(folder / "cells.csv", cell_rows(runs))
     write_csv(folder / "runs.csv", run_rows(runs))
@@ -263,15 +283,16 @@ def run(args: argparse.Namespace) -> None:
     try:
         if not args.report:
             runs = words_of_runs(args)
-            begun = {path.parent.name: Plan.read(path) for path in sorted((args.output / RUNS).glob(f"*/{SETTINGS}"))}
-            agree(begun | {name: resolve(parse(words))[1] for name, words in runs.items()})
+            paths = [*args.output.glob(f"{RUNS}/*/{SETTINGS}"), *args.output.glob(f"{PRETRAINING}/*/{SETTINGS}")]
+            begun = {path.parent.relative_to(args.output): Plan.read(path) for path in sorted(paths)}
+            agree(begun | {name: resolve(parse_run(name, words))[1] for name, words in runs.items()})
             args.output.mkdir(parents=True, exist_ok=True)
             with hold(args.output):
                 for number, (name, words) in enumerate(runs.items(), start=1):
-                    if (args.output / RUNS / name / RESULTS).exists():
+                    if (args.output / name / RESULTS).exists():
                         continue
-                    print(f"\nRun {number} of {len(runs)}: {name}", flush=True)
-                    failed += [] if train(words) else [name]
+                    print(f"\nRun {number} of {len(runs)}: {name.name}", flush=True)
+                    failed += [] if train(name, words) else [name.name]
         if finished(args.output) or not failed:
             write_report(args.output)
     except ValueError as error:

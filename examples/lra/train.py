@@ -4,6 +4,10 @@
     python -m examples.lra train --task listops --preset paper --data lra_release --precision bf16-mixed --accumulate 4
     python -m examples.lra train --output runs/listops-laptop-1 --resume
     torchrun --nproc-per-node 2 -m examples.lra train --output runs/two
+    python -m examples.lra pretrain --task listops --preset modern-laptop --output runs/pretraining
+    python -m examples.lra train --task listops --preset modern-laptop --pretrained runs/pretraining
+
+`pretrain` trains the same encoder to predict hidden tokens of the training examples, and otherwise works alike.
 
 Everything random is a function of the seed and of the number of the step. So a run that was killed and resumed ends with the very weights
 of one that was not (bit for bit on the CPU), neither accumulation nor several processes change the sampled graphs, and an example is
@@ -34,6 +38,7 @@ from scipy.stats import binomtest
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples.common import runs
 from examples.common.command import require
 from examples.common.fit import Parts, Recorder, fit, make_fabric
 from examples.common.runs import RunError, check_folder, hold, random_word, read_record, read_state, write_record
@@ -42,7 +47,7 @@ from examples.lra import figures, report
 from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch, LengthBuckets, Split, by_length
 from examples.lra.data.tasks import TASKS, open_data
-from examples.lra.model import Classifier
+from examples.lra.model import Classifier, Reconstructor, TaskModel, hide
 from examples.lra.report import RESULTS
 from examples.lra.settings import PRESETS, SETTINGS, Plan, Settings, resolve
 from sbm_pyg import Sparsifier
@@ -96,9 +101,9 @@ class Data:
 
 
 class Curves(Recorder):
-    """Means of loss, accuracy and densities over examples, in rows of training and of validation."""
+    """Means of loss, accuracy and densities over labels, in rows of training and of validation."""
 
-    def __init__(self, module: Classifier, folder: Path, fabric: Fabric) -> None:
+    def __init__(self, module: TaskModel, folder: Path, fabric: Fabric) -> None:
         self.settings, self.arity, self.folder, self.fabric = module.settings, module.arity, folder, fabric
         self.rows: dict[str, list[Row]] = {"train": [], "val": []}
         self.sums: dict[str, Tensor] = {}  # of which the next row is the mean
@@ -169,7 +174,53 @@ class Curves(Recorder):
             write_csv(self.folder / f"{phase}.csv", rows)
 
 
-def make_optimizer(module: Classifier) -> tuple[torch.optim.Optimizer, Any]:
+def make_model(plan: Plan) -> TaskModel:
+    """The model of a run with its initial weights; those of `pretrain` are not read."""
+    kind = Reconstructor if plan.is_pretraining else Classifier
+    return kind(TASKS[plan.task], plan.settings)
+
+
+def read_encoder(plan: Plan, module: TaskModel) -> str:
+    """Gives a model the encoder that its run begins with; returns where that comes from, in words, with its checksum.
+
+    Raises:
+        ValueError: There is none, or it is of another task, of other examples, or of other settings than the model.
+    """
+    folder = plan.place("pretrained")
+    assert folder is not None
+    is_run = all((folder / name).is_file() for name in (SETTINGS, BEST))
+    way_out = "Make one with `python -m examples.lra pretrain`."
+    require(is_run, f"'pretrained' to be a folder with {SETTINGS} and {BEST}", folder, way_out)
+    other = Plan.read(folder / SETTINGS)
+    require(other.is_pretraining, "'pretrained' to be a run of `pretrain`", f"one of `{other.program}`", way_out)
+    require(other.task == plan.task, f"'pretrained' to be of {plan.task}", f"one of {other.task}", way_out)
+    is_same = other.fingerprint == plan.fingerprint
+    require(
+        is_same, "'pretrained' to be of the examples of this run", f"others in {folder}", "Give both the same --data."
+    )
+    path, prefix = folder / BEST, "model.encoder."
+    saved = runs.read_checkpoint(path, "It is damaged: take it from a backup, or pretrain again.")["model"]
+    weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    weights = {name: value for name, value in weights.items() if ".source." not in name}
+    encoder = module.model.encoder
+    shapes = {name: value.shape for name, value in encoder.state_dict().items()}
+    lacking = [name for name in shapes if name not in weights and "attention" not in name]
+    wrong = lacking + [name for name, value in weights.items() if shapes.get(name) != value.shape]
+    names = ("layers", "heads", "channels", "head_channels", "ffn_channels", "max_length", "positions")
+    changed = [
+        f"{name.replace('_', '-')} = {getattr(other.settings, name)}"
+        for name in names
+        if getattr(other.settings, name) != getattr(plan.settings, name)
+    ]
+    got = f"one with {', '.join(changed)}" if changed else f"one without {wrong[0]}" if wrong else ""
+    require(not got, "'pretrained' to have the sizes and positions of this run", got, "Give both the same settings.")
+    encoder.load_state_dict(weights, strict=False)
+    steps = read_record(folder / RESULTS)["best"]["step"] if (folder / RESULTS).exists() else "unfinished"
+    hidden = f"{other.settings.mask_ratio:.0%} of the tokens hidden"
+    return f"step {steps} of {other.settings.steps:,}, {hidden}, {runs.fingerprint([path.read_bytes()])}"
+
+
+def make_optimizer(module: TaskModel) -> tuple[torch.optim.Optimizer, Any]:
     """AdamW with one cycle of the learning rate, linear."""
     settings = module.settings
     rate, warmup = settings.learning_rate, settings.warmup / settings.steps if settings.warmup > 1 else 0.0
@@ -178,7 +229,7 @@ def make_optimizer(module: Classifier) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, **law)
 
 
-def make_sparsifier(module: Classifier) -> Sparsifier | None:
+def make_sparsifier(module: TaskModel) -> Sparsifier | None:
     """What takes a model to its target density, if it has one."""
     density, steps = module.settings.target_density, module.settings.steps
     # the learning rate falls in a straight line, and sparse attention needs some of it
@@ -189,16 +240,28 @@ def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any
     """Trains, or resumes from the last checkpoint; tests the best one; writes results, which the first process returns, and plots."""
     settings, task, splits = plan.settings, TASKS[plan.task], data.splits
     torch.manual_seed(random_word(settings.seed, 2))
-    module = Classifier(task, settings)
+    module = make_model(plan)
+    if plan.pretrained is not None and not (folder / LAST).exists():
+        read_encoder(plan, module)
     sparsifier = make_sparsifier(module)
     curves = Curves(module, folder, fabric)
 
-    def read(split: str, examples: list[int]) -> Batch:
-        return fabric.to_device(splits[split].__getitems__(examples))
+    def read(split: str, examples: list[int], seed: int) -> Batch:
+        batch = splits[split].__getitems__(examples)
+        return fabric.to_device(hide(batch, settings.mask_ratio, seed) if plan.is_pretraining else batch)
+
+    def majority(split: str) -> float:
+        """The accuracy of the most frequent class, or token."""
+        chosen = data.evaluated(split)
+        if not plan.is_pretraining:
+            return splits[split].majority(chosen)
+        tokens = splits[split].__getitems__(chosen.tolist()).tokens
+        counts = torch.bincount(torch.cat(tokens) if isinstance(tokens, tuple) else tokens)
+        return float(counts.max() / counts.sum())
 
     def losses(step: int) -> Parts:
         def compute(number: int, examples: list[int]) -> Tensor:
-            batch = read("train", examples)
+            batch = read("train", examples, random_word(settings.seed, 3, step))
             torch.manual_seed(random_word(settings.seed, 0, step * data.num_parts + number))  # dropout
             logits, trace = module.classify(batch, seed=random_word(settings.seed, 1, step))
             loss = cross_entropy(logits.float(), batch.labels)
@@ -209,7 +272,7 @@ def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any
 
     def evaluate(split: str, graphs: int, phase: str = "") -> Row:
         for examples in data.batches(split):
-            batch = read(split, examples)
+            batch = read(split, examples, random_word(settings.seed, 4))
             logits, trace = module.average(batch, graphs)
             curves.add(batch, logits, cross_entropy(logits.float(), batch.labels), trace)
         return curves.finish(phase)
@@ -242,10 +305,10 @@ def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any
             "interval_95": binomtest(curves.correct, curves.examples).proportion_ci(method="wilson"),
             "loss": tested["loss"],
             "examples": curves.examples,
-            "majority": splits["test"].majority(data.evaluated("test")),
+            "majority": majority("test"),
         },
         "best": {name: best[name] for name in ("accuracy", "step")},
-        "pipeline": task.pipeline(settings, splits),
+        "pipeline": task.pipeline(settings, splits) | ({"pretrained": plan.beginning} if plan.beginning else {}),
         "density": {name: report.densities(row, settings.layers, settings.heads) for name, row in density.items()},
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in curves.rows["train"]),
         "seconds": rows[-1]["seconds"] + time.perf_counter() - began,
@@ -254,13 +317,14 @@ def train(folder: Path, plan: Plan, data: Data, fabric: Fabric) -> dict[str, Any
         "device": str(fabric.device),
         "versions": {name: version(name) for name in ("torch", "lightning")} | {"python": platform.python_version()},
     }
-    report.plot_curves(folder / "curves.png", curves.rows, splits["val"].majority(data.evaluated("val")))
-    figures.draw(folder, module, splits["test"], curves.rows["train"])
+    report.plot_curves(folder / "curves.png", curves.rows, majority("val"))
+    if isinstance(module, Classifier):
+        figures.draw(folder, module, splits["test"], curves.rows["train"])
     write_record(folder / RESULTS, results)
     return results
 
 
-def load_state(module: Classifier, folder: Path) -> dict[str, Any]:
+def load_state(module: TaskModel, folder: Path) -> dict[str, Any]:
     """Gives a model the weights of the best checkpoint of its run, which is returned, and sets it to evaluation."""
     way_out = "It is damaged: take it from a backup, or start a new run."
     state = read_state(folder / BEST, dataclasses.asdict(module.settings), way_out, needed=True)
@@ -282,6 +346,7 @@ def open_run(folder: Path, data: Path | None = None) -> tuple[Plan, Classifier, 
     is_run = all((folder / name).is_file() for name in (SETTINGS, BEST))
     require(is_run, f"'run' to be a folder with {SETTINGS} and {BEST}", folder, "Give that of a run.")
     plan = Plan.read(folder / SETTINGS)
+    require(not plan.is_pretraining, "'run' to be one of `train`", "one of `pretrain`", "It has no classifier.")
     moved = plan if data is None else dataclasses.replace(plan, data=str(data.absolute()), prepared=None)
     splits, _ = open_data(moved)
     return plan, load_best(folder, plan), splits
@@ -315,17 +380,24 @@ def prepare(args: argparse.Namespace, count: int = 1) -> tuple[Path, Plan, dict[
         check_folder("export", export)
     way_out = "Their steps are not timed: give --steps."
     require(plan.minutes is None or count == 1, "one process with 'minutes'", count, way_out)
+    TASKS[plan.task].options_of(plan.settings)
     try:
-        Classifier(TASKS[plan.task], plan.settings)
+        module = make_model(plan)
     except ImportError as error:  # of the package of a baseline
         raise ValueError(str(error)) from None
-    splits, fingerprint = read(args, plan)
+    splits, digest = read(args, plan)
     Data(splits, plan.settings, count=count)
     if plan.minutes is not None and not plan.fingerprint:  # a new run
         from examples.lra import cost  # imports this module
 
         plan = cost.planned(plan, splits, args.accelerator)
-    return folder, dataclasses.replace(plan, fingerprint=fingerprint), splits
+    plan = dataclasses.replace(plan, fingerprint=digest)
+    if plan.pretrained is not None and not (folder / LAST).exists():
+        beginning = read_encoder(plan, module)
+        words = f"'pretrained' to be what the run was started with, {plan.beginning}"
+        require(plan.beginning in ("", beginning), words, beginning, "Give its folder with --pretrained.")
+        plan = dataclasses.replace(plan, beginning=beginning)
+    return folder, plan, splits
 
 
 def of_first(fabric: Fabric, action: Callable[[], T]) -> T:
@@ -376,6 +448,7 @@ def run(args: argparse.Namespace) -> None:
                 words = f"cut {split.truncated:,} of {len(split):,} sequences to {plan.settings.max_length} tokens"
                 fabric.print(f"{name}: {words}")
         about = f"{plan.task}, {plan.preset} preset, {plan.settings.attention} attention"
+        about += f", encoder of {plan.place('pretrained')}" if plan.pretrained else ""
         fabric.print(f"{about}, {len(splits['train']):,} examples -> {folder}")
         try:
             if (folder / RESULTS).exists():
@@ -389,13 +462,16 @@ def run(args: argparse.Namespace) -> None:
             raise SystemExit(f"\n{error}") from None
         except (KeyboardInterrupt, SystemExit):
             program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
-            resume = f"{program} -m examples.lra train --output {shlex.quote(str(folder))} --resume"
+            resume = f"{program} -m examples.lra {plan.program} --output {shlex.quote(str(folder))} --resume"
             fabric.print(f"\nStopped. Go on with: {resume}", flush=True)
             fabric.barrier()  # torchrun ends the others after the first
             raise
     if rank:
         return
     print(f"\n{report.results_table(results)}\n\nSettings, curves, checkpoints, results and plots are in {folder}")
+    if plan.is_pretraining:
+        words = f"python -m examples.lra train --task {plan.task} --preset {plan.preset} --pretrained"
+        print(f"Train on the labels with: {words} {shlex.quote(str(folder))}")
     if export is not None:
         export_model(folder, plan, results, export)
         print(f"The model is in {export}; `from_pretrained` reads it.")

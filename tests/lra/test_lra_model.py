@@ -94,7 +94,7 @@ def test_like_values_start_alike() -> None:
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ("text", {"positions": "grid"}, r"Expected 'positions' to be random for text \(got grid\)"),
+        ("text", {"positions": "grid"}, r"Expected 'positions' to be random or rotary for text \(got grid\)"),
         ("retrieval", {"values": "smooth"}, r"Expected 'values' to be random for retrieval \(got smooth\)"),
         ("listops", {"mask_dark": 8}, r"Expected 'mask-dark' to be -1 for listops \(got 8\)"),
     ],

@@ -45,9 +45,10 @@ class Task:
 
     def options_of(self, settings: Settings) -> dict[str, str]:
         """Returns the options of the reader that settings name."""
-        for name, absent in (("mask_dark", -1), ("positions", "random"), ("values", "random")):
-            value, words = getattr(settings, name), f"'{name.replace('_', '-')}' to be {absent} for {self.name}"
-            require(self.side or value == absent, words, value, "Its tokens are no pixels.")
+        for name, allowed in (("mask_dark", [-1]), ("positions", ["random", "rotary"]), ("values", ["random"])):
+            value = getattr(settings, name)
+            words = f"'{name.replace('_', '-')}' to be {' or '.join(map(str, allowed))} for {self.name}"
+            require(self.side or value in allowed, words, value, "Its tokens are no pixels.")
         words = f"'max-length' to be at least the {self.side**2:,} pixels of an image of {self.name}"
         require(settings.max_length >= self.side**2, words, settings.max_length, "Raise --max-length.")
         return self.complete({"split": settings.split, "level": settings.level})
@@ -118,7 +119,8 @@ def data_folder(plan: Plan) -> Path:
         raise ValueError(f"{words} {task.release.source} {task.release.tree}")
     is_usual = getattr(PRESETS[plan.task][plan.preset].data, "level", plan.settings.level) == plan.settings.level
     start = Path(plan.directory) if Path(plan.directory).is_dir() else Path()
-    return start / "data" / (f"{task.name}-{plan.preset}" + ("" if is_usual else f"-{plan.settings.level}"))
+    name = f"{task.name}-{PRESETS[plan.task][plan.preset].folder}"
+    return start / "data" / (name if is_usual else f"{name}-{plan.settings.level}")
 
 
 def open_data(plan: Plan) -> tuple[dict[str, Split], str]:
