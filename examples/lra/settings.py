@@ -354,13 +354,13 @@ def parse(arguments: Words | None = None, is_pretraining: bool = False) -> argpa
     group = command.add_argument_group("settings", words)
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        values = " | ".join(str(getattr(settings_of(task, name, is_pretraining), field.name)) for name in NAMES)
+        values = " | ".join(str(getattr(preset_settings(task, name, is_pretraining), field.name)) for name in NAMES)
         words, choices = f"{field.metadata['help']} ({values})", field.metadata["choices"] or None
         group.add_argument("--" + field.name.replace("_", "-"), type=kind, choices=choices, help=words)
     return command.read(arguments)
 
 
-def settings_of(task: str, preset: str, is_pretraining: bool = False) -> Settings:
+def preset_settings(task: str, preset: str, is_pretraining: bool = False) -> Settings:
     """Returns the settings of a preset, of `train` or of `pretrain`."""
     chosen = PRESETS[task][preset]
     return dataclasses.replace(chosen.settings, **chosen.pretraining) if is_pretraining else chosen.settings
@@ -376,7 +376,7 @@ def resolve(args: argparse.Namespace) -> tuple[Path, Plan]:
     words = "'minutes' to be positive and finite, without 'steps'"
     require(is_valid, words, minutes, "Steps are planned from --minutes.")
     chosen = {field.name: options[field.name] for field in dataclasses.fields(Settings) if field.name in options}
-    settings = settings_of(name, preset, args.is_pretraining)
+    settings = preset_settings(name, preset, args.is_pretraining)
     if "steps" in chosen and "warmup" not in chosen:
         chosen["warmup"] = settings.warmup * chosen["steps"] // settings.steps
     # only 'sbm' has what a preset prices, and a target density takes the place of a price, or a price that of a target

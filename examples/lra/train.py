@@ -199,25 +199,27 @@ def read_encoder(plan: Plan, module: TaskModel) -> str:
         is_same, "'pretrained' to be of the examples of this run", f"others in {folder}", "Give both the same --data."
     )
     path, prefix = folder / BEST, "model.encoder."
-    saved = runs.read_checkpoint(path, "It is damaged: take it from a backup, or pretrain again.")["model"]
-    weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-    weights = {name: value for name, value in weights.items() if ".source." not in name}
-    encoder = module.model.encoder
-    shapes = {name: value.shape for name, value in encoder.state_dict().items()}
-    lacking = [name for name in shapes if name not in weights and "attention" not in name]
-    wrong = lacking + [name for name, value in weights.items() if shapes.get(name) != value.shape]
+    saved = runs.read_checkpoint(path, "It is damaged: take it from a backup, or pretrain again.")
+    weights = {
+        name.removeprefix(prefix): value
+        for name, value in saved["model"].items()
+        if name.startswith(prefix) and ".source." not in name
+    }
     names = ("layers", "heads", "channels", "head_channels", "ffn_channels", "max_length", "positions")
     changed = [
         f"{name.replace('_', '-')} = {getattr(other.settings, name)}"
         for name in names
         if getattr(other.settings, name) != getattr(plan.settings, name)
     ]
-    got = f"one with {', '.join(changed)}" if changed else f"one without {wrong[0]}" if wrong else ""
-    require(not got, "'pretrained' to have the sizes and positions of this run", got, "Give both the same settings.")
-    encoder.load_state_dict(weights, strict=False)
-    steps = read_record(folder / RESULTS)["best"]["step"] if (folder / RESULTS).exists() else "unfinished"
+    got = f"one with {', '.join(changed)}"
+    require(
+        not changed, "'pretrained' to have the sizes and positions of this run", got, "Give both the same settings."
+    )
+    _, unknown = module.model.encoder.load_state_dict(weights, strict=False)
+    kind = f"'pretrained' to be of an attention that {plan.settings.attention!r} can begin with"
+    require(not unknown, kind, other.settings.attention, "Pretrain with --attention full, or with the same.")
     hidden = f"{other.settings.mask_ratio:.0%} of the tokens hidden"
-    return f"step {steps} of {other.settings.steps:,}, {hidden}, {runs.fingerprint([path.read_bytes()])}"
+    return f"step {saved['step']:,} of {other.settings.steps:,}, {hidden}, checksum {runs.fingerprint([path.read_bytes()])}"
 
 
 def make_optimizer(module: TaskModel) -> tuple[torch.optim.Optimizer, Any]:

@@ -19,7 +19,17 @@ from examples.lra.data import listops
 from examples.lra.data.batches import Batch
 from examples.lra.data.tasks import TASKS, data_folder
 from examples.lra.model import MASK, Classifier, Reconstructor, hide
-from examples.lra.settings import NAMES, PRESETS, SETTINGS, Plan, Settings, parse, parse_pretrain, resolve, settings_of
+from examples.lra.settings import (
+    NAMES,
+    PRESETS,
+    SETTINGS,
+    Plan,
+    Settings,
+    parse,
+    parse_pretrain,
+    preset_settings,
+    resolve,
+)
 from sbm_pyg import FullAttention
 
 MODEL = "--layers 1 --channels 16 --head-channels 8 --ffn-channels 16 --num-clusters 8 --batch-size 8 --clip-norm 1"
@@ -108,7 +118,7 @@ def test_sequences_of_pairs_follow_one_another() -> None:
     is_hidden = hidden.tokens == MASK
     assert torch.equal(hidden.labels, torch.cat([first.tokens, second.tokens])[is_hidden])
     small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16, "max_length": 9}
-    settings = dataclasses.replace(settings_of("retrieval", "laptop", is_pretraining=True), **small)
+    settings = dataclasses.replace(preset_settings("retrieval", "laptop", is_pretraining=True), **small)
     model = Reconstructor(TASKS["retrieval"], settings)
     logits, trace = model.classify(hidden._replace(positions=None), seed=0)
     assert logits.shape == (len(hidden.labels), 257)
@@ -119,7 +129,9 @@ def test_what_can_be_read_from_other_tokens_is_learned() -> None:
     """Sequences of one token each, which attention has to read elsewhere."""
     torch.manual_seed(0)
     small: dict[str, Any] = {"layers": 1, "channels": 32, "head_channels": 16, "ffn_channels": 32}
-    model = Reconstructor(TASKS["listops"], dataclasses.replace(settings_of("listops", "modern-laptop", True), **small))
+    model = Reconstructor(
+        TASKS["listops"], dataclasses.replace(preset_settings("listops", "modern-laptop", True), **small)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     correct = []
     for step in range(60):
@@ -262,9 +274,29 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not Path("new").exists()
 
 
+def test_an_encoder_with_a_bias_begins_no_other_attention(
+    pretrained: Path, data: Path, tmp_path: Path, no_plots: None
+) -> None:
+    call("pretrain", data, tmp_path / "bias", "--attention", "dcmm")
+    words = [*TINY.split(), "--data", str(data), "--pretrained", str(tmp_path / "bias"), "--attention"]
+    for attention in ("dcmm", "full"):
+        plan = dataclasses.replace(
+            resolve(parse([*words, attention]))[1], fingerprint=Plan.read(pretrained / SETTINGS).fingerprint
+        )
+        if attention == "dcmm":
+            assert "checksum" in trainer.read_encoder(plan, trainer.make_model(plan))
+        else:
+            with pytest.raises(ValueError, match=r"an attention that 'full' can begin with \(got dcmm\)"):
+                trainer.read_encoder(plan, trainer.make_model(plan))
+
+
 def test_an_encoder_of_another_task_is_refused(pretrained: Path) -> None:
     plan = Plan(
-        task="text", preset="laptop", settings=settings_of("text", "laptop"), directory=".", pretrained=str(pretrained)
+        task="text",
+        preset="laptop",
+        settings=preset_settings("text", "laptop"),
+        directory=".",
+        pretrained=str(pretrained),
     )
     with pytest.raises(ValueError, match=r"Expected 'pretrained' to be of text \(got one of listops\)"):
         trainer.read_encoder(plan, trainer.make_model(plan))
@@ -293,7 +325,7 @@ def test_presets_share_generated_data_and_differ_as_they_say() -> None:
                 ]
                 assert folders[0] == folders[1]
         for name in NAMES:
-            pretraining, settings = settings_of(task, name, is_pretraining=True), settings_of(task, name)
+            pretraining, settings = preset_settings(task, name, is_pretraining=True), preset_settings(task, name)
             assert (pretraining.attention, pretraining.target_density) == ("full", 0.0)
             for field in ("layers", "channels", "heads", "head_channels", "ffn_channels", "max_length", "positions"):
                 assert getattr(pretraining, field) == getattr(settings, field)
@@ -317,7 +349,7 @@ def test_rotary_positions_take_the_place_of_embeddings(task: str, positions: str
     def model(**changes: Any) -> Classifier:
         small: dict[str, Any] = {"layers": 1, "channels": 16, "head_channels": 8, "ffn_channels": 16}
         return Classifier(
-            TASKS[task], dataclasses.replace(settings_of(task, "modern-laptop", True), **small, **changes)
+            TASKS[task], dataclasses.replace(preset_settings(task, "modern-laptop", True), **small, **changes)
         )
 
     encoder = model(positions=positions).model.encoder
