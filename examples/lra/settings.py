@@ -350,11 +350,12 @@ def parse(arguments: Words | None = None, is_pretraining: bool = False) -> argpa
     first.add_argument("--task", nargs="?")
     task = first.parse_known_args(arguments)[0].task
     task = task if task in PRESETS else "listops"
-    words = f"each overrides the preset; values are those of {' | '.join(NAMES)} for {task}"
+    words = f"each overrides the preset; values are those of {' | '.join(NAMES)} for {task}, or one for all"
     group = command.add_argument_group("settings", words)
     for field in dataclasses.fields(Settings):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        values = " | ".join(str(getattr(preset_settings(task, name, is_pretraining), field.name)) for name in NAMES)
+        by_preset = [str(getattr(preset_settings(task, name, is_pretraining), field.name)) for name in NAMES]
+        values = " | ".join(by_preset if len({*by_preset}) > 1 else by_preset[:1])
         words, choices = f"{field.metadata['help']} ({values})", field.metadata["choices"] or None
         group.add_argument("--" + field.name.replace("_", "-"), type=kind, choices=choices, help=words)
     return command.read(arguments)

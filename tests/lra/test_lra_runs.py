@@ -596,9 +596,10 @@ def test_help_shows_the_values_of_the_task(
         main(["train", *words, "--help"])
     task = words[-1].rpartition("=")[2] if words else "listops"
     shown = capsys.readouterr().out
-    steps = [PRESETS[task][name].settings.steps for name in ("laptop", "paper")]
-    assert f"values are those of laptop | paper for {task}" in shown
-    assert f"optimizer steps ({steps[0]} | {steps[1]})" in shown
+    steps = " | ".join(str(presets.settings.steps) for presets in PRESETS[task].values())
+    assert f"values are those of laptop | paper | modern-laptop | modern for {task}" in shown
+    assert f"optimizer steps ({steps})" in shown
+    assert "steps between rows of train.csv (10)" in shown
 
 
 @quick
