@@ -505,6 +505,37 @@ def test_masked_tokens_are_drawn_by_their_law() -> None:
     assert mask_tokens(tokens.view(100, 1000), 50, 50)[0].shape == (100, 1000)
 
 
+def test_masks_of_a_sequence_are_the_same_in_any_batch() -> None:
+    """And drawn by the same law; each sequence has one at least, unless all of its tokens are special."""
+    tokens, ptr = torch.arange(90_000) % 50, torch.tensor([0, 30_000, 30_000, 60_000, 90_000])
+    law: dict[str, Any] = {"probability": 0.2, "masked": 0.7, "random": 0.2, "seed": 5}
+    inputs, target_mask = mask_tokens(tokens, 50, 50, **law, ptr=ptr, sequence_ids=torch.tensor([7, 9, 2**34 + 7, 3]))
+    found = inputs[target_mask]
+    for share, wanted, total in (
+        (target_mask.double().mean(), 0.2, 90_000), ((found == 50).double().mean(), 0.7, len(found)),
+        (((found != 50) & (found != tokens[target_mask])).double().mean(), 0.2 * 49 / 50, len(found)),
+    ):  # fmt: skip
+        assert abs(float(share) - wanted) < 6 * math.sqrt(wanted * (1 - wanted) / total)
+    assert found.unique().numel() == 51
+    parts = target_mask.double().view(3, -1)
+    assert (
+        torch.corrcoef(parts).fill_diagonal_(0).abs().max() < 6 / 30_000**0.5
+    )  # the first two differ in the upper half
+    assert abs(torch.corrcoef(torch.stack([parts[0, 1:], parts[0, :-1]]))[0, 1]) < 6 / 30_000**0.5
+    alone = mask_tokens(tokens[60_000:], 50, 50, **law, ptr=torch.tensor([0, 30_000]), sequence_ids=torch.tensor([3]))
+    assert torch.equal(alone[0], inputs[60_000:])
+    assert torch.equal(alone[1], target_mask[60_000:])
+    short, pointer = torch.tensor([1, 2, 1, 1, 2]), torch.tensor([0, 2, 2, 4, 5])
+    rare: dict[str, Any] = {"probability": 1e-9, "ptr": pointer, "seed": 0}
+    assert mask_tokens(short, 9, 9, **rare)[1].split([2, 2, 1])[2].tolist() == [True]
+    assert [int(part.sum()) for part in mask_tokens(short, 9, 9, **rare)[1].split([2, 2, 1])] == [1, 1, 1]
+    assert mask_tokens(short, 9, 9, **rare, special=torch.tensor([1]))[1].tolist() == [False, True, False, False, True]
+    with pytest.raises(ValueError, match=r"Expected 'ptr' with 'sequence_ids' \(got none\)"):
+        mask_tokens(short, 9, 9, sequence_ids=torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"Expected 'tokens' to be \[N\] with 'ptr' \(got \[1, 5\]\)"):
+        mask_tokens(short[None], 9, 9, ptr=pointer)
+
+
 def test_tokens_to_mask_hold_values() -> None:
     with pytest.raises(ValueError, match="Expected 'tokens' to hold values"):
         mask_tokens(torch.zeros(5, dtype=torch.int64, device="meta"), 3, 3)

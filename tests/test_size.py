@@ -20,7 +20,7 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 32_040,
+    "lines of sbm_pyg": 32_060,
     "lines of sbm_pyg/ops": 12_450,
     "lines of examples": 14_680,
     "lines of tests": 37_020,

@@ -13,8 +13,7 @@ from examples.lra.baselines import BASELINES
 from examples.lra.data.batches import Batch
 from examples.lra.data.tasks import Task
 from examples.lra.settings import Settings
-from sbm_pyg import MaskedLM, PairClassifier, Rotary, SequenceClassifier, SequenceEncoder
-from sbm_pyg.ops.random_words import philox
+from sbm_pyg import MaskedLM, PairClassifier, Rotary, SequenceClassifier, SequenceEncoder, mask_tokens
 
 MASK = 0
 """Number of a hidden token: that of padding, which no sequence has."""
@@ -156,8 +155,7 @@ class Reconstructor(TaskModel):
 def hide(batch: Batch, ratio: float, seed: int) -> Batch:
     """Hides tokens of a batch: each with probability ``ratio``, independently, and at least one of each sequence.
 
-    The choice is a function of the seed, the number of the example, and the place in its sequence, so it is the same in any batch. The
-    sequences of pairs follow one another, as examples 2 n and 2 n + 1.
+    With a seed, an example has the same hidden tokens in any batch. The sequences of pairs follow one another, as examples 2 n and 2 n + 1.
 
     Returns:
         The batch with :data:`MASK` for hidden tokens; its labels are the M tokens that were hidden, ``[M]``.
@@ -167,9 +165,6 @@ def hide(batch: Batch, ratio: float, seed: int) -> Batch:
         tokens, ptr = torch.cat(tokens), torch.cat([ptr[0], ptr[0][-1] + ptr[1][1:]])
         examples = torch.cat([2 * examples, 2 * examples + 1])
         positions = None if positions is None else torch.cat(positions)
-    sequence = torch.repeat_interleave(ptr.diff(), output_size=len(tokens))
-    places = torch.arange(len(tokens), device=tokens.device) - ptr[sequence]
-    word, *_ = philox(examples[sequence], places, 0, 0, seed)
-    lowest = word.new_full((len(examples),), 2**32).scatter_reduce(0, sequence, word, "amin")
-    is_hidden = (word < ratio * 2**32) | (word == lowest[sequence])
-    return Batch(tokens.masked_fill(is_hidden, MASK), ptr, tokens[is_hidden], examples, positions)
+    law: dict[str, Any] = {"probability": ratio, "masked": 1.0, "random": 0.0}
+    hidden, is_hidden = mask_tokens(tokens, MASK, 1, **law, ptr=ptr, sequence_ids=examples, seed=seed)
+    return Batch(hidden, ptr, tokens[is_hidden], examples, positions)

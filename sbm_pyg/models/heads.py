@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graphs.ragged import draw_seed, resolve_ptr, resolve_sequence_ids
+from ..graphs.ragged import count_positions, draw_seed, resolve_ptr, resolve_sequence_ids
 from ..ops import checks
+from ..ops.random_words import TARGET, philox, split_ids
 from ..ops.segments import upcast
 from ..ops.values import require_values
 from .encoder import EncoderTrace, SequenceEncoder
@@ -240,7 +241,8 @@ class MaskedLM(_Head):
 
 def mask_tokens(
     tokens: Tensor, mask_token: int, num_tokens: int, *, probability: float = 0.15, masked: float = 0.8,
-    random: float = 0.1, special: Tensor | None = None, seed: int | None = None,
+    random: float = 0.1, special: Tensor | None = None, ptr: Tensor | None = None, sequence_ids: Tensor | None = None,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask random tokens, for a :class:`MaskedLM` to predict them.
 
@@ -256,6 +258,10 @@ def mask_tokens(
         masked: Fraction of the targets that the mask replaces.
         random: Fraction of the targets that random tokens replace; ``masked + random`` is at most 1.
         special: Numbers of tokens that are never targets, such as separators, ``[S]`` int64.
+        ptr: Offsets of the sequences of tokens ``[N]``, ``[B+1]`` int64: one token at least of each sequence is then a
+            target, unless all are special.
+        sequence_ids: Number of each sequence, ``[B]``, with ``ptr``. With ``seed``, a sequence gets the same targets in
+            any batch. None: its position in the batch.
         seed: Fixes the choice; from torch's default generator if None.
 
     Returns:
@@ -285,14 +291,29 @@ def mask_tokens(
         raise ValueError(f"Expected 'masked' + 'random' of at most 1 (got {masked} + {random}). They are parts.")
     if not tokens.numel():
         return tokens.clone(), tokens.bool()
-    generator = torch.Generator(tokens.device).manual_seed(draw_seed(seed) % 2**63)
-    chance, kind = torch.rand(2, *tokens.shape, generator=generator, device=tokens.device)
-    other = torch.randint(num_tokens, tokens.shape, generator=generator, device=tokens.device)
+    if ptr is None:
+        checks.require(sequence_ids is None, "ptr", "with 'sequence_ids'", "none", "They are numbers of sequences.")
+        generator = torch.Generator(tokens.device).manual_seed(draw_seed(seed) % 2**63)
+        chance, kind = torch.rand(2, *tokens.shape, generator=generator, device=tokens.device)
+        other = torch.randint(num_tokens, tokens.shape, generator=generator, device=tokens.device)
+    else:
+        checks.require(tokens.dim() == 1, "tokens", "to be [N] with 'ptr'", [*tokens.shape], "Join the sequences.")
+        ptr = resolve_ptr(tokens.numel(), ptr, device=tokens.device)
+        number, head = split_ids(resolve_sequence_ids(sequence_ids, ptr.numel() - 1, tokens.device))
+        sequence = torch.repeat_interleave(ptr.diff(), output_size=tokens.numel())
+        places = count_positions(ptr, tokens.numel())
+        words = philox(places, 0, number[sequence], head[sequence] | TARGET, draw_seed(seed))
+        chance, kind = (word.to(checks.widest(word.device)) / 2**32 for word in words[:2])
+        other = words[2] % num_tokens
     if special is not None:
         checks.tensors(special=special)
         chance = chance.masked_fill(torch.isin(tokens, special), 2.0)
-    is_masked = (chance < probability) | (chance == chance.min())  # one at least
-    if special is not None and bool((is_masked & (chance > 1)).any()):
+    if ptr is None:
+        lowest = chance.min()
+    else:
+        lowest = chance.new_full((ptr.numel() - 1,), 2.0).scatter_reduce(0, sequence, chance, "amin")[sequence]
+    is_masked = ((chance < probability) | (chance == lowest)) & (chance <= 1)  # one at least
+    if special is not None and not bool(is_masked.any()):
         raise ValueError("Expected 'tokens' that are not all in 'special' (got no other). There is nothing to predict.")
     shown = torch.where(kind < masked, mask_token, torch.where(kind < masked + random, other, tokens))
     return torch.where(is_masked, shown, tokens), is_masked

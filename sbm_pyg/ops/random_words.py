@@ -23,7 +23,7 @@ QUERY_STEP = _WEYL[0]
 
 # Purposes of random words. The purpose is added to the head in the fourth counter, so no two uses share a word.
 BERNOULLI_BYTE, BERNOULLI_REST, PROPOSAL_COUNT, PROPOSAL = (number << 24 for number in range(1, 5))
-DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR, PAIR, SHARED = (number << 24 for number in range(5, 12))
+DROPOUT, GAP, SYSTEMATIC, RANDOM_KEY, GENERATOR, PAIR, SHARED, TARGET = (number << 24 for number in range(5, 13))
 
 
 def split_ids(sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
