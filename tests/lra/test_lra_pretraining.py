@@ -327,6 +327,7 @@ def test_presets_share_generated_data_and_differ_as_they_say() -> None:
         for name in NAMES:
             pretraining, settings = preset_settings(task, name, is_pretraining=True), preset_settings(task, name)
             assert (pretraining.attention, pretraining.target_density) == ("full", 0.0)
+            assert settings.mask_ratio == (0.5 if TASKS[task].side else 0.15)
             for field in ("layers", "channels", "heads", "head_channels", "ffn_channels", "max_length", "positions"):
                 assert getattr(pretraining, field) == getattr(settings, field)
         laptop, modern = (dataclasses.asdict(presets[name].settings) for name in ("laptop", "modern-laptop"))
