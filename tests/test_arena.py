@@ -9,13 +9,14 @@ import torch
 from entmax import entmax15
 from test_recall import generator
 from torch import Tensor
+from torch_geometric.utils import softmax
 
 from examples.arena import __main__ as program
 from examples.arena import methods, report, rivals, tasks, train
 from examples.common import tables
 from examples.common.hybrid import Decoder, beyond
 from examples.common.tasks import Examples
-from sbm_pyg import Sparsifier, Tokens
+from sbm_pyg import Sparsifier, Tokens, auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -220,14 +221,15 @@ def test_each_method_and_its_twin_train_at_their_density(method: str) -> None:
         assert sparsifier is not None
         assert sparsifier.is_sparse
         batch = train.batch_of(tasks.TASKS["recall"], 0, 0, 4)
-        for _ in range(80 if name.startswith("dash") else 0):  # it takes its graphs to their density in training
+        moves = name.startswith("dash") or name == "spartan:frozen=1"  # its graphs go to their density in training
+        for _ in range(80 if moves else 0):
             model(batch.tokens, batch.places, seed=0)
         _, choices = model.eval()(batch.tokens, batch.places, seed=0)
         for choice in choices:
             assert choice is not None
             assert choice.graph.is_causal
             assert bool(choice.graph.contains(torch.arange(256).expand(2, -1)).all())
-            assert 0.05 < beyond(choice.graph) < 0.4
+            assert 0.05 < beyond(choice.graph) < 0.4 or name == "spartan"  # whose queries and keys have to learn to
 
 
 def dash_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tensor:
@@ -282,13 +284,131 @@ def nsa_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tenso
     return torch.stack(rows)
 
 
+def sas_oracle(q: Tensor, k: Tensor, v: Tensor, source: Any, head: int) -> Tensor:
+    """SAS of one head and one sequence in training: gates are a softmax over all earlier blocks, of which three are read."""
+    size, scale, rows = rivals.SIZE, q.size(1) ** -0.5, []
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean() + 1e-6).rsqrt() * weight
+
+    for i in range(len(q)):
+        own = i // size
+        gate = {own: q.new_ones(())}
+        if own:
+            parts = [k[b * size : (b + 1) * size].detach() for b in range(own)]
+            pooled = [torch.cat([part.amax(0), part.amin(0), part.mean(0)]) for part in parts]
+            query = norm(q[i].detach() @ source.query[head], source.query_norm.weight)
+            keys = torch.stack([norm(x @ source.key[head], source.key_norm.weight) for x in pooled])
+            shares = (keys @ query * scale).softmax(0)
+            gate |= {b: shares[b] for b in shares.argsort(descending=True)[:3].tolist()}
+        kept = [j for j in range(i + 1) if j // size in gate]
+        weight = torch.stack([gate[j // size] * (k[j] @ q[i] * scale).exp() for j in kept])
+        rows.append(weight @ v[kept] / weight.sum())
+    return torch.stack(rows)
+
+
+def test_sas_has_no_gates_in_evaluation() -> None:
+    torch.manual_seed(0)
+    conv: Any = methods.make_scheduled_attention("sas", 16, 2, 0.3)
+    conv.source.target_density = 0.3
+    x, ptr = torch.randn(60, 16), torch.tensor([0, 20, 60])
+    gated, graph = conv(x, ptr=ptr, seed=0, return_graph=True)
+    out, same = conv.eval()(x, ptr=ptr, return_graph=True)
+    assert torch.equal(graph.col, same.col)
+    assert torch.allclose(out, conv(x, graph), atol=1e-6)
+    assert not torch.allclose(out, gated, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_spartan_is_a_gate_after_the_softmax_over_all_pairs(is_training: bool) -> None:
+    """Outputs, gradients through the gates, and the penalty are those of plain formulas, one pair after the other."""
+    torch.manual_seed(0)
+    conv: Any = methods.make_scheduled_attention("spartan", 12, 2, 0.3).double().train(is_training)
+    conv.source.target_density = 0.3
+    conv.shift.fill_(0.2)
+    ptr = torch.tensor([0, 11, 18])
+    x = torch.randn(18, 12, dtype=torch.float64, requires_grad=True)
+    out, graph = conv(x, ptr=ptr, seed=5, return_graph=True)
+    penalty = auxiliary_loss(conv)
+    q, k, v = (lin(x).view(18, 2, 6).transpose(0, 1) for lin in (conv.lin_query, conv.lin_key, conv.lin_value))
+    uniform = torch.rand(2 * (66 + 28), generator=torch.Generator().manual_seed(5)).double().clamp(1e-6, 1 - 1e-6)
+    noise, number, shares = (uniform / (1 - uniform)).log(), 0, []
+    heads = []
+    for h in range(2):
+        rows = []
+        for i in range(18):
+            first = 0 if i < 11 else 11
+            scores = torch.stack([q[h, i] @ k[h, j] * 6**-0.5 for j in range(first, i + 1)])
+            total = torch.zeros_like(v[h, 0])
+            for j, weight in zip(range(first, i + 1), scores.softmax(0), strict=True):
+                logit = scores[j - first] + 0.2
+                noisy = logit + (noise[number] if is_training else 0)
+                soft, number = noisy.sigmoid(), number + 1
+                gate = 1.0 if i == j else (noisy > 0).double() + soft - soft.detach()
+                total = total + weight * gate * v[h, j]
+                assert bool(graph.contains(torch.tensor([[j], [i]]), torch.tensor([h]))) == (i == j or bool(noisy > 0))
+                shares += [] if i == j else [logit]
+            rows.append(total)
+        heads.append(torch.stack(rows))
+    expected = torch.cat(heads, 1)
+    assert torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+    push = torch.randn_like(out)
+    wanted = [x, *conv.lin_query.parameters(), *conv.lin_key.parameters()]
+    found, exact = (torch.autograd.grad((part * push).sum(), wanted, retain_graph=True) for part in (out, expected))
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one, other, rtol=1e-7, atol=1e-9)
+    logits = torch.stack(shares)
+    if is_training:
+        surplus = float((logits > 0).double().mean()) / 0.3 - 1
+        assert surplus > 0
+        assert float(conv.log_factor) == pytest.approx(rivals.RATE * min(surplus, 1.0))
+        assert torch.allclose(penalty, conv.log_factor.exp() * logits.sigmoid().mean())
+
+
+def test_one_indexer_imitates_the_mean_attention_of_all_layers() -> None:
+    run = train.Run("recall", "index-share", 0.2, 0, 2, 4, 1e-2, channels=16, start="sparse", evaluations=1)
+    model, sparsifier = train.make_model(run)
+    assert sparsifier is not None
+    layers: list[Any] = [layer.attention for layer in model.layers]
+    indexer = [*layers[0].source.scorer.parameters()]
+    assert all(one is other for one, other in zip(indexer, layers[1].source.scorer.parameters(), strict=True))
+    inputs: list[Tensor] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        layer.auxiliary_losses.passes = None  # the test takes the loss, not the backward pass of the output
+    batch = train.batch_of(tasks.TASKS["recall"], 0, 0, 4)
+    logits, choices = model(batch.tokens, batch.places, seed=0)  # losses live as long as it
+    loss, graph = auxiliary_loss(model), choices[0].graph
+    assert choices[1].graph is graph
+    attention = []
+    for layer, x in zip(layers, inputs, strict=True):
+        q, k = (lin(x)[None].detach() for lin in (layer.lin_query, layer.lin_key))
+        key, query = graph.edge_index
+        attention.append(softmax((q[0, query] * k[0, key]).sum(1) * 0.25, graph.edge_row))
+    log_p = choices[0].probability.log_on(graph)
+    log_p = log_p - softmax_log_total(log_p, graph.edge_row, graph.num_queries)[graph.edge_row]
+    mean = (attention[0] + attention[1]) / 2
+    exact = torch.autograd.grad(-(mean * log_p).sum() / graph.num_queries, indexer, retain_graph=True)
+    found = torch.autograd.grad(loss, indexer)
+    assert logits.requires_grad
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+        assert float(other.abs().max()) > 1e-5
+
+
+def softmax_log_total(x: Tensor, row: Tensor, rows: int) -> Tensor:
+    """Logarithm of the sum of exponentials of each row."""
+    return torch.zeros(rows).index_add(0, row, x.exp()).log()
+
+
 @pytest.mark.parametrize("name", rivals.RIVALS)
 def test_rivals_are_what_their_papers_define(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients are those of plain formulas, over ragged sequences and two heads, and no later token matters."""
     torch.manual_seed(0)
-    oracle = {"dash": dash_oracle, "hsa": hsa_oracle, "nsa": nsa_oracle}[name]
+    oracle = {"dash": dash_oracle, "hsa": hsa_oracle, "nsa": nsa_oracle, "sas": sas_oracle}[name]
     conv: Any = methods.make_scheduled_attention(name, 12, 2, 0.6).double().eval()
     conv.source.target_density = 0.6
+    conv.train(name == "sas")  # which has no gates in evaluation
     source = conv.source.source
     if name == "dash":
         source.log_factor.fill_(2.5)

@@ -10,7 +10,8 @@ python -m examples.arena --report                               tables and pictu
 Methods are full attention; rules without parameters: window, random (drawn anew at each step), random-fixed (drawn once), bigbird, top-k
 (of all scores), blocks (MoBA), nsa (blocks by attention over pooled keys), lsh and routing; and methods that learn: indexer (by the effect
 of its edges), dsa (dense warm-up over all keys, then over the selected keys), gates (straight through), concrete (relaxed edges), sbm, and
-dash and hsa (blocks that learn through attention itself). Options follow a colon, as in sbm:num_clusters=16. Methods that learn bring their
+dash, hsa and sas (blocks that learn through attention itself), spartan (a gate for each pair) and index-share (dsa with one indexer for
+all layers). Options follow a colon, as in sbm:num_clusters=16. Methods that learn bring their
 frozen twin: the same parameters, and those that choose stay as they began.
 
 A source of your own is a GraphSource in a file. It is made with those of channels, heads and density that its __init__ takes, and its

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from examples.arena.rivals import RIVALS
+from examples.arena.rivals import LAYERS, RIVALS, SharedIndex, Spartan
 from examples.common import hybrid
 from examples.common.attention import freeze
 from examples.common.command import require
@@ -30,10 +30,12 @@ METHODS = {  # name: as hybrid.py reads it
     "gates": "indexer:estimator=mask",  # straight through
     "concrete": "indexer:estimator=concrete",  # relaxed edges, at a temperature that falls from 1 to 0.1
     "sbm": "sbm",
-    **{name: name for name in RIVALS},  # blocks, of which dash and hsa learn through attention itself
+    **{name: name for name in RIVALS},  # blocks, of which dash, hsa and sas learn through attention itself
+    "spartan": "spartan",  # a gate for each pair, straight through
+    "index-share": "index-share",  # dsa with one indexer for all layers
 }
-WITHOUT_OPTIONS = ("routing", *RIVALS)
-TWINS = {name: f"{name}:{FROZEN}" for name in ("routing", "dash", "hsa")}  # of others by options
+WITHOUT_OPTIONS = ("routing", *RIVALS, *LAYERS)
+TWINS = {name: f"{name}:{FROZEN}" for name in ("routing", "dash", "hsa", "sas", *LAYERS)}  # of others by options
 TWINS |= dict.fromkeys(("gates", "concrete"), f"indexer:{FROZEN}")
 
 
@@ -106,13 +108,21 @@ def twin_of(method: str) -> str | None:
     return f"{method}{',' if ':' in method else ':'}{FROZEN}" if learns else None
 
 
-def make_scheduled_attention(method: str, channels: int, heads: int, density: float) -> nn.Module:
-    """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source."""
+def make_scheduled_attention(method: str, channels: int, heads: int, density: float, layers: int = 1) -> nn.Module:
+    """The causal attention of a method with a source whose target density a :class:`~sbm_pyg.Sparsifier` sets; "full" has no source.
+
+    The model has so many ``layers``; see :func:`share`.
+    """
     width, name = channels // heads, method.removesuffix(f":{FROZEN}")
     frozen = name != method
     if is_own(method) or name in RIVALS:
         source, estimator = _own(name, width, heads, density)
         conv = AttentionConv(channels, width, heads, hybrid.Scheduled(source), estimator=estimator, is_causal=True)
+        return freeze(conv) if frozen else conv
+    if name == "spartan":
+        return Spartan(channels, width, heads, learns=not frozen)
+    if name == "index-share":
+        conv = SharedIndex(channels, width, heads, density, layers)
         return freeze(conv) if frozen else conv
     if name in hybrid.FIXED:
         rule = hybrid.FixedDensity(name, density, width, heads, block=BLOCK)
@@ -122,6 +132,13 @@ def make_scheduled_attention(method: str, channels: int, heads: int, density: fl
     kind, options = hybrid.options_of(METHODS.get(name, name))
     made = hybrid.make_causal_attention(kind, channels, heads, density, {**options, "window": 0})
     return freeze(made) if frozen and isinstance(made, AttentionConv) else made
+
+
+def share(model: nn.Module) -> None:
+    """Let the first layer choose for all layers of "index-share"."""
+    layers = [part for part in model.modules() if isinstance(part, SharedIndex)]
+    for layer in layers[1:]:
+        layer.follow(layers[0])
 
 
 def check(method: str) -> None:

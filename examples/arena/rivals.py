@@ -1,8 +1,8 @@
-"""Sources of blocks from papers: DashAttention and HSA, which learn through attention itself, and the selection of NSA, which does not learn.
+"""Methods from papers: DashAttention, HSA, SAS and the selection of NSA over blocks, SPARTAN over single keys, IndexShare over layers.
 
-All score earlier blocks of keys for each query, and attend over the keys of few blocks. The block of the query is always chosen. In
-DashAttention and HSA the weight of a block acts on the weights of its keys. So the loss trains the scores of the blocks that were chosen,
-exactly, and those of others not at all.
+The first four score earlier blocks of keys for each query, and attend over the keys of few blocks. The block of the query is always chosen.
+In DashAttention, HSA and SAS the weight of a block acts on the weights of its keys. So the loss trains the scores of the blocks that were
+chosen, exactly, and those of others not at all. NSA does not learn. These are sources; SPARTAN and IndexShare are layers.
 
 In: the tokens of a causal layer. Out: a choice. If it has probabilities, :class:`Prior` adds their ``log_on`` to the scores of its edges.
 """
@@ -10,23 +10,27 @@ In: the tokens of a causal layer. Out: a choice. If it has probabilities, :class
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
-from sbm_pyg import AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
+from examples.common.hybrid import Scheduled
+from sbm_pyg import AttentionConv, AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
 from sbm_pyg.graphs.blocks import block_means
 from sbm_pyg.graphs.ragged import offsets
+from sbm_pyg.ops.schemas import EdgeSum
+from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.pairs import graph_of_ranges
-from sbm_pyg.sources.patterns import full
-from sbm_pyg.training.estimators import NoEstimator
+from sbm_pyg.sources.patterns import full, window
+from sbm_pyg.training.estimators import AttentionCall, Imitate, NoEstimator
 
 SIZE = 2  # keys of a block
 LEAST_PRIOR = 1e-3  # of a block that is chosen: the derivative of the logarithm has no bound
 LEAST_BLOCKS = 1.25  # earlier blocks of a query of DashAttention, in the mean: a block that is alone learns nothing
-RATE = 0.1  # of the scale of DashAttention, which takes its graphs to their density
+RATE = 0.1  # of the scale of DashAttention and the penalty of SPARTAN, which take graphs to their density
 
 
 class Prior(NoEstimator):
@@ -207,11 +211,153 @@ class NSA(GraphSource):
         return Choice(blocks.choose(blocks.best(block_score, self.density))[0])
 
 
+class SAS(GraphSource):
+    """Simple attention sparsification: the logarithm of a softmax over all earlier blocks is added to the scores of the chosen ones.
+
+    Scores of blocks are products of a projected query and of the projected maximum, minimum and mean of the keys of a block, both
+    normalized by their root mean square. Queries and keys get no gradient from them. The block of the query has the gate 1. A query takes
+    the earlier blocks with the largest scores, as many as its density, a share of the pairs beyond self-loops, has room for. In evaluation
+    chosen blocks have no gates.
+
+    Reference: Li et al., "SAS: Simple Attention Sparsification via End-to-End Optimization of Context Ranking", 2609.13141, and its code,
+    where queries and keys are rotated by their positions, and all but the router is frozen.
+    """
+
+    estimator = Prior()
+    head_dims: ClassVar[dict[str, int]] = {"query": 0, "key": 0}
+
+    def __init__(self, channels: int, heads: int, density: float) -> None:
+        super().__init__()
+        self.density = density
+        self.query, self.key = (
+            nn.Parameter(torch.empty(heads, channels, channels)),
+            nn.Parameter(torch.empty(heads, 3 * channels, channels)),
+        )
+        for weight in (*self.query.data, *self.key.data):
+            nn.init.xavier_uniform_(weight)
+        self.query_norm, self.key_norm = nn.RMSNorm(channels, 1e-6), nn.RMSNorm(channels, 1e-6)
+
+    def forward(self, tokens: Tokens) -> Choice:
+        blocks, key = Blocks(tokens), tokens.key.detach()
+        at = blocks.of_key[:, None].expand_as(key)
+        empty = key.new_zeros(tokens.heads, blocks.count, key.size(2))
+        pooled = [empty.scatter_reduce(1, at, key, kind, include_self=False) for kind in ("amax", "amin", "mean")]
+        summary = self.key_norm(torch.cat(pooled, 2) @ self.key)
+        query = self.query_norm(tokens.query.detach() @ self.query)
+        score = ops.edge_dot(query, summary, blocks.pairs.rows) * key.size(2) ** -0.5
+        pairs = blocks.best(score, self.density)
+        graph, part = blocks.choose(pairs)
+        if not self.training:
+            return Choice(graph)
+        log_gate = softmax(score, blocks.row).clamp(min=torch.finfo(score.dtype).tiny).log()
+        log_prior = torch.cat([log_gate, log_gate.new_zeros(len(blocks.own_block))])[part]
+        return Choice(graph, EdgePrior(graph, log_prior), independent=False)
+
+
+class Loops(GraphSource):
+    """Self-loops alone, for a layer that chooses its other edges by itself."""
+
+    density = 1.0
+
+    def forward(self, tokens: Tokens) -> Choice:
+        return Choice(window(None, 0, is_causal=True, ptr=tokens.query_ptr))
+
+
+class Spartan(AttentionConv):
+    """SPARTAN: a gate of 0 or 1 on the weight of each pair, whose logit is the score of the pair plus a number.
+
+    In training, logistic noise is added to the logits, and gates have the gradient of their sigmoid (straight through). The softmax is over
+    all pairs, and gates come after it: a row does not sum to 1. The loss has a penalty on the mean probability of a gate beyond self-loops,
+    whose gates are 1. The factor of the penalty rises while graphs have more edges than their density, a share of the pairs beyond
+    self-loops, and falls while they have fewer. It takes the time of all pairs.
+
+    In the twin, gates have no gradient and the loss no penalty. The number moves in place of the factor, so that graphs are the largest
+    scores of attention as it comes.
+
+    Reference: Draye et al., "Sparse Attention Post-Training for Mechanistic Interpretability", 2512.05865, and its code. There the
+    constraint is a bound on the loss, and the number of edges is minimized; here all methods have the same number of edges. The rate
+    of the factor and the number at the start are ours; the code leaves both to its user.
+    """
+
+    def __init__(self, channels: int, width: int, heads: int, learns: bool = True) -> None:
+        super().__init__(channels, width, heads, Scheduled(Loops()), estimator="none", is_causal=True)
+        self.learns = learns
+        self.shift: Tensor
+        self.log_factor: Tensor
+        self.register_buffer("shift", torch.tensor(1.0))  # gates of pairs without a score are open at the start
+        self.register_buffer("log_factor", torch.zeros(()))
+
+    def _attend_over_edges(self, call: AttentionCall, *_: Any) -> tuple[Tensor, Any, AttentionCall]:
+        ptr = call.choice.graph.query_ptr
+        pairs = full(None, is_causal=True, heads=self.heads, ptr=ptr)
+        score = ops.edge_dot(call.query, call.key, pairs.rows) * self.scale
+        is_loop, logit = pairs.lag == 0, score + self.shift
+        if self.training:
+            random = torch.Generator().manual_seed(call.seed % 2**63)
+            logit = logit + torch.rand(len(score), generator=random).to(score).clamp(1e-6, 1 - 1e-6).logit()
+        is_open = (logit > 0) | is_loop
+        gate = is_open.to(score)
+        if self.learns:
+            gate = gate + torch.where(is_loop, 0, logit.sigmoid() - logit.detach().sigmoid())
+        out = EdgeSum.apply(softmax(score, pairs.edge_row) * gate, call.value, pairs.rowptr, pairs.col)
+        if self.training:
+            assert isinstance(self.source, Scheduled)
+            assert self.source.target_density is not None
+            share = (score + self.shift)[~is_loop].sigmoid()
+            surplus = float((score + self.shift > 0)[~is_loop].double().mean()) / self.source.target_density - 1
+            if self.learns:
+                self.log_factor += RATE * min(surplus, 1.0)
+                out = self.auxiliary_losses.add(out, self.log_factor.exp() * share.mean(), "SPARTAN")
+            else:
+                self.shift -= RATE * min(surplus, 1.0)
+        return out.transpose(0, 1), None, replace(call, choice=Choice(pairs.select(is_open)))
+
+
+class SharedIndex(AttentionConv):
+    """IndexShare, or IndexCache: the indexer of the first layer chooses the keys of all layers.
+
+    It reads the queries and keys of the first layer, and learns to imitate the mean attention of all layers. The divergence from a mean has
+    the gradient of the mean of the divergences, so each layer adds its part.
+
+    Reference: GLM-5.2, in which one indexer serves four layers, and Bai et al., "IndexCache: Accelerating Sparse Attention via Cross-Layer
+    Index Reuse", 2603.12201, which trains an indexer in this way. Other settings are those of ``dsa``.
+    """
+
+    def __init__(self, channels: int, width: int, heads: int, density: float, layers: int) -> None:
+        source = IndexerSource(Indexer(width, heads, 4, 16), target_density=density, detach=True, window=0)
+        super().__init__(channels, width, heads, source, estimator=Imitate(1 / layers), is_causal=True)
+        self.first: list[SharedIndex] = []  # the layer that chooses; empty in that layer
+        self.chosen: tuple[Tokens, Choice] | None = None
+
+    def follow(self, first: SharedIndex) -> None:
+        """Take the choices of another layer."""
+        self.first, self.source = [first], first.source
+
+    def _choose(self, tokens: Tokens, query: Tensor, key: Tensor) -> Choice:
+        if self.first:
+            assert self.first[0].chosen is not None
+            return self.first[0].chosen[1]
+        choice = super()._choose(tokens, query, key)
+        self.chosen = tokens, choice
+        return choice
+
+    def _choose_graph(self, *arguments: Any) -> AttentionCall:
+        call = super()._choose_graph(*arguments)
+        if not self.first:
+            return call
+        assert self.first[0].chosen is not None
+        return replace(
+            call, tokens=self.first[0].chosen[0]
+        )  # of which the indexer predicts the attention of this layer
+
+
 def room(tokens: Tokens, density: float) -> float:
     """Earlier blocks of a query that a density has room for, in the mean, in addition to its own."""
     length = int(tokens.query_ptr.diff().max())
     return (density * (length - 1) / 2 - (SIZE - 1) / 2) / SIZE
 
 
-RIVALS: dict[str, Callable[..., GraphSource]] = {"dash": Dash, "hsa": HSA, "nsa": NSA}
+RIVALS: dict[str, Callable[..., GraphSource]] = {"dash": Dash, "hsa": HSA, "nsa": NSA, "sas": SAS}
 """Sources by the name of their method."""
+LAYERS = ("spartan", "index-share")
+"""Methods that are layers."""

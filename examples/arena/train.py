@@ -48,8 +48,11 @@ def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
 
     def make(run: Run) -> Recaller:
         torch.manual_seed(run.seed)
-        attention = partial(methods.make_scheduled_attention, run.method, run.channels, run.heads, run.density)
-        return Recaller(task.num_tokens, run.channels, run.layers, attention, width=task.width, slots=task.slots)
+        sizes = (run.channels, run.heads, run.density, run.layers)
+        attention = partial(methods.make_scheduled_attention, run.method, *sizes)
+        model = Recaller(task.num_tokens, run.channels, run.layers, attention, width=task.width, slots=task.slots)
+        methods.share(model)
+        return model
 
     model = paired(run, make)
     if run.method == "full":
