@@ -161,7 +161,7 @@ def run_rows(runs: Sequence[Row]) -> list[Row]:
 
 
 def cell_rows(runs: Sequence[Row]) -> list[Row]:
-    """One row for each task and method: meanss, relative cost, published numbers. Accuracies and densities in per cent."""
+    """One row for each task and method: means, relative cost, published numbers. Accuracies and densities in per cent."""
     cells: dict[tuple[str, str], Row] = {}
     for task, method, group in groups(run_rows(runs), "task", "method"):
         accuracies = [100 * row["test_accuracy"] for row in group]
