@@ -363,6 +363,9 @@ def test_layers_of_a_model_are_replaced_and_restored() -> None:
     assert replace_attention(model) == ["convs.0", "convs.1"]
     assert all(type(conv) is TransformerConv for conv in model.convs)
     torch.testing.assert_close(model(*call), expected)
+    convs = [*model.convs]
+    assert replace_attention(model) == ["convs.0", "convs.1"]  # again: they stay
+    assert all(x is y for x, y in zip(model.convs, convs, strict=True))
     assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))  # an optimizer goes on
     model.load_state_dict(state)
     torch.testing.assert_close(copy.deepcopy(model)(*call), expected)

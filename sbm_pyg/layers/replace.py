@@ -44,7 +44,7 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
 
     The outputs stay those of the dense model: the target density of a new block model or indexer is 1, dense
     attention, unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
-    sparse. A second call replaces the sources; :func:`restore_attention` makes attention dense again.
+    sparse. A second call replaces the sources alone; :func:`restore_attention` makes attention dense again.
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder` or a
@@ -87,7 +87,7 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
     over_edges = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) is torch_geometric.nn.TransformerConv
+        if type(module) in (torch_geometric.nn.TransformerConv, TransformerConv)
     }
     layers = layers or _replaced(model)
     replaceable = layers | over_edges
@@ -136,9 +136,10 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
     names = _put(model, layers, made)
-    fused = {conv: TransformerConv.from_pyg(conv) for conv in over_edges.values()}
+    of_pyg = [conv for conv in over_edges.values() if not isinstance(conv, TransformerConv)]
+    fused = {conv: TransformerConv.from_pyg(conv) for conv in of_pyg}
     # A GPS layer that was replaced has its message passing layer still, under the name that it had.
-    return [*names, *_put(model, over_edges, fused)]
+    return [*names, *_put(model, over_edges, {conv: fused.get(conv, conv) for conv in over_edges.values()})]
 
 
 def restore_attention(model: nn.Module) -> list[str]:
