@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.utils import softmax
+from torch_geometric.utils import segment, softmax
 
 from examples.common.hybrid import Scheduled
 from sbm_pyg import AttentionConv, AttentionGraph, Choice, EdgeProbability, GraphSource, Tokens, ops
 from sbm_pyg.graphs.blocks import block_means
 from sbm_pyg.graphs.ragged import offsets
-from sbm_pyg.ops.schemas import EdgeSum
 from sbm_pyg.sources.indexer import Indexer, IndexerSource
 from sbm_pyg.sources.pairs import graph_of_ranges
 from sbm_pyg.sources.patterns import full, window
@@ -299,7 +298,9 @@ class Spartan(AttentionConv):
         gate = is_open.to(score)
         if self.learns:
             gate = gate + torch.where(is_loop, 0, logit.sigmoid() - logit.detach().sigmoid())
-        out = EdgeSum.apply(softmax(score, pairs.edge_row) * gate, call.value, pairs.rowptr, pairs.col)
+        weight = softmax(score, pairs.edge_row) * gate
+        out = segment(weight[:, None] * call.value[pairs.edge_head, pairs.col], pairs.rowptr)
+        out = out.view(self.heads, -1, out.size(1))
         if self.training:
             assert isinstance(self.source, Scheduled)
             assert self.source.target_density is not None

@@ -6,9 +6,12 @@ with equal parts of all classes; the test set has no influence on when to stop.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,7 +23,8 @@ from examples.common.runs import RunError, fingerprint, read_state, settings_of
 from examples.common.tables import Row
 from examples.dcmm.data import Images, split
 from examples.dcmm.model import METHODS, OPTIONS, Vision, load_weights, read_weights
-from sbm_pyg import AttentionGraph, DCMMBias
+from sbm_pyg import DCMMBias
+from sbm_pyg.layers.dcmm import DCMM
 
 WARMUP = 0.04  # share of the steps, 4 of 100 epochs as published
 EVALUATED = 256  # images at once
@@ -102,12 +106,14 @@ def idle(model: Vision, images: Tensor) -> float:
     """Share of the tokens, in all heads, whose degree in the bias is 0, so that it adds nothing; NaN without a bias."""
     shares: list[Tensor] = []
 
-    def look(bias: DCMMBias, inputs: tuple[Tensor, Tensor, AttentionGraph]) -> None:
-        shares.append((bias.predict(*inputs[:2]).query_degree == 0).double().mean())
+    def look(predict: Callable[[Tensor, Tensor], DCMM], query: Tensor, key: Tensor) -> DCMM:
+        communities = predict(query, key)
+        shares.append((communities.query_degree == 0).double().mean())
+        return communities
 
     with ExitStack() as after:
         for bias in (module for module in model.modules() if isinstance(module, DCMMBias)):
-            after.callback(bias.register_forward_pre_hook(look).remove)
+            after.enter_context(patch.object(bias, "predict", partial(look, bias.predict)))
         for part in images.split(EVALUATED):
             model(part)
     return float(torch.stack(shares).mean()) if shares else math.nan

@@ -52,7 +52,7 @@ __all__ = ["SBMGraph", "SBMSource", "sample_edges"]
 MEMBERSHIPS_AT_ONCE = 1024
 """Keys of each sequence whose memberships are computed at once, where there is a cache without any."""
 MOMENTUM = 0.1  # of the running mean of probabilities
-MOST_LAG = 2.0  # factor by which the running mean may differ from the mean of the last batch
+MOST_LAG = 2.0  # factor by which the running mean may exceed the mean of the last batch
 MIN_START_DENSITY, MAX_START_DENSITY = 5 * MIN_MEAN_PROBABILITY, 0.25
 """Smallest and largest part of the keys in each community at a start."""
 FACTORS = ("query_membership", "key_membership", "block_matrix")
@@ -494,11 +494,10 @@ class SBMSource(LearnedSource, FollowingSource):
     def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
         """The running mean after one step towards the mean of a batch; at first, the mean itself.
 
-        It stays within a factor of it: a source whose probabilities fall faster than the mean would lose its edges.
+        It is at most a multiple of it: a source whose probabilities fall faster than the mean would lose its edges.
         """
-        mean = (seen[0] / seen[1].clamp(min=1)).clamp(min=MIN_MEAN_PROBABILITY).to(state.dtype)
-        step = (state <= 0).to(state.dtype).clamp(min=MOMENTUM)
-        moved = state.lerp(mean, step).clamp(mean / MOST_LAG, mean * MOST_LAG)
+        mean = (seen[0] / seen[1]).clamp(min=MIN_MEAN_PROBABILITY).to(state.dtype)  # NaN without pairs
+        moved = torch.where(state > 0, state.lerp(mean, MOMENTUM), mean).minimum(mean * MOST_LAG)
         return torch.where((seen[1] > 0).logical_and_(counts), moved, state)
 
     def extra_repr(self) -> str:
