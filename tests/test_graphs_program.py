@@ -318,6 +318,9 @@ def test_learned_edges_are_added_to_those_of_citations(tmp_path: Path, capsys: p
     assert rows["gcn"]["density"] == rows["none"]["density"] == 0
     assert rows["learned"]["density"] > rows["learned:frozen"]["density"] / 2 > 0.1  # given edges count
     assert "| `learned` | 1 |" in capsys.readouterr().out
+    (tmp_path / "cora.npz").write_bytes((tmp_path / "cora.npz").read_bytes()[:300])
+    with pytest.raises(RunError, match=r"cora\.npz' to be an archive of numpy"):
+        data.load_citations(tmp_path, "cora")
 
 
 @pytest.mark.needs_data

@@ -9,14 +9,15 @@ python -m examples.graphs --report                                       tables 
 
 DIR holds chameleon_filtered.npz and others of https://github.com/yandex-research/heterophilous-graphs, with ten splits each. PATTERN and
 CLUSTER of Dwivedi et al. (2023) are generated. For peptides_func of the Long Range Graph Benchmark, and molhiv of OGB, DIR or a folder of
-that name in it holds the published table; rdkit makes its graphs, once, in two minutes. There, and for generated graphs, a split is a
-seed of the model. All arms have the same layers of message passing (--conv);
-next to them: none, attention over all pairs (full) or its approximation (performer), both of PyG, random pairs, and pairs that a source
-chooses which learns (sbm, indexer) or stays as it began (sbm:frozen, indexer:frozen), all at one density. gcn, for cora and citeseer of
-Planetoid, is PyG's GCN over the given edges, to which LearnedGraph adds others in learned. The arm sgformer is the model of
-PyG; fingerprint are randomized trees on counts of the neighborhoods of atoms. Scores are accuracy; of minesweeper, tolokers and molhiv the
-area under the ROC curve; of pattern and cluster the mean of the accuracies of classes; of peptides_func that of average precisions; all at the step that is best on the validation part. Of several learning rates, the best on the validation parts counts. The same
-command goes on after a kill, and skips what is in rows.csv. On a GPU scores differ between runs: its sums over edges have no fixed order.
+that name in it holds the published table; rdkit makes its graphs, once, in two minutes. There, and for generated graphs, a split is a seed
+of the model. All arms have the same layers of message passing (--conv); next to them: none, attention over all pairs (full) or its
+approximation (performer), both of PyG, random pairs, and pairs that a source chooses which learns (sbm, indexer) or stays as it began
+(sbm:frozen, indexer:frozen), all at one density. gcn, for cora and citeseer of Planetoid, is PyG's GCN over the given edges, to which
+LearnedGraph adds others in learned. The arm sgformer is the model of PyG; fingerprint are randomized trees on counts of the neighborhoods
+of atoms. Scores are accuracy; of minesweeper, tolokers and molhiv the area under the ROC curve; of pattern and cluster the mean of the
+accuracies of classes; of peptides_func that of average precisions; all at the step that is best on the validation part. Of several learning
+rates, the best on the validation parts counts. The same command goes on after a kill, and skips what is in rows.csv. On a GPU scores differ
+between runs: its sums over edges have no fixed order.
 """
 
 import argparse

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.datasets import Planetoid
 from torch_geometric.transforms import AddRandomWalkPE, Compose, NormalizeFeatures, ToSparseTensor
@@ -24,7 +26,7 @@ from examples.common.runs import RunError
 from examples.graphs.generated import KINDS, generate
 from examples.graphs.molecules import FILES, PARTS, Molecules
 
-CITATIONS = ("cora", "citeseer")  # of Planetoid, with one split, which a split is a seed of a model on
+CITATIONS = ("cora", "citeseer")  # of Planetoid, which has one split; the numbers of splits are seeds of the model
 RANKED = ("minesweeper", "tolokers")  # two classes, judged by the area under the ROC curve; the others by accuracy
 ARRAYS = ("node_features", "node_labels", "edges", "train_masks", "val_masks", "test_masks")
 SPLITS = 10
@@ -113,6 +115,23 @@ def add_rows(graph: Data) -> Data:
         return ToSparseTensor(remove_edge_index=False, layout=torch.sparse_csr)(graph)
 
 
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Arrays of an archive of numpy.
+
+    Raises:
+        RunError: The archive is damaged, or lacks an array.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive.files]
+            if missing:
+                words = f"Expected '{path}' to have {', '.join(names)} (got no {missing[0]})."
+                raise RunError(f"{words} Download it again.")
+            return {name: torch.from_numpy(archive[name]) for name in names}
+    except UNREADABLE as error:
+        raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
+
+
 def load_citations(folder: Path, name: str) -> Data:
     """A graph of Planetoid, with features whose sum is 1, and its one split as all splits.
 
@@ -123,7 +142,8 @@ def load_citations(folder: Path, name: str) -> Data:
     if not path.is_file():
         graph: Any = Planetoid(str(folder), name.capitalize())[0]
     else:
-        arrays = {key: torch.from_numpy(value) for key, value in np.load(path, allow_pickle=False).items()}
+        features = ("feature_indptr", "feature_indices", "feature_values", "num_features")
+        arrays = read_arrays(path, (*features, "node_labels", "edges", *PARTS))
         nodes, size = len(arrays["node_labels"]), int(arrays["num_features"])
         rowptr, col, value = (arrays[f"feature_{part}"] for part in ("indptr", "indices", "values"))
         x = (
@@ -145,15 +165,7 @@ def load(folder: Path, name: str) -> Data:
     if not path.is_file():
         way_out = "Download it from https://github.com/yandex-research/heterophilous-graphs."
         raise RunError(f"Expected 'data' to be a folder that holds {path.name} (got {folder}). {way_out}")
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            missing = [part for part in ARRAYS if part not in archive.files]
-            if missing:
-                words = f"Expected '{path}' to have {', '.join(ARRAYS)} (got no {missing[0]})."
-                raise RunError(f"{words} Download it again.")
-            arrays = {part: torch.from_numpy(archive[part]) for part in ARRAYS}
-    except UNREADABLE as error:
-        raise RunError(f"Expected '{path}' to be an archive of numpy (got {error}). Download it again.") from error
+    arrays = read_arrays(path, ARRAYS)
     shapes = [[*arrays[part].shape] for part in ARRAYS]
     nodes, edges = shapes[1], arrays["edges"]  # of labels, [N]
     valid = len(nodes) == 1 and len(shapes[0]) == 2 and shapes[0][:1] == nodes and shapes[3:] == [[SPLITS, *nodes]] * 3

@@ -65,11 +65,11 @@ def find_files(name: str, folder: Path) -> Path:
         RunError: rdkit is missing, or the files are.
     """
     try:
-        import rdkit.RDLogger
+        from rdkit.rdBase import DisableLog
     except ImportError:
         words = "Expected rdkit, which reads molecules, to be installed (got none)."
         raise RunError(f"{words} Run `pip install rdkit`.") from None
-    rdkit.RDLogger.DisableLog("rdApp.*")  # type: ignore[attr-defined]  # of molecules with unusual valences
+    DisableLog("rdApp.*")  # a line for each molecule with an unusual valence
     for place in (folder / name, folder):
         if all((place / file).is_file() for file in FILES[name]):
             return place
@@ -137,7 +137,7 @@ def read_hiv(folder: Path) -> tuple[list[str], list[torch.Tensor], list[int]]:
     groups = defaultdict(list)
     for number, text in enumerate(tqdm(smiles, desc="find scaffolds", unit="molecule")):
         sanitized = MolFromSmiles(text)  # None: rdkit finds no scaffold of a molecule with an unusual valence
-        scaffold = text if sanitized is None else MurckoScaffoldSmiles(mol=sanitized, includeChirality=False)
+        scaffold = MurckoScaffoldSmiles(mol=sanitized, includeChirality=False) if sanitized else text
         groups[scaffold].append(number)
     part, ends = [2] * len(smiles), (0.8 * len(smiles), 0.9 * len(smiles))
     sizes = [0, 0]

@@ -205,17 +205,19 @@ class MoleculeModel(Model):
         return self.out(global_mean_pool(x, data.batch, data.num_graphs))
 
 
-class Categories(nn.EmbeddingBag):
+class Categories(nn.Module):
     """The sum of one embedding for each feature ``[N, features]`` of categories, whose names PyG lists."""
 
     def __init__(self, names: dict[str, list[Any]], channels: int) -> None:
         sizes = torch.tensor([0, *(len(values) for values in names.values())])
-        super().__init__(int(sizes.sum()), channels, mode="sum")
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(int(sizes.sum()), channels, mode="sum")
         self.first: Tensor
         self.register_buffer("first", sizes.cumsum(0)[:-1], persistent=False)
 
-    def forward(self, features: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(features + self.first)
+    def forward(self, features: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(features + self.first)
+        return embedded
 
 
 class WithoutAttention(GPSConv):

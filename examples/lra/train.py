@@ -184,7 +184,7 @@ def read_encoder(plan: Plan, module: TaskModel) -> str:
     """Gives a model the encoder that its run begins with; returns where that comes from, in words, with its checksum.
 
     Raises:
-        ValueError: There is none, or it is of another task, of other examples, or of other settings than the model.
+        ValueError: The folder has no pretrained encoder, or that of another task, of other examples or of other settings.
     """
     folder = plan.place("pretrained")
     assert folder is not None

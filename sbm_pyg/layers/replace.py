@@ -136,10 +136,11 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             conv = layer.attn if isinstance(layer, SparseGPSConv) else layer.conv
             conv.eval_seed, made[module] = len(made), layer  # layers draw other words in evaluation
     names = _put(model, layers, made)
-    of_pyg = [conv for conv in over_edges.values() if not isinstance(conv, TransformerConv)]
-    fused = {conv: TransformerConv.from_pyg(conv) for conv in of_pyg}
+    fused: dict[nn.Module, nn.Module] = {}
+    for conv in over_edges.values():
+        fused[conv] = conv if isinstance(conv, TransformerConv) else TransformerConv.from_pyg(conv)
     # A GPS layer that was replaced has its message passing layer still, under the name that it had.
-    return [*names, *_put(model, over_edges, {conv: fused.get(conv, conv) for conv in over_edges.values()})]
+    return [*names, *_put(model, over_edges, fused)]
 
 
 def restore_attention(model: nn.Module) -> list[str]:

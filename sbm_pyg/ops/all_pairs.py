@@ -91,12 +91,12 @@ class RowAttention(torch.autograd.Function):
                     bias = of_pairs(*numbers)
                 weight = _weights(query, key, bias.detach(), mask, scale, is_causal, (maps, rows, keys))
                 gain = grad[maps, rows] @ value[maps, keys].mT
-                kept = weight
+                applied = weight
                 if dropout:
                     factor = _redrawn_factor(weight, dropout, seed + number)
-                    kept, gain = weight * factor, gain.mul_(factor)
+                    applied, gain = weight * factor, gain.mul_(factor)
                 dscore = gain.sub_(mean_gain[maps, rows]).mul_(weight)
-                dvalue[maps, keys].baddbmm_(kept.mT, grad[maps, rows])
+                dvalue[maps, keys].baddbmm_(applied.mT, grad[maps, rows])
                 dkey[maps, keys].baddbmm_(dscore.mT, query[maps, rows], alpha=scale)
                 dquery[maps, rows] = (dscore @ key[maps, keys]).mul_(scale)
                 dof_query[maps, rows], dof_some = torch.autograd.grad(bias, numbers, dscore)

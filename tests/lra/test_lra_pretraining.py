@@ -155,10 +155,10 @@ def test_a_run_of_pretraining_leaves_a_dense_encoder(pretrained: Path) -> None:
     assert sorted(path.name for path in pretrained.iterdir()) == names
     plan = Plan.read(pretrained / SETTINGS)
     assert (plan.is_pretraining, plan.settings.attention, plan.settings.positions) == (True, "full", "rotary")
-    found = json.loads((pretrained / "results.json").read_text())
+    results = json.loads((pretrained / "results.json").read_text())
     # About 15 % of the tokens of 30 trees, and one of each at least.
-    assert 30 < found["test"]["examples"] < 0.3 * 30 * 24
-    assert 1 / 15 < found["test"]["majority"] < 1
+    assert 30 < results["test"]["examples"] < 0.3 * 30 * 24
+    assert 1 / 15 < results["test"]["majority"] < 1
     weights = state(pretrained)["model"]
     assert not any("source" in name or "classifier" in name for name in weights)
 
