@@ -20,7 +20,7 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 32_360,
+    "lines of sbm_pyg": 32_390,
     "lines of sbm_pyg/ops": 12_580,
     "lines of examples": 15_140,
     "lines of tests": 37_680,

@@ -20,7 +20,7 @@ from torch_geometric.utils import is_sparse, to_edge_index
 from ..graphs.graph import edge_list
 from ..ops import checks
 from .edge_features import attend_over_rows, is_plain, reorder, rows_of
-from .propagation import has_hooks
+from .propagation import channel_pair, check_tokens, has_hooks
 
 __all__ = ["TransformerConv"]
 
@@ -48,6 +48,7 @@ class TransformerConv(_PyG):
         **kwargs: Of :class:`~torch_geometric.nn.conv.MessagePassing`.
 
     Raises:
+        TypeError: In a call, the nodes are of another type than the layer.
         ValueError: In a call, an edge names a node that does not exist, or the number of features is not that of the
             edges.
 
@@ -64,6 +65,33 @@ class TransformerConv(_PyG):
 
     _orig_propagate = MessagePassing.propagate  # what PyG's explainers call
     _returns_weights = False
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        way_out, pair = "See PyG's TransformerConv.", channel_pair(in_channels)
+        in_channels = pair if isinstance(in_channels, tuple | list) else pair[0]
+        heads, out_channels = (
+            checks.integer(name, size, 1, way_out) for name, size in (("heads", heads), ("out_channels", out_channels))
+        )
+        if edge_dim is not None:
+            edge_dim = checks.integer("edge_dim", edge_dim, -1, "-1 infers it from the features.")
+        for name, flag in (("concat", concat), ("beta", beta), ("bias", bias), ("root_weight", root_weight)):
+            checks.flag(name, flag, way_out)
+        checks.number("dropout", dropout, "[0, 1]", "It is the probability that an attention weight is dropped.")
+        sizes = {"in_channels": max(pair), "out_channels": out_channels, "heads": heads, "edge_dim": edge_dim or 0}
+        checks.parameters(sizes, heads * out_channels * (2 * max(sum(pair), 1) + max(sizes["edge_dim"], 0)))
+        super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
 
     @classmethod
     def from_pyg(cls, conv: _PyG) -> Self:
@@ -112,6 +140,11 @@ class TransformerConv(_PyG):
         """
         way_out = "With a bool, the weights are returned too."
         checks.kind("return_attention_weights", return_attention_weights, bool | None, "a bool", way_out)
+        for tokens, lin in zip(
+            x if isinstance(x, tuple | list) else (x, x), (self.lin_key, self.lin_query), strict=False
+        ):
+            if not is_sparse(tokens):
+                check_tokens(tokens, lin)
         self._returns_weights = isinstance(return_attention_weights, bool)
         return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
