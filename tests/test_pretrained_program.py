@@ -163,10 +163,17 @@ def test_embeddings_of_an_encoder_are_compared(
     (tmp_path / "texts.tsv").write_text("\n".join(f"{text[at : at + 100]}\t1" for at in range(0, 2000, 100)))
     (tmp_path / "one.tsv").write_text(text[:100])
     files = ["--train", str(tmp_path / "texts.tsv"), "--test", str(tmp_path / "texts.tsv")]
-    more = ["--density", "0.2", "--steps", "5", "--batches", "3", "--arms", "window", "top-k", "candidates"]
-    main(["embed", str(tmp_path / "encoder"), *files, *more])
+    output = tmp_path / "out"
+    more = ["--density", "0.2", "--steps", "5", "--batches", "3", "--output", str(output)]
+    main(["embed", str(tmp_path / "encoder"), *files, *more, "--arms", "window", "top-k"])
+    before = {path: path.stat().st_mtime_ns for path in output.glob("*.json")}
+    assert {path.name for path in before} == {"window-100-0.2.json", "top-k-100-0.2.json"}
+    assert capsys.readouterr().out.startswith("window-100-0.2: cosine 0.")
+    main(["embed", str(tmp_path / "encoder"), *files, *more, "--arms", "window", "top-k", "candidates"])  # goes on
+    assert {path: path.stat().st_mtime_ns for path in before} == before
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "20 texts of 100 tokens in the mean"
+    assert lines[0].startswith("candidates-100-0.2: cosine 0.")
+    assert "20 texts of 100 tokens in the mean" in lines
     rows = ([float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[-3:])
     density, cosine, shared = zip(*rows, strict=True)
     assert 20 < min(density) < max(density) < 32
@@ -177,7 +184,9 @@ def test_embeddings_of_an_encoder_are_compared(
     assert embedding.compare(vectors, vectors)["cosine"] == pytest.approx(1)
     assert embedding.neighbors(vectors).sum(1).eq(10).all()
     with pytest.raises(SystemExit):
-        main(["embed", str(tmp_path / "encoder"), *files[:2], "--test", str(tmp_path / "one.tsv")])
+        main(["embed", str(tmp_path / "encoder"), *files[:2], "--test", str(tmp_path / "one.tsv"), *more])
+    with pytest.raises(SystemExit):  # other settings than those of the files
+        main(["embed", str(tmp_path / "encoder"), *files, *more, "--seed", "1", "--arms", "window"])
 
 
 def test_a_folder_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

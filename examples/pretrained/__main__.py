@@ -107,14 +107,23 @@ def evaluate(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., It
     return command.read(words), work
 
 
+def started(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of an arm with its results so far, of the same settings."""
+    row = read_record(path) if path.is_file() else {"settings": settings, "results": {}}
+    way_out = "Choose another 'output', or the same settings."
+    require(row["settings"] == settings, f"settings of {path}", settings, way_out)
+    return row
+
+
+def say(title: str, numbers: dict[str, float]) -> None:
+    print(f"{title}: {', '.join(f'{name} {x:.4g}' for name, x in numbers.items())}", flush=True)
+
+
 def evaluate_arm(args: argparse.Namespace, arm: arms.Arm) -> Iterator[Path]:
     """Measures what its file lacks."""
     stem = f"{arm.name}-{arm.length}-{arm.density:g}"
     path, asked = args.output / f"{stem}.json", [task for task in args.tasks if arm.name != "full" or task != "heads"]
-    start: dict[str, Any] = {"settings": arm._asdict(), "results": {}}
-    row = read_record(path) if path.is_file() else start
-    way_out = "Choose another 'output', or the same settings."
-    require(row["settings"] == start["settings"], f"settings of {path}", arm._asdict(), way_out)
+    row = started(path, arm._asdict())
     missing = [task for task in asked if task not in row["results"]]
     if not missing:
         return
@@ -127,8 +136,7 @@ def evaluate_arm(args: argparse.Namespace, arm: arms.Arm) -> Iterator[Path]:
         count = args.questions if task in tasks.QUESTIONS else args.texts
         row["results"][task] = tasks.measure(task, model, tokenizer, test, arm.length, count)
         write_record(path, row)
-        numbers = ", ".join(f"{name} {x:.4g}" for name, x in row["results"][task].items())
-        print(f"{stem}: {task}: {numbers}", flush=True)
+        say(f"{stem}: {task}", row["results"][task])
     yield path
 
 
@@ -175,26 +183,36 @@ def embed(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., Itera
     command.option("density", 0.05, "of the pairs", above=0, below=1)
     command.option("length", 512, "tokens of a text at most", least=2)
     command.option("texts", 500, "that are embedded at most", least=2)
+    command.option("output", Path("runs/embeddings"), "of a file for each arm")
     add_arm(command, window=2, sinks=1, batches=40)
 
     def work(args: argparse.Namespace) -> Iterator[Path]:
-        lines = []
+        args.output.mkdir(parents=True, exist_ok=True)
         model, tokenizer = arms.load(args.folder, "AutoModel")
         parts = ((args.train, args.batches), (args.test, args.texts))
         lengthy = ([line.partition("\t")[0] for line in read_lines(path)][:count] for path, count in parts)
         train, test = (embedding.tokens_of(tokenizer, texts, args.length) for texts in lengthy)
         require(len(test) > 1, "'test' with texts, one a line", f"{len(test)}", "Give a file of two lines or more.")
-        dense, size = embedding.embed(model, test), round(sum(text.size(1) for text in test) / len(test))
-        for name in args.arms:
-            model = arms.load(args.folder, "AutoModel")[0]
-            arm = arms.Arm(name, args.density, size, args.window, args.sinks, args.steps, args.seed)
-            arm.apply(model, train)
-            row = embedding.compare(dense, embedding.embed(model, test))
-            percent = 100 * embedding.density(model, test), 100 * row["neighbors"]
-            lines.append([name, f"{percent[0]:.1f}", f"{row['cosine']:.4f}", f"{percent[1]:.1f}"])
+        size, dense, lines = round(sum(text.size(1) for text in test) / len(test)), None, []
+        with hold(args.output):
+            for name in args.arms:
+                arm = arms.Arm(name, args.density, size, args.window, args.sinks, args.steps, args.seed)
+                path = args.output / f"{name}-{size}-{args.density:g}.json"
+                row = started(path, arm._asdict() | {"texts": len(test), "most_tokens": args.length})
+                if not row["results"]:
+                    if dense is None:
+                        dense = embedding.embed(model, test, "dense")
+                    sparse = arms.load(args.folder, "AutoModel")[0]
+                    arm.apply(sparse, train)
+                    row["results"] = embedding.compare(dense, embedding.embed(sparse, test, name))
+                    row["results"]["density"] = embedding.density(sparse, test)
+                    write_record(path, row)
+                    say(path.stem, row["results"])
+                    yield path
+                cosine, shared, part = (row["results"][key] for key in ("cosine", "neighbors", "density"))
+                lines.append([name, f"{100 * part:.1f}", f"{cosine:.4f}", f"{100 * shared:.1f}"])
         print(f"{len(test)} texts of {size} tokens in the mean\n")
         print(markdown(["arm", "density, %", "cosine", "neighbors, %"], lines))
-        yield from ()
 
     return command.read(words), work
 

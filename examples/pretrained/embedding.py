@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sbm_pyg.analysis import compare_heads
+from sbm_pyg.progress import tqdm
 
 NEIGHBORS = 10
 
@@ -24,9 +25,10 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], length: int) -> list[Tensor]
 
 
 @torch.no_grad()
-def embed(model: Any, tokens: Sequence[Tensor]) -> Tensor:
-    """The means of the last layer over the tokens of each text, as unit vectors ``[N, C]``."""
-    means = [model(input_ids=text).last_hidden_state.mean(1) for text in tokens]
+def embed(model: Any, tokens: Sequence[Tensor], name: str) -> Tensor:
+    """The means of the last layer over the tokens of each text, as unit vectors ``[N, C]``, with a bar of this name."""
+    bar = tqdm(tokens, desc=f"{name}, embed", unit="text")
+    means = [model(input_ids=text).last_hidden_state.mean(1) for text in bar]
     return torch.nn.functional.normalize(torch.cat(means), dim=1)
 
 
