@@ -1,6 +1,6 @@
 """Sparse, data-adaptive attention as message passing on PyTorch Geometric."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

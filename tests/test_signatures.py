@@ -1,6 +1,6 @@
 """The public interface as text: a change of a name, an argument or a default shows as a change of a file.
 
-python -m tests.test_signatures     writes the file anew; then tell users of the change in docs/changelog.md
+python -m tests.test_signatures     writes the file anew; users of a release read of the change in docs/changelog.md
 """
 
 from __future__ import annotations
