@@ -12,10 +12,12 @@ import torch_geometric.typing
 from problems import GRAPHS, dense_mask, random_graph
 from torch import Tensor
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import GATConv
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+from torch_geometric.nn import GATConv, Sequential, TransformerConv
 from torch_geometric.typing import SparseTensor
 
-from sbm_pyg import AttentionConv, AttentionGraph, SBMAttentionConv, ops
+from sbm_pyg import AttentionConv, AttentionGraph, SBMAttentionConv, ops, replace_attention, restore_attention
 
 needs_torch_sparse = pytest.mark.skipif(
     not torch_geometric.typing.WITH_TORCH_SPARSE, reason="torch-sparse is not installed"
@@ -174,3 +176,22 @@ def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SPARSE", False)
     with pytest.raises(ImportError, match=re.escape("Expected 'torch-sparse' to be installed")):
         shared_graph("square").to_sparse_tensor()
+
+
+@needs_torch_sparse
+@pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without a 'pyg-lib':UserWarning")
+def test_neighbors_that_a_loader_samples_have_their_features() -> None:
+    torch.manual_seed(0)
+    data = Data(torch.randn(60, 5), torch.randint(0, 60, (2, 400)), torch.randn(400, 3))
+    call = "x, edge_index, edge_attr"
+    layers = [(TransformerConv(5 if not n else 8, 4, heads=2, edge_dim=3), f"{call} -> x") for n in range(2)]
+    model = Sequential(call, layers)
+    loader = NeighborLoader(data, num_neighbors=[4, 3], batch_size=10)
+    batches = [(batch.x, batch.edge_index, batch.edge_attr) for batch in loader]
+    assert len(batches) == 6
+    assert all(x.size(0) < 60 and edges.size(1) < 400 for x, edges, _ in batches)
+    expected = [model(*batch) for batch in batches]
+    assert len(replace_attention(model)) == 2
+    torch.testing.assert_close([model(*batch) for batch in batches], expected)
+    restore_attention(model)
+    assert type(model[0]) is TransformerConv
