@@ -92,7 +92,7 @@ def test_help_of_a_recipe_does_not_wait_for_torch(name: str) -> None:
         "benchmarks.gpu",
         "benchmarks.__main__ kernels",
     ]
-    + [f"{name}.__main__" for name in ("arena", "dcmm", "graphs", "lra", "recall", "sparsefinder")]
+    + [f"{name}.__main__" for name in ("arena", "dcmm", "findings", "graphs", "lra", "recall", "sparsefinder")]
     + [f"glue.__main__ {stage}" for stage in ("pretrain", "finetune", "evaluate", "padding", "table")],
 )
 def test_programs_have_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:

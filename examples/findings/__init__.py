@@ -1,0 +1,1 @@
+"""The pictures of docs/learning.md: ``python -m examples.findings``."""
