@@ -1,5 +1,6 @@
 """Pictures of the programs, drawn anew from the rows of docs/: they say what they show, in words."""
 
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from examples.common.tables import read
 from examples.dcmm import report as dcmm
+from examples.findings.__main__ import PICTURES
 from examples.recall import report as recall
 from examples.sparsefinder import report as sparsefinder
 
@@ -65,3 +67,24 @@ def test_tests_of_digits_are_drawn_over_ten_points_or_more(drawn: dict[str, Any]
     dcmm.draw(read(LEARNING / "dcmm" / "digits" / "rows.csv"), tmp_path)
     low, high = drawn["digits.png"].axes[1].get_ylim()
     assert high - low > 10
+
+
+def test_findings_are_ten_short_ones_with_a_picture() -> None:
+    page = (LEARNING.parent / "learning.md").read_text()
+    findings = [part.partition("\n## ")[0] for part in page.split("\n### ")[1:]]
+    shown = [re.findall(r"\(learning/findings/finding-(\w+)\.png\)", finding) for finding in findings]
+    assert shown == [[name] for name in PICTURES]
+    assert len(findings) == 10
+    assert all(finding.rstrip().count("\n") < 15 for finding in findings)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_picture_of_a_finding_is_small_and_in_words(name: str) -> None:
+    figure = PICTURES[name]()
+    texts = [label.get_text() for axes in figure.axes for label in (*axes.texts, *axes.get_yticklabels())]
+    texts += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert all(axes.get_xlabel() for axes in figure.axes)
+    assert not [text for text in texts if {*text} & {"=", "_"}]
+    if name == "code":
+        assert {"0.02", "0.04", "0.14", "0.45", "0.50"} < {*texts}
+    assert 5_000 < (LEARNING / "findings" / f"finding-{name}.png").stat().st_size < 60_000
