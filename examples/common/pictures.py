@@ -64,7 +64,7 @@ def plot_extent(axes: Any, points: Iterable[tuple[float, Sequence[float]]], **lo
     """A line through the means of the values at each place; a bar goes from the least of them to the largest."""
     places, values = zip(*points, strict=True)
     means = [fmean(samples) for samples in values]
-    around = [[mean - min(samples), max(samples) - mean] for mean, samples in zip(means, values, strict=True)]
+    around = [[max(0, mean - min(x)), max(0, max(x) - mean)] for mean, x in zip(means, values, strict=True)]  # rounding
     axes.errorbar(places, means, yerr=[*zip(*around, strict=True)], capsize=3, **look)
 
 
