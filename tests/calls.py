@@ -88,7 +88,7 @@ EXEMPT: dict[str, str] = {  # public names that are not called, and why
     **dict.fromkeys(("LearnedSource.predict", "LearnedSource.choose_among", "SBMSource.choose", "SBMSource.predict", "indexer.IndexerSource.predict",
                      "DensitySource.choose", "selectors.TopKSource.choose"),
                     "called by LearnedSource.forward, by LearnedGraph and by losses"),
-    **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
+    **dict.fromkeys(("Sparsifier.is_sparse", "Sparsifier.set_density", "plots.plot_heads", "plots.plot_losses"), "see test_sparsifier.py and test_plots.py"),
     **dict.fromkeys(("LearnedGraph", *(f"LearnedGraph.{name}" for name in ("extra_repr", "forward", "reset_parameters"))), "a source for layers of PyG, see test_learned_graph.py"),
     "AttentionGraph.to_sparse_tensor": "it needs torch-sparse, see test_torch_sparse.py",
     "register_source": "it changes what later calls know, see test_named.py",

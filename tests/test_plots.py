@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from problems import GRAPHS, random_graph, refuses
 
-from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SequenceEncoder, analysis, sample_edges
+from sbm_pyg import SBM, AttentionGraph, EncoderTrace, SBMAttentionConv, SequenceEncoder, analysis, sample_edges
 from sbm_pyg.analysis import plots
 from sbm_pyg.sources import patterns
 from sbm_pyg.training.sparsifier import Loss
@@ -45,6 +45,16 @@ def losses() -> list[Loss]:
     return [Loss(step, 1.0, 2.0 - step / 100, step >= 30) for step in range(10, 60, 10)]
 
 
+def heads() -> analysis.HeadTable:
+    """Two layers, of which the second has fewer heads."""
+    torch.manual_seed(0)
+    layers = [SBMAttentionConv(16, 16 // count, count, num_clusters=4, target_density=0.25) for count in (4, 2)]
+    model = torch.nn.Sequential(*layers)
+    with torch.no_grad(), analysis.compare_heads(model) as table:
+        model(torch.randn(40, 16))
+    return table
+
+
 def figures(trace: EncoderTrace) -> dict[str, Figure]:
     sbm = model()
     graph = sample_edges(sbm, seed=0)
@@ -54,6 +64,7 @@ def figures(trace: EncoderTrace) -> dict[str, Figure]:
         "density": plots.plot_density(trace),
         "densities of tasks": plots.plot_density({"ListOps": trace.density, "Text": trace.density[:1, :1]}),
         "blocks": plots.plot_communities(graph, sbm), "losses": plots.plot_losses(losses()),
+        "heads": plots.plot_heads(heads()), "heads by density": plots.plot_heads(heads(), "density"),
     }  # fmt: skip
 
 
@@ -268,3 +279,20 @@ def test_errors(monkeypatch: pytest.MonkeyPatch, trace: EncoderTrace) -> None:
         match=r"Expected 'matplotlib' to be installed \(it is not\). Run `pip install -e ...analysis..` in the root of a",
     ):
         plots.plot_mask(patterns.full(3))
+
+
+def test_heads_are_the_cells_of_a_picture() -> None:
+    table = heads()
+    figure = plots.plot_heads(table)
+    picture: Any = figure.axes[0].images[0].get_array()
+    assert picture.shape == (2, 4)
+    for head in table.heads:
+        assert picture[int(head.layer), head.head] == pytest.approx(100 * head.kept)
+    assert picture.mask.tolist() == [[False] * 4, [False, False, True, True]]
+    density: Any = plots.plot_heads(table, "density").axes[0].images[0].get_array()
+    np.testing.assert_allclose(density.compressed(), [100 * head.density for head in table.heads])
+    owner = Figure()
+    assert plots.plot_heads(table, "error", ax=owner.subplots()) is owner
+    refuses(lambda: plots.plot_heads(table, "weight"), "Expected 'number' to be")
+    refuses(lambda: plots.plot_heads(table.heads), "Expected 'table' to be a HeadTable", TypeError)  # type: ignore[arg-type]
+    refuses(lambda: plots.plot_heads(analysis.HeadTable()), "Expected 'table' to have heads")

@@ -49,6 +49,8 @@ def test_arms_are_evaluated_once_and_shown(folder: Path, tmp_path: Path, capsys:
     evaluate(folder, tmp_path, *sizes)
     rows = {path.stem: json.loads(path.read_text())["results"] for path in tmp_path.glob("*.json")}
     assert {*rows} == {"full-128-1", *(f"{arm}-128-0.1" for arm in arms.ARMS[1:])}
+    pictures = {path.stem for path in (tmp_path / "heads").iterdir()}
+    assert pictures == {*rows} - {"full-128-1"}
     kept = {name.split("-128")[0]: row["heads"]["kept"] for name, row in rows.items() if "heads" in row}
     assert kept["top-k"] > kept["candidates"] > kept["frozen-candidates"]
     assert kept["block-model"] > kept["frozen-block-model"]

@@ -20,13 +20,13 @@ import sbm_pyg
 PACKAGE = Path(sbm_pyg.__file__).parent
 ROOT = PACKAGE.parent
 MARKS = {
-    "lines of sbm_pyg": 32_390,
+    "lines of sbm_pyg": 32_440,
     "lines of sbm_pyg/ops": 12_580,
     "lines of examples": 15_530,
-    "lines of tests": 37_740,
+    "lines of tests": 37_770,
     "rooms of sbm_pyg": 11,
     "arrows between rooms": 32,
-    "public names": 319,
+    "public names": 320,
     "options of SBMAttentionConv": 14,
     "refusing lines of sbm_pyg, %": 5.5,
     "vague local names of sbm_pyg, %": 0.1,

@@ -134,7 +134,8 @@ def evaluate_arm(args: argparse.Namespace, arm: arms.Arm) -> Iterator[Path]:
     row["calibration"] = row.get("calibration", 0) + seconds
     for task in missing:
         count = args.questions if task in tasks.QUESTIONS else args.texts
-        row["results"][task] = tasks.measure(task, model, tokenizer, test, arm.length, count)
+        picture = args.output / "heads" / f"{stem}.png"
+        row["results"][task] = tasks.measure(task, model, tokenizer, test, arm.length, count, picture)
         write_record(path, row)
         say(f"{stem}: {task}", row["results"][task])
     yield path

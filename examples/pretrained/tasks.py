@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from examples.common.command import require
 from examples.common.corpus import read_files, stdlib_files
-from sbm_pyg.analysis import compare_heads
+from sbm_pyg.analysis import compare_heads, plots
 
 ADJECTIVES = [
     "brave", "calm", "eager", "fancy", "gentle", "happy", "jolly", "kind", "lively",
@@ -138,11 +139,13 @@ def answer(model: Any, tokenizer: Any, question: Question) -> float:
 
 
 @torch.no_grad()
-def measure(task: str, model: Any, tokenizer: Any, text: str, length: int, count: int) -> dict[str, float]:
+def measure(
+    task: str, model: Any, tokenizer: Any, text: str, length: int, count: int, picture: Path
+) -> dict[str, float]:
     """The numbers of a task, from ``count`` texts or questions of some tokens.
 
     The loss of the next token in texts, or the accuracy of answers, and seconds of each; the density of graphs, and the
-    part of the attention that they keep; or seconds of a text that fills the cache, and of a token after it.
+    part of the attention that they keep, with a picture of all heads; or seconds of a text that fills the cache, and of a token after it.
     """
     start = time.perf_counter()
     if task in QUESTIONS:
@@ -153,6 +156,8 @@ def measure(task: str, model: Any, tokenizer: Any, text: str, length: int, count
     if task == "heads":
         with compare_heads(model) as table:
             model(input_ids=texts[0], use_cache=False, logits_to_keep=1)
+        picture.parent.mkdir(exist_ok=True)
+        plots.plot_heads(table).savefig(picture, dpi=100)
         return {name: fmean(getattr(head, name) for head in table.heads) for name in ("density", "kept")}
     start = time.perf_counter()
     if task == "speed":

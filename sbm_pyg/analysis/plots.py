@@ -25,6 +25,7 @@ from ..ops import checks
 from ..ops.values import require_values
 from ..sources.sbm import SBM, check_model
 from ..training.sparsifier import Loss
+from .heads import HeadTable
 from .statistics import communities_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "plot_communities", "plot_density", "plot_losses", "plot_mask",
+    "plot_communities", "plot_density", "plot_heads", "plot_losses", "plot_mask",
 ]  # fmt: skip
 
 COLORS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#3d3d3d")
@@ -40,6 +41,13 @@ MASK, HEAT = "magma_r", "viridis"
 PIXELS = 400  # cells along an axis; more tokens are averaged, so that single edges stay visible
 
 DENSITY = "density of masks (% of query-key pairs)"
+OF_HEADS = {
+    "kept": "dense attention that lies on edges (%)",
+    "possible": "dense attention on the best edges, as many (%)",
+    "density": "density of graphs (% of query-key pairs)",
+    "error": "error of the output, over its norm",
+}
+"""Numbers of a head, and what they are."""
 
 
 def plot_mask(
@@ -195,6 +203,43 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
         "panel would have even tones, those of the block matrix on the right, whose colors span its weights."
     )
     return _caption(figure, words)
+
+
+def plot_heads(table: HeadTable, number: str = "kept", *, ax: Axes | None = None) -> Figure:
+    """A number of each head of a model: a row for each layer, a column for each head.
+
+    Args:
+        table: What :func:`~sbm_pyg.analysis.compare_heads` has measured.
+        number: ``"kept"``, ``"possible"``, ``"density"`` or ``"error"`` of a :class:`~sbm_pyg.analysis.Head`.
+        ax: Axes to draw on.
+
+    Raises:
+        TypeError, ValueError: ``table`` is no table or empty, or ``number`` is unknown.
+
+    Example:
+        >>> from sbm_pyg import SBMAttentionConv, analysis
+        >>> conv = SBMAttentionConv(16, 8, heads=2, num_clusters=4, target_density=0.25)
+        >>> with analysis.compare_heads(conv) as table:
+        ...     out = conv(torch.randn(40, 16), seed=0)
+        >>> print(plot_heads(table).get_label()[:48])
+        Dense attention that lies on edges (%), in 1 lay
+    """
+    checks.kind("table", table, HeadTable, "a HeadTable", "`analysis.compare_heads` makes one.")
+    checks.one_of("number", number, tuple(OF_HEADS))
+    heads = table.heads
+    checks.require(heads, "table", "to have heads", "none", "Call the model inside `compare_heads`.")
+    layers = {name: row for row, name in enumerate(dict.fromkeys(head.layer for head in heads))}
+    picture = np.full((len(layers), 1 + max(head.head for head in heads)), np.nan)
+    for head in heads:
+        picture[layers[head.layer], head.head] = getattr(head, number) * (1 if number == "error" else 100)
+    width, height = (1.5 + 0.35 * max(6, size) for size in picture.shape[::-1])
+    figure, axes = _axes(ax, 1.3 + width, height)
+    image = _picture(axes, picture, picture.shape, cmap=HEAT, vmin=0, vmax=None if number == "error" else 100)
+    axes.set(xlabel="head", ylabel="layer", aspect="auto")
+    figure.colorbar(image, ax=axes, label=OF_HEADS[number])
+    first, last = (list(layers)[end] or "the model" for end in (0, -1))
+    words = f"{OF_HEADS[number].capitalize()}, in {len(layers)} layers from {first} to {last}. White: no such head."
+    return _caption(figure, words, ax is None)
 
 
 def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
