@@ -240,6 +240,11 @@ def _token_rows(tensor: Tensor | None, like: Tensor) -> np.ndarray:
     return to_array(None, like)[:, None] if tensor is None else to_padded_array(tensor, like)
 
 
+def _numbers(tensor: Tensor | None, like: Tensor) -> np.ndarray:
+    """All numbers of a tensor, and none for None: arrays of one dimension, for which a kernel is compiled once."""
+    return to_array(tensor, like).ravel()
+
+
 def _tasks(offsets: np.ndarray, steps_per_edge: int, *arguments: Any) -> list[tuple[Any, ...]]:
     return [(*piece, *arguments) for piece in split(offsets, task_count(steps_per_edge * int(offsets[-1]), 3))]
 
@@ -257,7 +262,7 @@ def graph_attention(
     weight = out.new_empty(len(tokens), heads)
     tasks = _tasks(
         offsets, heads * (width + value_width + 2 * depth), heads, int(np.diff(offsets).max(initial=0)), q, k, v,
-        e, f, to_array(bias, query), to_array(keep, query), offsets, tokens, q.dtype.type(scale),
+        e, f, _numbers(bias, query), _numbers(keep, query), offsets, tokens, q.dtype.type(scale),
         *(x.view(-1).numpy() for x in (out, mean, weight)),
     )  # fmt: skip
     run(_compile_attention(width, value_width, depth), tasks)
@@ -275,13 +280,13 @@ def graph_attention_backward(
     f = _token_rows(None if feature is None else feature[:, None], query)
     width, value_width, depth = q.shape[1], v.shape[1], 0 if feature is None else f.shape[1]
     offsets, tokens = (x.contiguous().numpy() for x in (rowptr, col))
-    like, factors, weights = torch.from_numpy(q), to_array(keep, query), to_array(weight, query)
+    like, factors, weights = torch.from_numpy(q), _numbers(keep, query), _numbers(weight, query)
     dquery, dedge_query = (like.new_empty(len(query), heads, size) for size in (width, depth))
     dkey, dvalue = (like.new_empty(num_keys, heads, size) for size in (width, value_width))
     dfeature, dlogit = like.new_empty(len(tokens) if need_feature else 0, 1, depth), like.new_empty(len(tokens), heads)
     tasks = _tasks(
         offsets, heads * (2 * width + value_width + 3 * depth), heads, int(np.diff(offsets).max(initial=0)),
-        g, gm, to_array(grad_weight, query), q, k, v, e, f, factors, offsets, tokens, weights, q.dtype.type(scale),
+        g, gm, _numbers(grad_weight, query), q, k, v, e, f, factors, offsets, tokens, weights, q.dtype.type(scale),
         *(x.view(-1).numpy() for x in (dquery, dedge_query, dfeature, dlogit)),
     )  # fmt: skip
     run(_compile_backward_of_queries(width, value_width, depth), tasks)
