@@ -383,7 +383,8 @@ class CompressedRows:
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
         pieces = (pair for row in per_head for pair in zip(row, starts, strict=False))
-        col = torch.cat([graph.col.long() + offset for graph, offset in pieces])
+        dtype = index_type(starts[-1])  # as of other graphs, so that the same kernels are compiled
+        col = torch.cat([graph.col.to(dtype) + offset for graph, offset in pieces])
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
         return cls._trusted(
