@@ -85,17 +85,10 @@ def gradients(out: Tensor, leaves: list[Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    (
-        "name",
-        "gate_form",
-        "gated",
-        "biased",
-        "dropout",
-        "channels",
-    ),  # all options for two graphs, all graphs for two options
-    [
+    ("name", "gate_form", "gated", "biased", "dropout", "channels"),
+    [  # all options for two graphs, all graphs for two options; each pair of widths is compiled
         (name, *option, channels)
-        for name, option, channels in product(GRAPHS, OPTIONS, [(1, 3), (32, 32), (16, 48)])
+        for name, option, channels in product(GRAPHS, OPTIONS, [(1, 3), (20, 48)])
         if name in ("bipartite", "rows of 0, 1, 63, 1000") or option in (OPTIONS[0], OPTIONS[-1])
     ],
 )
@@ -154,7 +147,7 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
     peers: list[list[float]] = []
     largest: list[list[float]] = []
     for seed in range(4):
-        double = tensors(graph, 32, 32, True, True, seed=seed)
+        double = tensors(graph, 16, 16, True, True, seed=seed)
         exact_out = reference_attention(*double[:3], graph, *double[3:], 0.3, gate_form)
         exact = [x.detach() for x in (exact_out, *gradients(exact_out, double))]
         single = [leaf.detach().float().requires_grad_() for leaf in double]
@@ -171,7 +164,7 @@ def test_attention_is_as_accurate_as_torch_in_float32(name: str, gate_form: str)
         assert mine <= 2 * peer + 2 * unit * size
 
 
-@pytest.mark.parametrize("width", [5, 32, 100])
+@pytest.mark.parametrize("width", [5, 100])
 @pytest.mark.parametrize(("gated", "biased"), [(False, False), (True, True)])
 def test_the_backward_pass_weighs_as_the_forward_pass(width: int, gated: bool, biased: bool) -> None:
     """The only edge of a query weighs exactly 1. Scores that are rounded in two ways would give it another weight back,
@@ -211,10 +204,10 @@ def test_attention_takes_any_strides_and_index_type() -> None:
     ]
     assert not strided[0].is_contiguous()
     assert torch.equal(attend(strided, graph, "score", 0.0)[0], expected)
-    assert graph.col.dtype == torch.int64
+    assert graph.col.dtype == torch.int32
     query, key, value = leaves[:3]
-    narrow, _ = ops.edge_attention(query, key, value, ops.Rows(graph.rowptr, graph.col.int()), scale=0.3)
-    assert torch.equal(narrow, expected)
+    wide, _ = ops.edge_attention(query, key, value, ops.Rows(graph.rowptr, graph.col.long()), scale=0.3)
+    assert torch.equal(wide, expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -296,7 +289,7 @@ def test_edges_are_dropped_independently() -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("channels", [1, 3, 16, 32, 128, 130])
+@pytest.mark.parametrize("channels", [3, 48, 128])
 def test_dot_equals_the_reference(name: str, channels: int) -> None:
     graph = GRAPHS[name]
     query, key = tensors(graph, channels, 1, False, False)[:2]
@@ -975,7 +968,7 @@ def test_invalid_row_finds_the_first_of_many_faults(dtype: torch.dtype, threads:
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     graph = random_graph(3, 200, 300, 0.3)
-    leaves = tensors(graph, 32, 32, True, False, torch.float32)
+    leaves = tensors(graph, 16, 16, True, False, torch.float32)
     results = []
     for threads in (1, 2):
         with on_threads(threads):
@@ -1019,15 +1012,16 @@ def test_gradients_of_keys_are_the_same_bits_where_edges_are_few(edges_per_key: 
 
 @given(
     heads=st.integers(1, 3), queries=st.integers(1, 12), keys=st.integers(1, 40),
-    density=st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]), channels=st.integers(1, 33), options=st.sampled_from(OPTIONS),
+    density=st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.0]),
+    widths=st.one_of(st.tuples(*[st.integers(1, 16)] * 2), st.tuples(st.integers(17, 32), st.integers(33, 48))), options=st.sampled_from(OPTIONS),
     seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_attention_on_random_cases(
-    heads: int, queries: int, keys: int, density: float, channels: int, options: tuple, seed: int
+    heads: int, queries: int, keys: int, density: float, widths: tuple[int, int], options: tuple, seed: int
 ) -> None:
     graph = random_graph(heads, queries, keys, density, seed)
     gate_form, gated, biased, dropout = options
-    leaves = tensors(graph, channels, channels, gated, biased, seed=seed)
+    leaves = tensors(graph, *widths, gated, biased, seed=seed)
     out, lse = attend(leaves, graph, gate_form, dropout)
     arguments = (*leaves[:3], graph.rowptr, graph.col, *leaves[3:])
     with torch.no_grad():
@@ -1340,8 +1334,10 @@ def leaf(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("small", "channels"), [(1, 1), (2, 8), (3, 40)])
+@pytest.mark.parametrize(
+    ("small", "channels", "dtype"),
+    [(1, 1, torch.float64), (2, 8, torch.float32), (2, 8, torch.bfloat16), (3, 40, torch.float64)],
+)
 @pytest.mark.parametrize("name", SCORED)
 def test_the_scores_of_edges_are_those_of_all_pairs(name: str, small: int, channels: int, dtype: torch.dtype) -> None:
     graph = GRAPHS[name]
@@ -1383,8 +1379,10 @@ def _cross_entropy_of_all_pairs(
     return -(weight * log_q).sum(1).view(query.shape[:2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("biased", "channels"), [(False, 1), (True, 8), (True, 40)])
+@pytest.mark.parametrize(
+    ("biased", "channels", "dtype"),
+    [(False, 1, torch.float64), (True, 8, torch.float32), (True, 8, torch.bfloat16), (True, 40, torch.float64)],
+)
 @pytest.mark.parametrize("name", SCORED)
 def test_the_cross_entropy_of_edges_is_that_of_its_definition(
     name: str, biased: bool, channels: int, dtype: torch.dtype
