@@ -188,11 +188,12 @@ def small_sbms() -> dict[str, SBM]:
     }
 
 
-LAW_CASES = [
-    pytest.param(name, marks=[] if name in ("2 x 4", "3 x 3, off-diagonal") else pytest.mark.slow)
-    for name in small_sbms()
-]
-"""Names of these models. One square and one that is not are enough for the inner loop."""
+LAW_CASES = pytest.mark.parametrize(
+    ("name", "exploration"),
+    [("2 x 4", 0.0), ("3 x 3, off-diagonal", 0.05), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("3 x 3, diagonal", 0.05), ("3 x 3, degrees", 0.0), ("4 x 2", 0.05)))],
+)  # fmt: skip
+"""Each of these models, with exploration or without. One square and one that is not are enough for the inner loop."""
 
 
 def copies(sbm: SBM, count: int) -> SBM:

@@ -70,8 +70,7 @@ def uneven(heads: int, lengths: tuple[int, ...], key_lengths: tuple[int, ...], b
 # ------------------------------------------------------------------ laws
 
 
-@pytest.mark.parametrize("name", LAW_CASES)
-@pytest.mark.parametrize("exploration", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
+@LAW_CASES
 def test_the_joint_law_over_all_graphs(name: str, exploration: float, way: str) -> None:
     """Chi-square over the 64 (or fewer) graphs that are allowed; a later pair must never be an edge."""
     sbm, count = small_sbms()[name], 60_000

@@ -71,8 +71,9 @@ class FreeSource(GraphSource):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("eta", "exploration"), [(0.3, 0.0), (1.0, 0.0), (0.3, 0.05), (0.0, 0.2)])
-@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("eta", "exploration", "forced"), [(0.3, 0.0, False), (1.0, 0.0, True), (0.3, 0.05, True), (0.0, 0.2, False)]
+)
 def test_local_expectation_is_unbiased_for_a_free_matrix(eta: float, exploration: float, forced: bool) -> None:
     """Two heads, one query and two keys each: 16 graphs, and as many sets of probes."""
     query, key, value, weight = draw(1, 2, 1, 3), draw(2, 2, 2, 3), draw(3, 2, 2, 2), draw(4, 2, 1, 2)

@@ -68,8 +68,7 @@ def chi_square(numbers: Tensor, law: Tensor) -> float:
 # ------------------------------------------------------------------ joint laws
 
 
-@pytest.mark.parametrize("name", LAW_CASES)
-@pytest.mark.parametrize("exploration", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
+@LAW_CASES
 def test_bernoulli_has_the_joint_law(name: str, exploration: float, way: str) -> None:
     """Chi-square over all 512 (or 256) graphs, a million draws."""
     sbm = small_sbms()[name]
