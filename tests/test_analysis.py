@@ -95,9 +95,9 @@ def random_digraphs(count: int, seed: int) -> Iterable[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_held_karp_agrees_on_3000_digraphs_and_none_is_unknown() -> None:
+def test_held_karp_agrees_on_1000_digraphs_and_none_is_unknown() -> None:
     methods: Counter[tuple[str, str]] = Counter()
-    for arcs in random_digraphs(3000, seed=1):
+    for arcs in random_digraphs(1000, seed=1):
         graph = digraph(arcs)
         answer = hamiltonian_path(graph)
         assert answer.status == ("FOUND" if held_karp(arcs) else "ABSENT")

@@ -434,8 +434,16 @@ def run(world: int, folder: Path, *checks: Callable[[int, int], None]) -> None:
 
 
 @pytest.mark.slow
-def test_heads_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    run(2, tmp_path, *(partial(check_heads, name=name) for name in LAYERS), check_bytes, check_heads_in_16_bits)
+def test_two_processes_compute_and_train_what_one_does(tmp_path: Path) -> None:
+    """In processes that are started once: heads, steps within wrappers of torch, and gradients in each phase."""
+    wrapped = [
+        partial(check, wrapper=wrapper)
+        for check in (check_data_parallel, check_heads_in_wrappers)
+        for wrapper in ("DDP", "FSDP2")
+    ]
+    heads = [partial(check_heads, name=name) for name in LAYERS]
+    phases = [partial(check_phases, name=name) for name in TRAINED]
+    run(2, tmp_path, *heads, check_bytes, check_heads_in_16_bits, *wrapped, check_errors, *phases)
 
 
 @pytest.mark.slow
@@ -443,21 +451,6 @@ def test_heads_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 def test_heads_of_four_processes_are_those_of_one(tmp_path: Path) -> None:
     """One head each, and a process without tokens."""
     run(4, tmp_path, *(partial(check_heads, name=name) for name in OF_FOUR), check_bytes)
-
-
-@pytest.mark.slow
-def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    checks = [
-        partial(check, wrapper=wrapper)
-        for check in (check_data_parallel, check_heads_in_wrappers)
-        for wrapper in ("DDP", "FSDP2")
-    ]
-    run(2, tmp_path, *checks, check_errors)
-
-
-@pytest.mark.slow
-def test_each_parameter_has_a_gradient_in_each_phase(tmp_path: Path) -> None:
-    run(2, tmp_path, *(partial(check_phases, name=name) for name in TRAINED))
 
 
 def test_a_process_group_is_needed() -> None:

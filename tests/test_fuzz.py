@@ -47,9 +47,8 @@ def check(calls: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_some_calls(tmp_path: Path) -> None:
-    """Each public name at least once: a round begins with all of them."""
-    assert len(TABLE) < 400
-    check(400, tmp_path)
+    """Each public name once: a round begins with all of them."""
+    check(len(TABLE), tmp_path)
 
 
 @pytest.mark.long
@@ -135,12 +134,12 @@ def test_a_call_is_a_function_of_its_number() -> None:
 
 @pytest.mark.slow
 def test_some_damaged_files(tmp_path: Path) -> None:
-    verdicts, report = fuzz(450, tmp_path, driver=DRIVER_OF_FILES)
-    assert len(verdicts) == 450
+    verdicts, report = fuzz(225, tmp_path, driver=DRIVER_OF_FILES)
+    assert len(verdicts) == 225
     assert not fuzz_files.faults(verdicts), report
     for name in fuzz_files.READERS:
         of_reader = [call["verdict"] for call in verdicts if call["reader"] == name]
-        assert 0 < of_reader.count("refused") <= 30
+        assert 0 < of_reader.count("refused") <= 15
 
 
 @pytest.mark.long

@@ -656,7 +656,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.slow
-@each_model
+@pytest.mark.parametrize("name", ["bert", "modernbert", "vit", "llama"])
 def test_trainer_trains_saves_and_loads(name: str, tmp_path: Path) -> None:
     make, expected = MODELS[name]
     model = make()

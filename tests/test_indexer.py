@@ -196,7 +196,7 @@ def test_a_row_depends_on_no_other_sequence(scorer: str, select: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "estimator", "full"),
-    [({}, "local", 0), ({"target_density": 0.25}, "local", 0), ({"target_density": 0.25}, "distill", 0),
+    [({"target_density": 0.25}, "local", 0), ({"target_density": 0.25}, "distill", 0),
      ({"select": "top_k", "target_density": 0.25}, Imitate(over="all"), 200),
      ({"select": "top_k", "target_density": 0.25}, "imitate", 30)],
 )  # fmt: skip
