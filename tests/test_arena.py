@@ -721,22 +721,17 @@ def test_an_overview_has_a_column_for_each_task_and_accuracies_at_each_density()
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        ([], ["full", "sbm", "sbm:frozen=1", "window", "full at length"]),
-        (["--tasks", "length"], ["full at length"]),
+        ([], ["full", "sbm", "sbm:frozen=1", "window", "full at length"]), (["--tasks", "length"], ["full at length"]),
         (["--tasks", "recall", "--choosers", "sbm"], ["sbm", "sbm:frozen=1"]),
         (["--choosers", "sbm", "window", "--no-twins", "--seeds", "0"], ["sbm"]),
         (["--densities", "0.05", "--starts", "dense"], ["full", "sbm", "sbm:frozen=1", "full at length"]),
-        (["--seeds", "3"], []),
-        (["--experiment", "served"], []),
+        (["--seeds", "3"], []), (["--experiment", "served"], []),
     ],
-)
+)  # fmt: skip
 def test_a_report_is_of_what_is_asked_for(
-    words: list[str],
-    kept: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     runs = [("recall", "full", 1.0, 0), ("recall", "sbm", 0.05, 0), ("recall", "sbm:frozen=1", 0.05, 0)]
     runs += [("recall", "window", 0.1, 1), ("length", "full", 1.0, 0)]
     known = [dict(zip(("task", "method", "density", "seed"), run, strict=True)) for run in runs]

@@ -46,30 +46,28 @@ def sbm(**options: Any) -> SBMAttentionConv:
 
 
 LAYERS: dict[str, Any] = {
-    "local": partial(sbm, estimator="local"),
-    "imitate": partial(sbm, estimator="imitate"),
+    "local": partial(sbm, estimator="local"), "imitate": partial(sbm, estimator="imitate"),
     "imitate over all keys": partial(sbm, estimator=Imitate(over="all")),
     "imitate over blocks": partial(sbm, estimator=Imitate(over="all"), block_size=3),
     "density": partial(sbm, target_density=0.4),
     "causal density, imitate": partial(sbm, target_density=0.4, estimator=Imitate(over="all"), is_causal=True),
     "density of blocks": partial(sbm, target_density=0.4, block_size=3),
     "ranks that imitate": lambda: AttentionConv(
-        8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate"
+        8, 4, 2, IndexerSource(Indexer(4, 2), select="top_k", k=3, detach=True), estimator="imitate",
     ),
     "coins that imitate": lambda: AttentionConv(
-        8, 4, 2, IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.4), estimator="imitate"
+        8, 4, 2, IndexerSource(Indexer(4, 2), select="bernoulli", target_density=0.4), estimator="imitate",
     ),
     "mask": lambda: sbm(
-        target_density=0.4, estimator="mask", window=1, detach=True, score_bias=DCMMBias(4, 2, 3, entropy_weight=0.3)
-    ),
-    "routing": lambda: AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3)),
+        target_density=0.4, estimator="mask", window=1, detach=True, score_bias=DCMMBias(4, 2, 3, entropy_weight=0.3),
+    ), "routing": lambda: AttentionConv(8, 4, 2, RoutingSource(4, 2, 3, decay=0.3)),
     "entropy": lambda: AttentionConv(
-        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5)
+        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5),
     ),
     "entropy of both sides": lambda: AttentionConv(
-        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5, tied=False)
+        8, 4, 2, patterns.PatternSource(patterns.full), score_bias=DCMMBias(4, 2, 3, entropy_weight=0.5, tied=False),
     ),
-}
+}  # fmt: skip
 
 
 def make(name: str) -> Any:

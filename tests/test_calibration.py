@@ -258,20 +258,15 @@ def test_progress_says_how_much_attention_is_kept(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model": 3}, TypeError, "model"),
-        ({"model": nn.Linear(3, 3)}, ValueError, "source to fit"),
+        ({"model": 3}, TypeError, "model"), ({"model": nn.Linear(3, 3)}, ValueError, "source to fit"),
         ({"model": AttentionConv(16, 8, source=patterns.PatternSource(patterns.full))}, ValueError, "source to fit"),
         ({"model": make_attention("top_k", 16, 8, 2), "by_head": False}, ValueError, "source to fit"),
-        ({"by_head": 2}, TypeError, "by_head"),
-        ({"batches": []}, ValueError, "batches"),
-        ({"forward": lambda batch: None}, ValueError, "reach each source"),
-        ({"density": None}, ValueError, "density"),
-        ({"density": 1.0}, ValueError, "density"),
-        ({"steps": -1}, ValueError, "steps"),
-        ({"learning_rate": 0.0}, ValueError, "learning_rate"),
-        ({"seed": "a"}, TypeError, "seed"),
+        ({"by_head": 2}, TypeError, "by_head"), ({"batches": []}, ValueError, "batches"),
+        ({"forward": lambda batch: None}, ValueError, "reach each source"), ({"density": None}, ValueError, "density"),
+        ({"density": 1.0}, ValueError, "density"), ({"steps": -1}, ValueError, "steps"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate"), ({"seed": "a"}, TypeError, "seed"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(change: dict[str, Any], error: type[Exception], words: str) -> None:
     arguments: dict[str, Any] = {"model": encoder(1), "batches": batches(), "density": 0.2, "progress": False} | change
     with pytest.raises(error, match=words):

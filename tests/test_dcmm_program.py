@@ -34,13 +34,8 @@ RUN = train.Run(
 )
 FEW = "num_clusters=3"
 METHODS = (
-    "full",
-    f"dcmm:{FEW}",
-    f"sbm:{FEW}",
-    f"sbm:{FEW},estimator=mask,control=fixed",
-    f"dcsbm:{FEW}",
-    f"dcmm-sbm:{FEW}",
-)
+    "full", f"dcmm:{FEW}", f"sbm:{FEW}", f"sbm:{FEW},estimator=mask,control=fixed", f"dcsbm:{FEW}", f"dcmm-sbm:{FEW}",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -148,10 +143,8 @@ def test_options_reach_the_layers(small: data.Images) -> None:
     assert bias.scale == 10
     usual: Any = model.make_vision_attention("dcmm-sbm", 8, 4, 2)
     assert (usual.score_bias.degree, usual.score_bias.entropy_weight, usual.source.target_density) == (
-        "relu",
-        0.1,
-        0.25,
-    )
+        "relu", 0.1, 0.25,
+    )  # fmt: skip
     corrected: Any = model.make_vision_attention("dcsbm:density=0,estimator=mask", 8, 4, 2)
     assert corrected.source.head.degree_corrected
     assert corrected.source.target_density is None
@@ -351,19 +344,8 @@ def test_the_program_trains_reports_and_draws(
     small: data.Images, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
-        "--steps",
-        "4",
-        "--channels",
-        "8",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--validation",
-        "0.2",
-        "--batch-size",
-        "8",
-    ]
+        "--steps", "4", "--channels", "8", "--layers", "2", "--heads", "2", "--validation", "0.2", "--batch-size", "8",
+    ]  # fmt: skip
     words += ["--output", str(tmp_path), "--methods", "full", *METHODS[1:3]]
     program.main(words)
     said = capsys.readouterr().out

@@ -45,14 +45,9 @@ def train(
         return [partial(compute, part) for part in batch.chunk(parts)] if parts else compute(batch)
 
     fit(
-        model,
-        None,
-        run or Run(),
-        path,
-        losses,
-        lambda: [{"error": float((model(DATA) - 1).square().mean())}],
+        model, None, run or Run(), path, losses, lambda: [{"error": float((model(DATA) - 1).square().mean())}],
         **options,
-    )
+    )  # fmt: skip
     return model
 
 

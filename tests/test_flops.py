@@ -76,14 +76,9 @@ def test_dot_and_gate() -> None:
 def test_index_top_k() -> None:
     ptr, count, pairs = torch.tensor([0, N - 3, N]), torch.full((HEADS, N), 2), HEADS * ((N - 3) * (N - 2) // 2 + 6)
     given = (
-        random(HEADS, N, 3, 4),
-        random(HEADS, N, 3),
-        random(HEADS, N, 4),
-        ptr,
-        ptr,
-        count,
+        random(HEADS, N, 3, 4), random(HEADS, N, 3), random(HEADS, N, 4), ptr, ptr, count,
         segments.allowed_keys(ptr, ptr, N, True),
-    )
+    )  # fmt: skip
     assert counted(lambda: ops.schemas.index_top_k(*given)) == {"index_top_k": 2 * 3 * 4 * pairs}
     assert counted(lambda: ops.schemas.index_top_k(given[0], None, *given[2:])) == {"index_top_k": 2 * 4 * pairs}
 

@@ -29,12 +29,10 @@ def write(folder: Path, name: str = "chameleon_filtered", **parts: Any) -> Path:
     label = np.arange(40) % 2
     masks = random.permuted(np.tile(np.arange(40) % 3, (10, 1)), axis=1)
     found = {
-        "node_features": np.stack([label, 1 - label, random.random(40)], 1),
-        "node_labels": label,
+        "node_features": np.stack([label, 1 - label, random.random(40)], 1), "node_labels": label,
         "edges": np.unique(np.sort(random.integers(0, 40, (80, 2)), 1), axis=0),
-        **{f"{part}_masks": masks == number for number, part in enumerate(("train", "val", "test"))},
-        **parts,
-    }
+        **{f"{part}_masks": masks == number for number, part in enumerate(("train", "val", "test"))}, **parts,
+    }  # fmt: skip
     path = folder / f"{name}.npz"
     np.savez(path, **{key: value for key, value in found.items() if value is not None})
     return path
@@ -80,13 +78,11 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        {"node_labels": np.zeros(39, dtype=int)},
-        {"node_features": np.zeros(40)},
-        {"edges": np.zeros((5, 1), dtype=int)},
-        {"edges": np.full((5, 2), 40)},
+        {"node_labels": np.zeros(39, dtype=int)}, {"node_features": np.zeros(40)},
+        {"edges": np.zeros((5, 1), dtype=int)}, {"edges": np.full((5, 2), 40)},
         {"val_masks": np.zeros((3, 40), dtype=bool)},
     ],
-)
+)  # fmt: skip
 def test_arrays_that_are_of_no_graph_are_refused(parts: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, **parts)
     with pytest.raises(RunError, match=r"chameleon_filtered\.npz' to hold features \[N, F\].*Download it again"):
@@ -299,19 +295,8 @@ def test_learned_edges_are_added_to_those_of_citations(tmp_path: Path, capsys: p
     assert graph.x[1].nonzero().flatten().tolist() == [1, 71]
     assert [int(graph[f"{part}_mask"][:, 7].sum()) for part in ("train", "val", "test")] == [10, 10, 20]
     words = [
-        "--data",
-        str(tmp_path),
-        "--graphs",
-        "cora",
-        "--splits",
-        "0",
-        "--steps",
-        "4",
-        "--channels",
-        "8",
-        "--heads",
-        "2",
-    ]
+        "--data", str(tmp_path), "--graphs", "cora", "--splits", "0", "--steps", "4", "--channels", "8", "--heads", "2",
+    ]  # fmt: skip
     words += ["--density", "0.2", "--evaluations", "2", "--output", str(tmp_path / "runs")]
     program.main([*words, "--arms", *train.OF_GCN, "none"])
     rows = {row["arm"]: row for row in read(tmp_path / "runs" / "rows.csv")}

@@ -42,11 +42,9 @@ MODELS = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma3_text"]
 LATER_MODELS = ["deepseek_v3", "minicpm3", "bloom", "falcon", "mpt"]  # with latent attention, and with ALiBi
 NEAR: dict[str, Any] = {"window": 1, "num_sinks": 2}
 SOURCES: dict[str, dict[str, Any]] = {
-    "full": {"source": "full"},
-    "window": {"source": "window", "size": 2, "num_sinks": 1},
+    "full": {"source": "full"}, "window": {"source": "window", "size": 2, "num_sinks": 1},
     "relay_queries": {"source": "relay_queries", "num_relays": 40},
-    "bigbird": {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2},
-    "top_k": {"source": "top_k", "k": 3},
+    "bigbird": {"source": "bigbird", "size": 1, "num_global": 1, "num_random": 2}, "top_k": {"source": "top_k", "k": 3},
     "top_k, density": {"source": "top_k", "target_density": 0.2, "k": 2, **NEAR},
     "top_k, budgets": {"source": "top_k", "target_density": 0.2, **NEAR},
     "block_top_k": {"source": "block_top_k", "k": 2, "block_size": 4, **NEAR},
@@ -54,15 +52,14 @@ SOURCES: dict[str, dict[str, Any]] = {
     "routing": {"source": "routing", "num_clusters": 3, **NEAR},
     "indexer": {"source": "indexer", "target_density": 0.3, **NEAR},
     "indexer, drawn": {"source": "indexer", "select": "bernoulli", "target_density": 0.4, **NEAR},
-    "key_selection": {"source": "key_selection", "k": 3, "window": 0},
-    "sbm": {"num_clusters": 4},
+    "key_selection": {"source": "key_selection", "k": 3, "window": 0}, "sbm": {"num_clusters": 4},
     "sbm, density": {"num_clusters": 4, "target_density": 0.3, **NEAR},
     "sbm, no mean": {"num_clusters": 4, "target_density": 0.3, **NEAR},
     "sbm, budget": {"num_clusters": 4, "budget": 2.5, "row_group": 1, "parameterization": "mixed"},
     "sbm, candidates": {"num_clusters": 4, "target_density": 0.2, "candidates": 2.0, "window": None, "num_sinks": 1},
     "sbm, budgets": {"num_clusters": 4, "target_density": 0.2, "candidates": 3.0, **NEAR},
     "sbm, fastrg": {"num_clusters": 4, "method": "fastrg"},
-}
+}  # fmt: skip
 PAIRS = [  # a third of all: four models of each source, seven sources of each model; half of them are fast tests
     pytest.param(model, source, marks=pytest.mark.slow if (m + s) % 6 else [], id=f"{model}-{source}")
     for m, model in enumerate([*MODELS, *LATER_MODELS])

@@ -35,17 +35,11 @@ def rows_of_graph(sbm: SBM, number: int, count: int, window: int | None, num_sin
 
 @settings(max_examples=60, deadline=None)
 @given(
-    length=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 300, 700]),
-    blocks=st.sampled_from([1, 3, 4, 16, 64, 70]),
-    sharpness=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
-    scale=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
-    padding=st.integers(0, 40),
-    row_group=st.sampled_from([2, 5, 16, 40]),
-    window=st.sampled_from([None, 0, 3, 1000]),
-    num_sinks=st.sampled_from([0, 2, 50]),
-    count=st.integers(1, 40),
-    seed=st.integers(-(2**63), 2**63 - 1),
-)
+    length=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 300, 700]), blocks=st.sampled_from([1, 3, 4, 16, 64, 70]),
+    sharpness=st.sampled_from([0.0, 1.0, 8.0, 60.0]), scale=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
+    padding=st.integers(0, 40), row_group=st.sampled_from([2, 5, 16, 40]), window=st.sampled_from([None, 0, 3, 1000]),
+    num_sinks=st.sampled_from([0, 2, 50]), count=st.integers(1, 40), seed=st.integers(-(2**63), 2**63 - 1),
+)  # fmt: skip
 def test_rows_are_those_of_the_sampled_graph(
     length: int, blocks: int, sharpness: float, scale: float, padding: int, row_group: int, window: int | None,
     num_sinks: int, count: int, seed: int,

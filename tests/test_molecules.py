@@ -19,14 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # three with the scaffold of benzene, one of which is repeated, seven without rings, and one that rdkit does not accept
 SMILES = [
-    "c1ccccc1",
-    "Cc1ccccc1",
-    "CCO",
-    "c1ccccc1",
-    "Oc1ccccc1",
-    "F[Al-3](F)(F)(F)(F)F",
+    "c1ccccc1", "Cc1ccccc1", "CCO", "c1ccccc1", "Oc1ccccc1", "F[Al-3](F)(F)(F)(F)F",
     *(f"{'C' * n}N" for n in range(1, 7)),
-]
+]  # fmt: skip
 PEPTIDES = ["NCC(=O)O", "CC(N)C(=O)O", "NCC(=O)NCC(=O)O", "OCC(N)C(=O)O", "SCC(N)C(=O)O", "CC(C)C(N)C(=O)O"]
 
 
@@ -142,17 +137,9 @@ def test_the_program_trains_on_molecules_and_resumes(tmp_path: Path, capsys: pyt
     write_peptides(tmp_path / "peptides_func", "[{}, {}]")
     words = ["--data", str(tmp_path), "--graphs", "peptides_func", "--splits", "0", "--steps", "4", "--channels", "8"]
     words += [
-        "--heads",
-        "2",
-        "--density",
-        "0.4",
-        "--conv",
-        "transformer",
-        "--evaluations",
-        "2",
-        "--output",
+        "--heads", "2", "--density", "0.4", "--conv", "transformer", "--evaluations", "2", "--output",
         str(tmp_path / "runs"),
-    ]
+    ]  # fmt: skip
     program.main(words)
     rows = read(tmp_path / "runs" / "rows.csv")
     arms = {arm for arm in program.ARMS if program.fits(arm, "peptides_func")}

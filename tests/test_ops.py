@@ -1113,13 +1113,9 @@ def test_reach_dots_are_sums_over_allowed_pairs(
 @pytest.mark.parametrize("lengths", [(5, 7, 28), (0, 1, 39), (40,)])
 @pytest.mark.parametrize(("needs", "by_head"), [((True, True), True), ((True, False), False), ((False, True), True)])
 def test_rates_scaled_to_a_density(
-    lengths: tuple[int, ...],
-    is_causal: bool,
-    is_strict: bool,
-    dtype: torch.dtype,
-    needs: tuple[bool, bool],
+    lengths: tuple[int, ...], is_causal: bool, is_strict: bool, dtype: torch.dtype, needs: tuple[bool, bool],
     by_head: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Against a dense computation; one head has a running mean, the others have none, and one has tiny numbers."""
     random, ptr, density = torch.Generator().manual_seed(len(lengths)), pointer(lengths), 0.3
     rate, member = (torch.rand(3, 40, 11, generator=random).to(dtype) for _ in range(2))

@@ -160,12 +160,8 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
     assert name == "dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
     assert schedule is None
     assert (bias.num_clusters, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
-        7,
-        "softplus",
-        False,
-        False,
-        0.2,
-    )
+        7, "softplus", False, False, 0.2,
+    )  # fmt: skip
     _, choices = dense(torch.randint(8, (2, 10)))
     assert choices[1].graph.num_edges == 2 * 55
     name, sampled, schedule = made("sbm:bias=5,degree_corrected=1")
@@ -406,16 +402,8 @@ def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
 def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
     words = language_options(tmp_path, vocabulary=300, length=32)
     words += [
-        "--steps",
-        "4",
-        "--batch-size",
-        "2",
-        "--channels",
-        "16",
-        "--methods",
-        "top-k:control=sparsifier,k=3",
-        "sbm",
-    ]
+        "--steps", "4", "--batch-size", "2", "--channels", "16", "--methods", "top-k:control=sparsifier,k=3", "sbm",
+    ]  # fmt: skip
     words += ["--densities", "0.1", "--output", str(tmp_path / "run"), "--save", str(tmp_path / "model")]
     language_model.main(words)
     model = language_model.LanguageModel.from_pretrained(tmp_path / "model").float()

@@ -33,17 +33,9 @@ from sbm_pyg import SequenceClassifier
 
 EXAMPLES = Path(transformer_encoder.__file__).parent
 RECIPES = (
-    "associative_recall",
-    "graph_analysis",
-    "graph_transformer",
-    "hugging_face",
-    "learned_graph",
-    "lemma1",
-    "repeated_tokens",
-    "sampled_mask",
-    "sequence_classifier",
-    "transformer_encoder",
-)
+    "associative_recall", "graph_analysis", "graph_transformer", "hugging_face", "learned_graph", "lemma1",
+    "repeated_tokens", "sampled_mask", "sequence_classifier", "transformer_encoder",
+)  # fmt: skip
 FORBID = """
 import runpy, sys
 sys.modules |= dict.fromkeys(("torch", "lightning", "matplotlib", "numba", "scipy", "sbm_pyg", "transformers"), None)
@@ -64,10 +56,8 @@ def test_a_recipe_is_short_and_imports_the_package_and_torch(name: str) -> None:
     }
     found |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     others = {
-        "hugging_face": {"transformers"},
-        "graph_analysis": {"networkx"},
-        "repeated_tokens": {"examples", "numpy"},
-    }
+        "hugging_face": {"transformers"}, "graph_analysis": {"networkx"}, "repeated_tokens": {"examples", "numpy"},
+    }  # fmt: skip
     others["sequence_classifier"] = others["learned_graph"] = others["graph_transformer"] = {"torch_geometric"}
     assert found - set(sys.stdlib_module_names) - {"matplotlib"} <= {"sbm_pyg", "torch"} | others.get(name, set())
     top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
@@ -184,10 +174,8 @@ def test_an_option_that_does_not_exist_is_found(
     row = "| `python -m examples.recall`; `--steps 3 --nothing 1` | `--other` |\n\n`no --command`"
     lines = commands_of(row + "\n\n```bash\npython examples/lra.py --task \\\n  chess\n```\n")
     assert lines == [
-        "python examples/lra.py --task    chess",
-        "python -m examples.recall --steps 3 --nothing 1",
-        "no --command",
-    ]
+        "python examples/lra.py --task    chess", "python -m examples.recall --steps 3 --nothing 1", "no --command",
+    ]  # fmt: skip
     assert not parse_alone(lines[2], monkeypatch)
     for line, message in zip(lines, ("invalid choice: 'chess'", "unrecognized arguments: --nothing 1"), strict=False):
         with pytest.raises(SystemExit):

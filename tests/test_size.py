@@ -31,7 +31,7 @@ MARKS = {
     "refusing lines of sbm_pyg, %": 5.5,
     "vague local names of sbm_pyg, %": 0.1,
     "vague local names of examples, %": 0.1,
-}
+}  # fmt: skip
 SLACK = 0.02  # how far a measure may lie below its mark before the mark has to follow
 VAGUE = {
     "all_of", "asked", "each", "every", "found", "given", "kept", "known", "mine", "own", "rest", "right", "some", "theirs",

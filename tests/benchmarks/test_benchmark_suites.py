@@ -31,16 +31,8 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A tiny run of one suite: its name, its command and its folder."""
     folder = tmp_path_factory.mktemp("run")
     words = [
-        request.param,
-        "--output",
-        str(folder),
-        "--seconds",
-        "1",
-        "--peers",
-        *RUNS[request.param],
-        "--tokens",
-        "64",
-    ]
+        request.param, "--output", str(folder), "--seconds", "1", "--peers", *RUNS[request.param], "--tokens", "64",
+    ]  # fmt: skip
     if request.param == "trained":
         words += ["128", "--layers", "recall-1"]
     else:
@@ -71,17 +63,11 @@ def test_samplers_are_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("suite", "name"),
     [
-        ("layers", "sbm"),
-        ("layers", "dense"),
-        ("lengths", "default"),
-        ("lengths", "indexer-2x8"),
-        ("lengths", "dense"),
-        ("growth", "sampling"),
-        ("growth", "layer"),
-        ("growth", "recall-2"),
+        ("layers", "sbm"), ("layers", "dense"), ("lengths", "default"), ("lengths", "indexer-2x8"),
+        ("lengths", "dense"), ("growth", "sampling"), ("growth", "layer"), ("growth", "recall-2"),
         *(("trained", name) for name in trained.PEERS),
     ],
-)
+)  # fmt: skip
 def test_layers_are_right(suite: str, name: str) -> None:
     work = measure.SUITES[suite][name].build(dataclasses.replace(CASE, layer="recall-2"))
     assert work.check() < samplers.DEVIATIONS

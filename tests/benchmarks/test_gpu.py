@@ -179,12 +179,10 @@ def test_where_curves_meet() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tokens", "100"], "'tokens' to be multiples"),
-        (["--densities", "0"], "'densities' in"),
-        (["--minutes", "-1"], "'minutes' to be above 0"),
-        (["--markdown"], "'output' to hold results"),
+        (["--tokens", "100"], "'tokens' to be multiples"), (["--densities", "0"], "'densities' in"),
+        (["--minutes", "-1"], "'minutes' to be above 0"), (["--markdown"], "'output' to hold results"),
     ],
-)
+)  # fmt: skip
 def test_bad_words_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,9 +52,6 @@ from sbm_pyg.sources.sbm import SBM, CLUSTER_INITS
 from sbm_pyg.ops import cpu, edge_dot
 """
     assert [*private_names(source)] == [
-        "sbm_pyg._secret",
-        "sbm_pyg._secret",
-        "sbm_pyg.nonsense",
-        "sbm_pyg.sources.sbm.CLUSTER_INITS",
-    ]
+        "sbm_pyg._secret", "sbm_pyg._secret", "sbm_pyg.nonsense", "sbm_pyg.sources.sbm.CLUSTER_INITS",
+    ]  # fmt: skip
     assert len(FILES) > 20

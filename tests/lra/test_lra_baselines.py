@@ -20,13 +20,8 @@ from sbm_pyg import FullAttention, PairClassifier, SequenceClassifier, SequenceE
 
 PACKAGES = {"linformer": "linformer", "reformer": "transformers", "nystromformer": "nystrom_attention"}
 SIZES = {
-    "linformer_rank": 12,
-    "hash_rounds": 2,
-    "hash_chunk": 16,
-    "random_features": 32,
-    "landmarks": 16,
-    "value_kernel": 7,
-}
+    "linformer_rank": 12, "hash_rounds": 2, "hash_chunk": 16, "random_features": 32, "landmarks": 16, "value_kernel": 7,
+}  # fmt: skip
 LENGTHS = [1, 5, 15, 16, 17, 33, 64, 100, 257]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,19 +244,8 @@ def test_settings_have_the_sizes_of_the_paper() -> None:
 
 def test_baselines_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     law = [
-        "--preset",
-        "laptop",
-        "--train",
-        "70",
-        "--val",
-        "5",
-        "--test",
-        "5",
-        "--min-length",
-        "8",
-        "--max-length",
-        "24",
-    ]
+        "--preset", "laptop", "--train", "70", "--val", "5", "--test", "5", "--min-length", "8", "--max-length", "24",
+    ]  # fmt: skip
     main(["prepare", "--generate", "--data", str(tmp_path / "data"), *law])
     options = ["--attention", "linear", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "run")]
     with pytest.raises(SystemExit):

@@ -130,13 +130,8 @@ def test_runs_that_take_other_examples_are_refused(
 
 def test_planned_steps_fit_the_minutes(data: Path) -> None:
     small = {
-        "validate_every": 2,
-        "batch_size": 8,
-        "num_clusters": 4,
-        "channels": 8,
-        "head_channels": 4,
-        "accumulate": 2,
-    }
+        "validate_every": 2, "batch_size": 8, "num_clusters": 4, "channels": 8, "head_channels": 4, "accumulate": 2,
+    }  # fmt: skip
     settings = dataclasses.replace(PRESETS["listops"]["laptop"].settings, **small)  # type: ignore[arg-type]
     plan = Plan(task="listops", preset="laptop", data=str(data), settings=settings, directory="", minutes=0.1)
     planned = cost.planned(plan, open_data(plan)[0], "cpu").settings

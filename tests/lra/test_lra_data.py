@@ -603,18 +603,11 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
     found = (settings.max_length, settings.batch_size, settings.learning_rate, settings.steps, TASKS[task].num_classes)
     assert found == TABLE_7[task]
     assert (settings.layers, settings.heads, settings.channels, settings.ffn_channels, settings.head_channels) == (
-        2,
-        2,
-        64,
-        128,
-        32,
-    )
+        2, 2, 64, 128, 32,
+    )  # fmt: skip
     assert (settings.dropout, settings.attention_dropout, settings.num_clusters, settings.weight_decay) == (
-        0.1,
-        0.1,
-        128,
-        0.0,
-    )
+        0.1, 0.1, 128, 0.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -630,11 +623,9 @@ def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) ->
 
 def plan(task: str, **changes: Any) -> Plan:
     return Plan(
-        task=task,
-        preset="laptop",
-        settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes),
+        task=task, preset="laptop", settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes),
         directory="",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("task", ["text", "retrieval", "image"])

@@ -134,13 +134,10 @@ def test_edges_cost_as_in_the_paper_or_from_a_floor_on() -> None:
 @pytest.mark.parametrize(
     ("words", "price"),
     [
-        ([], 0.5),
-        (["--attention", "full"], 0.0),
-        (["--attention", "linear"], 0.0),
-        (["--density-weight", "1"], 1.0),
+        ([], 0.5), (["--attention", "full"], 0.0), (["--attention", "linear"], 0.0), (["--density-weight", "1"], 1.0),
         (["--target-density", "0.1"], 0.0),
     ],
-)
+)  # fmt: skip
 def test_only_sampled_graphs_pay_what_a_preset_asks(words: list[str], price: float, tmp_path: Path) -> None:
     given = parse(["--task", "image", "--output", str(tmp_path / "run"), *words])
     assert resolve(given)[1].settings.density_weight == price

@@ -292,12 +292,9 @@ def test_an_encoder_with_a_bias_begins_no_other_attention(
 
 def test_an_encoder_of_another_task_is_refused(pretrained: Path) -> None:
     plan = Plan(
-        task="text",
-        preset="laptop",
-        settings=preset_settings("text", "laptop"),
-        directory=".",
+        task="text", preset="laptop", settings=preset_settings("text", "laptop"), directory=".",
         pretrained=str(pretrained),
-    )
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"Expected 'pretrained' to be of text \(got one of listops\)"):
         trainer.read_encoder(plan, trainer.make_model(plan))
 

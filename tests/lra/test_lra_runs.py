@@ -33,14 +33,8 @@ from sbm_pyg import SequenceClassifier
 
 ROOT = Path(report.__file__).parents[2]
 FILES = [
-    ".lock",
-    "best.ckpt",
-    "curves.png",
-    "density.png",
-    "last.ckpt",
-    "mask-layer0-head0.png",
-    "mask-layer0-head1.png",
-]
+    ".lock", "best.ckpt", "curves.png", "density.png", "last.ckpt", "mask-layer0-head0.png", "mask-layer0-head1.png",
+]  # fmt: skip
 FILES += ["results.json", "settings.json", "train.csv", "val.csv"]
 TINY = "--steps 9 --validate-every 5 --log-every 3 --save-every 2 --layers 1 --batch-size 8 --accumulate 2 --num-clusters 8 --channels 16"
 TINY += " --head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu"
@@ -289,16 +283,9 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
 @quick
 @pytest.mark.parametrize(("number", "code", "step", "part"), [(signal.SIGINT, 130, 2, 0), (signal.SIGTERM, 143, 4, 1)])
 def test_a_signal_ends_the_run_after_its_step(
-    data: Path,
-    whole: Path,
-    tmp_path: Path,
-    at: Callable[..., None],
-    capsys: pytest.CaptureFixture,
-    number: int,
-    code: int,
-    step: int,
-    part: int,
-) -> None:
+    data: Path, whole: Path, tmp_path: Path, at: Callable[..., None], capsys: pytest.CaptureFixture, number: int,
+    code: int, step: int, part: int,
+) -> None:  # fmt: skip
     folder, before = tmp_path / "run", signal.getsignal(number)
     at(step, part, lambda: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as stop:

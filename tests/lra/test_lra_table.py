@@ -19,19 +19,9 @@ from examples.lra.data import listops, readers
 from examples.lra.settings import Plan, parse, resolve
 
 TINY = [
-    "--validate-every",
-    "2",
-    "--log-every",
-    "1",
-    "--batch-size",
-    "8",
-    "--num-clusters",
-    "4",
-    "--channels",
-    "8",
-    "--head-channels",
-    "4",
-]
+    "--validate-every", "2", "--log-every", "1", "--batch-size", "8", "--num-clusters", "4", "--channels", "8",
+    "--head-channels", "4",
+]  # fmt: skip
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # Lightning's own
 

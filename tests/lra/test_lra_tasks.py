@@ -372,19 +372,8 @@ def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "deep" / "listops"
     show = ["prepare", "--data", str(out)]
     make = [
-        *show,
-        "--generate",
-        "--preset",
-        "laptop",
-        "--train",
-        "9",
-        "--val",
-        "3",
-        "--test",
-        "5",
-        "--max-length",
-        "30",
-    ]
+        *show, "--generate", "--preset", "laptop", "--train", "9", "--val", "3", "--test", "5", "--max-length", "30",
+    ]  # fmt: skip
     main(make)
     assert capsys.readouterr().out.startswith(f"{out}: written\n{out / 'prepared' / 'listops-release'}: written\n")
     shutil.rmtree(out / "prepared")
