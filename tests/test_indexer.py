@@ -444,11 +444,6 @@ class OwnRanks(GraphSource):
             r"Expected 'graph' with \(heads, queries, keys\) = \(2, 5, 5\)",
         ),
         (
-            lambda: IndexProbability(Tokens(X), X[..., None], X, X[..., :1]).top_k(torch.tensor([1, 2, 0, 3, 9])),
-            ValueError,
-            r"Expected 'k' to be at least 1 \(got 0\)",
-        ),
-        (
             lambda: AttentionConv(3, 3, 2, OwnRanks(), estimator="local")(X[0]),
             ValueError,
             "Expected 'estimator' other than Local with a source that selects edges by rank",

@@ -366,17 +366,6 @@ def test_large_patterns_that_fit_are_made(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: patterns.full(None, ptr=torch.tensor([], dtype=torch.int64)), ValueError,
          "Expected 'ptr' to be [B+1] (got [0])"),
         (lambda: patterns.full(None, ptr=cast(Tensor, [0, 2])), TypeError, "Expected 'ptr' to be a tensor (got list)."),
-        (lambda: patterns.full(3, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
-        (lambda: patterns.bigbird(3, 1, 1, 1, heads=0), ValueError, "Expected 'heads' to be at least 1 (got 0)."),
-        (lambda: patterns.full(3, heads=True), TypeError, "Expected 'heads' to be an int (got bool)."),
-        (lambda: patterns.window(3, -1), ValueError, "Expected 'size' to be at least 0 (got -1)."),
-        (lambda: patterns.window(3, cast(int, 1.5)), TypeError, "Expected 'size' to be an int (got float)."),
-        (lambda: patterns.global_tokens(3, -1), ValueError, "Expected 'num_global' to be at least 0 (got -1)."),
-        (lambda: patterns.random(3, -1), ValueError, "Expected 'num_keys_per_query' to be at least 0 (got -1)."),
-        (lambda: patterns.bigbird(3, 1, 1, -1), ValueError, "Expected 'num_random' to be at least 0 (got -1)."),
-        (lambda: patterns.block_diagonal(3, 0), ValueError, "Expected 'num_blocks' to be at least 1 (got 0)."),
-        (lambda: patterns.relay_keys(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
-        (lambda: patterns.relay_queries(3, 0), ValueError, "Expected 'num_relays' to be at least 1 (got 0)."),
     ],
 )  # fmt: skip
 def test_errors(call: Callable[[], AttentionGraph], error: type[Exception], message: str) -> None:
