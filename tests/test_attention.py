@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 from typing import Any, cast
 
-import networkx as nx
-import numpy as np
 import pytest
 import torch
 from problems import refuses
@@ -474,13 +471,6 @@ def test_the_axis_of_tokens_is_the_one_of_pyg(node_dim: int) -> None:
     torch.testing.assert_close(conv(tokens(), patterns.full(30)), same(tokens(), patterns.full(30)))
 
 
-@pytest.mark.parametrize("in_channels", [np.int64(16), (np.int32(16), 16)])
-def test_channels_are_integers_of_numpy_too(in_channels: Any) -> None:
-    conv = AttentionConv(in_channels, 8, 2)
-    widths = conv.in_channels if isinstance(conv.in_channels, tuple) else (conv.in_channels,)
-    assert [type(width) for width in widths] == [int] * len(widths)
-
-
 @pytest.mark.parametrize(("x", "weight"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
 def test_autocast_leaves_float64_alone(x: torch.dtype, weight: torch.dtype) -> None:
     conv = layer().to(weight)
@@ -512,24 +502,6 @@ def test_call_errors() -> None:
     refuses(lambda: conv(x, patterns.full(20)), "over N = 30 queries and M = 30 keys (got AttentionGraph")
     refuses(lambda: conv(x, torch.tensor([[0, 30], [0, 1]])), "Expected 'edge_index[0]' in 0..29 (got 0 to 30)")
     refuses(lambda: SBMAttentionConv(16, 0), "Expected 'out_channels' to be at least 1 (got 0)")
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"in_channels": 0},
-         "Expected 'in_channels' to be a number of channels, -1 to infer it, or a pair for keys and queries (got 0)"),
-        ({"heads": 2.0}, "Expected 'heads' to be an int (got float)"),
-        ({"score_bias": torch.zeros(3)},
-         "Expected 'score_bias' to be a callable (query, key, graph) -> [E] (got Tensor)"),
-        ({"score_bias": ALiBi(1), "heads": 2},
-         "Expected 'score_bias' of 2 heads, as the layer has (got ALiBi(heads=1))"),
-        ({"concat": "mean"}, "Expected 'concat' to be a bool (got str)"),
-    ],
-)  # fmt: skip
-def test_option_types(option: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        SBMAttentionConv(**({"in_channels": 16, "out_channels": 8} | option))
 
 
 def test_tokens_of_another_width_or_type_are_named() -> None:
@@ -582,20 +554,6 @@ def test_a_score_bias_of_another_shape_is_refused(wrong: Callable[[AttentionGrap
     conv = layer(score_bias=lambda query, key, graph: wrong(graph))
     conv.fuse = fuse
     refuses(lambda: conv(tokens(), patterns.full(30)), "Expected 'score_bias' to be ", (TypeError, ValueError))
-
-
-def test_a_seed_that_is_none_is_named() -> None:
-    for graph in (None, patterns.full(30)):
-        with pytest.raises(TypeError, match=r"Expected 'seed' to be an integer \(got 1.5\)"):
-            layer()(tokens(), graph, seed=1.5)
-
-
-def test_no_adjacency_is_named() -> None:
-    for wrong in ([[0, 1], [1, 2]], nx.path_graph(30)):
-        with pytest.raises(
-            TypeError, match=f"Expected 'edge_index' to be a tensor .* \\(got {type(wrong).__name__}\\)"
-        ):
-            layer()(tokens(), wrong)
 
 
 def test_the_sampled_graph_is_that_of_sample_edges() -> None:
@@ -851,10 +809,3 @@ def test_edge_features_that_do_not_fit_are_refused() -> None:
     for message, call in calls:
         with pytest.raises((TypeError, ValueError), match=f"^Expected {message}"):
             call()
-
-
-@pytest.mark.parametrize("value", [None, 3, [1.0]])
-def test_values_are_a_tensor(value: Any) -> None:
-    query = torch.randn(1, 3, 2)
-    with pytest.raises(TypeError, match="Expected 'value' to be a tensor"):
-        AttentionConv(4, 2).attend(query, query, value, patterns.full(3))

@@ -104,19 +104,6 @@ def test_self_test_notices_broken_kernels(
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
-    assert info.main([]) == 0
-    text = capsys.readouterr().out
-    for name, value in (
-        ("sbm_pyg", sbm_pyg.__version__),
-        ("torch", torch.__version__),
-        ("verdict", "passed"),
-        ("writable", "True"),
-    ):
-        assert re.search(rf"^ +{name} +{re.escape(value)}$", text, re.MULTILINE), name
-    assert all(package in text for package in ("numba", *info.OPTIONAL))
-
-
 @pytest.mark.parametrize(
     ("load", "threads", "policy", "busy"),
     [(2.0, 2, None, True), (0.6, 2, None, True), (0.4, 2, None, False), (3.0, 1, None, False),

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import product
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from problems import refuses
@@ -717,20 +716,6 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], error: type[Exc
 )  # fmt: skip
 def test_option_errors(options: dict[str, Any], error: type[Exception], name: str, got: str) -> None:
     refused(SBMMultiheadAttention, {"embed_dim": 16, "num_heads": 2, **options}, error, name, got)
-
-
-def test_sizes_of_numpy_and_dropout_of_an_integer() -> None:
-    layer = SBMMultiheadAttention(np.int64(16), np.int32(2), 0, kdim=np.int8(12), num_clusters=np.int64(4))  # type: ignore[arg-type]
-    assert [type(size) for size in (layer.embed_dim, layer.num_heads, layer.kdim, layer.vdim)] == [int] * 4
-    assert layer(draw(4, 3, 16).float(), draw(5, 3, 12).float(), draw(5, 3, 16).float())[0].shape == (4, 3, 16)
-
-
-@pytest.mark.parametrize("attention", [None, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2)])
-def test_a_layer_to_copy(attention: Any) -> None:
-    refused(
-        SBMMultiheadAttention.from_torch, {"attention": attention}, TypeError, "attention",
-        f"got {type(attention).__name__}",
-    )  # fmt: skip
 
 
 def test_layers_that_cannot_be_copied() -> None:

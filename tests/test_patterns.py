@@ -138,10 +138,6 @@ def test_the_options_reach_every_function() -> None:
         assert case(4, ptr=torch.tensor([0, 4]), device=torch.device("cpu")) == case(4)
 
 
-def test_numbers_of_numpy_are_taken() -> None:
-    assert patterns.window(np.int64(5), np.int32(1)) == patterns.window(5, 1)  # type: ignore[arg-type]
-
-
 # ------------------------------------------------------------------------------------------------ random keys
 
 

@@ -185,23 +185,6 @@ def test_suites_have_titles() -> None:
     assert measure.SUITES.keys() == measure.STAGES.keys() == report.TITLES.keys()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("speed", "invalid choice: 'speed'"),
-        ("kernels --peers nobody", "Expected 'peers' of kernels (got ['nobody']). Choose from: ours, sdpa"),
-        ("kernels --tokens 0", "Expected 'tokens' above 0"),
-        ("kernels --densities 90", "'densities' of at most 60 percent"),
-        ("kernels --fast", "unrecognized arguments: --fast"),
-    ],
-)
-def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        program.main(line.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_slow_and_broken_peers_are_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(case: Case) -> kernels.Work:
         raise RuntimeError("no such operation")

@@ -174,18 +174,3 @@ def test_where_curves_meet() -> None:
     assert gpu.even({0.01: 1.0, 0.04: 4.0}, 2.0) == pytest.approx(0.02)
     assert gpu.even({0.01: 1.0, 0.04: 4.0}, 5.0) is None
     assert gpu.even({0.01: 1.0}, 1.0) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tokens", "100"], "'tokens' to be multiples"), (["--densities", "0"], "'densities' in"),
-        (["--minutes", "-1"], "'minutes' to be above 0"), (["--markdown"], "'output' to hold results"),
-    ],
-)  # fmt: skip
-def test_bad_words_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--output", str(tmp_path), *words])
-    assert message in capsys.readouterr().err

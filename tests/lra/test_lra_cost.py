@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import math
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,17 +105,6 @@ def test_ratios_are_of_the_same_batch() -> None:
         for batch in (1, 10, 100)
     ]
     assert "2.00 (2.00–2.00)" in cost.comparison(rows).splitlines()[-1]
-
-
-def test_runs_that_are_not_there_or_without_a_checkpoint_are_refused(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "young").mkdir()  # stopped before its first checkpoint
-    shutil.copy(Path(runs[0]) / "settings.json", tmp_path / "young")
-    for name in ("absent", "young"):
-        with pytest.raises(SystemExit):
-            main(["cost", "--runs", str(tmp_path / name), "--output", str(tmp_path / "out")])
-        assert "Expected 'run' to be a folder with settings.json and best.ckpt" in capsys.readouterr().err
 
 
 def test_runs_that_take_other_examples_are_refused(

@@ -310,18 +310,6 @@ def test_what_is_wrong_in_a_folder_of_pathfinder_is_named(tmp_path: Path) -> Non
         prepare(TASKS["pathfinder"], tmp_path, options=LEVEL)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"level": "easy"}, r"'level' to be one of curv_baseline"),
-        ({"images": 9}, r"'images' to be at least 10 \(got 9\)"),
-    ],
-)
-def test_parameters_of_pathfinder_are_checked(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pathfinder.Parameters(**change)
-
-
 @pytest.mark.parametrize("kept", [40, 150, -1])
 def test_a_damaged_image_of_pathfinder_is_named(kept: int, tmp_path: Path) -> None:
     pathfinder.generate(tmp_path, pathfinder.Parameters(level="curv_baseline", images=10), progress=False)
@@ -443,20 +431,6 @@ def test_a_folder_of_other_samples_skips(
         sample("retrieval", "a.tsv")
 
 
-def test_a_part_of_a_release_is_described_by_what_is_there(text: Path, capsys: pytest.CaptureFixture) -> None:
-    main(["prepare", "--task", "text", "--data", str(text)])
-    told = capsys.readouterr().out
-    assert "\n examples: 36/4/8\n" in told
-    assert "00" not in told.partition(" examples: ")[0].partition(" split: ")[2], "the size of another release"
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_words_of_options_hold_no_numbers_of_examples(task: str) -> None:
-    """Results put them beside the numbers of what was trained on."""
-    for choices in TASKS[task].options.values():
-        assert not re.search(r"\d,\d{3}|\d/\d", " ".join(choices.values()))
-
-
 # Prepared data
 
 
@@ -558,15 +532,6 @@ def test_a_folder_that_is_not_ours_is_never_replaced(text: Path, tmp_path: Path)
         prepare(TASKS["text"], text, prepared=tmp_path / "file")
 
 
-def test_unknown_options_are_refused(text: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"Expected 'split' of text to be one of held-out, lra \(got 'release'\)\. Choose one of them"
-    ):
-        prepare(TASKS["text"], text, options={"split": "release"})
-    with pytest.raises(ValueError, match=r"Expected 'level' of text to be one of none \(got 'curv_baseline'\)"):
-        prepare(TASKS["text"], text, options=LEVEL)
-
-
 def test_older_conventions_leave_out_black_pixels_and_keep_places(tmp_path: Path) -> None:
     make_pathfinder(tmp_path)
     black = np.zeros((32, 32), dtype=np.uint8)
@@ -610,30 +575,11 @@ def test_presets_of_the_paper_are_table_7(task: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("preset", ["paper", "laptop"])
-def test_every_preset_says_what_its_number_depends_on(task: str, preset: str) -> None:
-    settings = PRESETS[task][preset].settings
-    words = TASKS[task].pipeline(settings)
-    assert words["tokeniser"] == TASKS[task].tokeniser
-    assert words["split"].startswith(settings.split)
-    assert ("level" in words) == (task == "pathfinder")
-    assert (PRESETS[task][preset].data is not None) == (TASKS[task].generate is not None)
-
-
 def plan(task: str, **changes: Any) -> Plan:
     return Plan(
         task=task, preset="laptop", settings=dataclasses.replace(PRESETS[task]["laptop"].settings, **changes),
         directory="",
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("task", ["text", "retrieval", "image"])
-def test_without_data_the_origin_and_the_tree_are_told(task: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"\(got none\)\. Give --data DIR\. It is .*https://.* Its folder, the one given or "
-    ):
-        data_folder(plan(task))
 
 
 def test_generated_data_has_the_level_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

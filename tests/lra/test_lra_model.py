@@ -91,25 +91,6 @@ def test_like_values_start_alike() -> None:
     assert not torch.equal(token[1:], values)
 
 
-@pytest.mark.parametrize(
-    ("task", "changes", "message"),
-    [
-        ("text", {"positions": "grid"}, r"Expected 'positions' to be random or rotary for text \(got grid\)"),
-        ("retrieval", {"values": "smooth"}, r"Expected 'values' to be random for retrieval \(got smooth\)"),
-        ("listops", {"mask_dark": 8}, r"Expected 'mask-dark' to be -1 for listops \(got 8\)"),
-    ],
-)
-def test_what_concerns_pixels_is_refused_elsewhere(
-    task: str, changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        TASKS[task].options_of(settings(task, **changes))
-    words = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with pytest.raises(SystemExit):
-        main(["train", "--task", task, "--data", str(tmp_path), "--output", str(tmp_path / "run"), *words])
-    assert "no pixels" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("mask_dark", "compat", "highest"), [(-1, "none", None), (0, "none", 1), (-1, "nystromformer", 1), (8, "nystromformer", 9)])  # fmt: skip
 def test_pixels_are_masked_up_to_a_value(mask_dark: int, compat: str, highest: int | None) -> None:
     chosen = settings(mask_dark=mask_dark, compat=compat)

@@ -572,24 +572,3 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_settings_or_data(
     capsys.readouterr()
     assert "Expected 'data' to be what the run was started with" in refuse("--resume", "--data", str(other))
     assert "to hold ListOps (got no such folder)" in refuse("--resume", "--data", str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize("words", [[], ["--task", "pathfinder"], ["--task=text"]])
-def test_help_shows_the_values_of_the_task(
-    words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        main(["train", *words, "--help"])
-    task = words[-1].rpartition("=")[2] if words else "listops"
-    shown = capsys.readouterr().out
-    steps = " | ".join(str(presets.settings.steps) for presets in PRESETS[task].values())
-    assert f"values are those of laptop | paper | modern-laptop | modern for {task}" in shown
-    assert f"optimizer steps ({steps})" in shown
-    assert "steps between rows of train.csv (10)" in shown
-
-
-@quick
-def test_truncation_is_reported(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    train(data, tmp_path / "run", "--steps", "1", "--max-length", "10")
-    assert "of 50 sequences to 10 tokens" in capsys.readouterr().out

@@ -161,19 +161,6 @@ def test_runs_that_are_averaged_have_the_same_settings(
     assert "2 runs" in capsys.readouterr().out
 
 
-def test_the_budget_in_the_report_is_that_of_its_runs(make: Callable[..., Path]) -> None:
-    def line(words: str) -> str:
-        return (make(words) / "report.md").read_text().splitlines()[2]
-
-    common = "-- --channels 32"
-    assert line(f"--methods sbm {common}") == (
-        "1 runs, at most 1 of a kind. Budget: 800 steps; preset `laptop`, --channels 32."
-    )
-    assert line(f"--methods linear --steps 600 {common} --heads 4") == (
-        "2 runs, at most 1 of a kind. Budget: 600 steps or 800 steps; preset `laptop`, --channels 32."
-    )
-
-
 def test_the_budget_and_threads_are_given_to_the_trainer(make: Callable[..., Path]) -> None:
     folder = make("--methods sbm --minutes 5 --accelerator cpu --threads 1")
     given = json.loads((folder / "runs" / "listops-sbm-0" / "given.json").read_text())

@@ -363,11 +363,6 @@ def test_batches_follow_from_the_step_alone() -> None:
     assert whole[3:6] == [batch.tolist() for batch in buckets.epoch(1)]
 
 
-def test_sizes_of_batches_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"'batch-size' to be at most the number of examples, 3 \(got 4\)"):
-        LengthBuckets(np.arange(3), batch_size=4, seed=0)
-
-
 def test_command_line_generates_and_describes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "deep" / "listops"
     show = ["prepare", "--data", str(out)]
