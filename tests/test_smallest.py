@@ -55,12 +55,14 @@ def encoder(**options: Any) -> SequenceEncoder:
 LAYERS: dict[str, Callable[[], Tensor]] = {
     "SBMAttentionConv": lambda: SBMAttentionConv(1, 1, 1, num_clusters=1)(X),
     "AttentionConv with an edge feature": lambda: AttentionConv(1, 1, edge_dim=1)(
-        X, torch.tensor([[0, 1, 2], [0, 1, 2]]), edge_attr=torch.ones(3, 1),
-    ), "FullAttention": lambda: FullAttention(1, 1, 1)(X, ptr=PTR),
+        X, torch.tensor([[0, 1, 2], [0, 1, 2]]), edge_attr=torch.ones(3, 1)
+    ),
+    "FullAttention": lambda: FullAttention(1, 1, 1)(X, ptr=PTR),
     "DCMMBias": lambda: DCMMBias(1, 1, num_clusters=1)(X[None], X[None], patterns.full(3))[:3, None],
     "SparseGPSConv": lambda: SparseGPSConv(1, GraphConv(1, 1), AttentionConv(1, 1, source=selectors.TopKSource(1)))(
-        X, torch.tensor([[0, 1], [1, 2]]),
-    ), "SBMMultiheadAttention": lambda: SBMMultiheadAttention(1, 1, kdim=1, vdim=1, num_clusters=1)(X, X, X)[0],
+        X, torch.tensor([[0, 1], [1, 2]])
+    ),
+    "SBMMultiheadAttention": lambda: SBMMultiheadAttention(1, 1, kdim=1, vdim=1, num_clusters=1)(X, X, X)[0],
     "Rotary": lambda: Rotary()(X.repeat(1, 2)[None], torch.arange(3))[0, :, :1],
     "SequenceEncoder": lambda: encoder()(WORDS, PTR),
     "SequenceEncoder of vectors": lambda: encoder(num_tokens=None, in_channels=1)(X, PTR),
@@ -71,7 +73,7 @@ LAYERS: dict[str, Callable[[], Tensor]] = {
     "block_top_k": lambda: make_attention("block_top_k", 1, 1, 1, k=1, block_size=1)(X),
     "lsh": lambda: make_attention("lsh", 1, 1, 1, num_buckets=2, chunk_size=1, rounds=1)(X),
     "routing": lambda: make_attention("routing", 1, 1, 1, num_clusters=1, size=1)(X),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
