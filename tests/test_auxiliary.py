@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from problems import draw, refuses
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -371,16 +369,6 @@ def test_a_model_in_16_bits_goes_on_from_its_state(dtype: torch.dtype) -> None:
 TOGETHER = "imitate", "causal density, imitate", "routing", "entropy"
 
 
-def _process(rank: int, folder: str) -> None:
-    """One of two processes, which takes one part of each batch."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", USE_LIBUV="0")
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found = {name: _three_steps(rank, name) for name in TOGETHER}
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    distributed.destroy_process_group()
-
-
 def _three_steps(rank: int, name: str) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of the last step, and the states."""
     layer = sync_statistics(make(name))  # the mean and centroids of its warm calls are added up: same for both
@@ -400,16 +388,15 @@ def _three_steps(rank: int, name: str) -> tuple[list[Tensor], list[Tensor]]:
     return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None], [*layer.buffers()]
 
 
-@pytest.mark.slow
-def test_two_processes_have_the_gradients_and_states_of_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
-    found = torch.load(tmp_path / "found.pt")
+def check_parts_have_the_gradients_and_states_of_the_whole(rank: int, world: int) -> None:
+    """Each of two processes takes a part of each batch; ``test_distributed.py`` starts them."""
     for name in TOGETHER:
+        gradients, states = _three_steps(rank, name)
         layer = make(name)
         for seed in (1, 2, 3):
             wanted = step(layer, (slice(0, 4),), seed)
-        same(found[name][0], wanted)
-        torch.testing.assert_close(found[name][1], [*layer.buffers()])
+        same(gradients, wanted)
+        torch.testing.assert_close(states, [*layer.buffers()])
 
 
 def test_sources_of_a_model_are_set_to_add_up_over_processes() -> None:

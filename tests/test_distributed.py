@@ -15,6 +15,8 @@ from typing import Any, cast
 import pytest
 import torch
 from problems import draw
+from test_auxiliary import check_parts_have_the_gradients_and_states_of_the_whole
+from test_sparsifier import check_processes_with_other_losses_train_one_model
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphConv
@@ -443,7 +445,8 @@ def test_two_processes_compute_and_train_what_one_does(tmp_path: Path) -> None:
     ]
     heads = [partial(check_heads, name=name) for name in LAYERS]
     phases = [partial(check_phases, name=name) for name in TRAINED]
-    run(2, tmp_path, *heads, check_bytes, check_heads_in_16_bits, *wrapped, check_errors, *phases)
+    shared = check_parts_have_the_gradients_and_states_of_the_whole, check_processes_with_other_losses_train_one_model
+    run(2, tmp_path, *heads, check_bytes, check_heads_in_16_bits, *wrapped, check_errors, *phases, *shared)
 
 
 @pytest.mark.slow
