@@ -671,11 +671,6 @@ def test_a_source_of_ones_own_learns_and_has_a_twin(start: str, few: None, tmp_p
             ["--chooser", "other.py:Hungry"],
             "Expected Hungry to take no arguments but channels, heads, density (got food). Give",
         ),
-        (["--choosers", "sparse"], "Expected '--choosers' among full, window, random"),
-        (["--tasks", "recall", "mine.txt"], "Expected 'tasks' among recall, joint, two-hop"),
-        (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
-        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
-        (["--report"], "Expected 'output' to hold finished runs"),
     ],
 )
 def test_mistakes_are_named(

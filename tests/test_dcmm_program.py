@@ -407,40 +407,6 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
     assert best > 0.8
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--methods", "sparse"], "Expected 'methods' among full, dcmm"),
-        (["--methods", "dcmm:blocks=3"], "Expected options of 'dcmm' in 'methods'"),
-        (["--methods", "dcmm:degree=tanh"], "Expected 'degree'"),
-        (["--methods", "full", "sbm:estimator=magic"], "Expected 'estimator'"),
-        (["--methods", "dcmm", "--ffn", "8"], "Expected 'ffn' above"),
-        (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
-        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
-        (["--patch", "3"], "Expected 'patch' to divide the side of the images, 8 (got 3)"),
-        (["--validation", "1"], "Expected 'validation' to be below 1"),
-        (["--validation", "0.001"], "Expected 'validation' to hold out an image or more of each of 10 classes"),
-        (["--seeds", "-1"], "Expected 'seeds' to be at least 0"),
-        (["--data", "nowhere"], "Expected 'data' to be 'digits' or a folder of images (got 'nowhere')"),
-        (["--data", "."], "Expected 'data' with images of two classes or more"),
-        (["--pictures", "cat"], "Expected 'pictures' to be a class of the images, among 0, 1"),
-        (["--pictures", "3", "--methods", "full"], "Expected 'methods' with a block model"),
-        (["--pictures", "3", "--report"], "Expected 'pictures' without 'report' (got both)"),
-        (["--pictures", "3"], "Expected a run of these settings in"),
-        (["--report"], "Expected 'output' to hold finished runs"),
-        (["--weights", "nothing"], "Expected 'weights' to be a file, or 'timm' to be installed (got 'nothing'"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(SystemExit):
-        program.main(words)
-    assert message in capsys.readouterr().err
-
-
 def test_folders_that_do_not_do_are_named(tmp_path: Path) -> None:
     make_folder(tmp_path / "few", ("",), count=2)
     with pytest.raises(ValueError, match="Expected 'data' with at least 3 images of each class"):

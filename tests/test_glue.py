@@ -350,28 +350,3 @@ def test_a_pretrained_encoder_is_loaded_with_its_graphs(tmp_path: Path) -> None:
     other = train.FineTune(**state["run"] | {"window": 5})
     with pytest.raises(ValueError, match=r"pretrained model of this run \(got window 2, not 5\)"):
         train.load_encoder(encoder, path, other)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("pretrain --texts absent.txt", "Expected 'texts' and 'test' to be files or folders (got absent.txt)"),
-        ("pretrain --texts . --density 1.5", "Expected 'density' to be below 1 (got 1.5)"),
-        ("pretrain --texts . --length 600 --batch-tokens 500", "Expected 'batch-tokens' of at least length = 600"),
-        ("pretrain --texts . --heads 3", "Expected 'heads' to divide 'channels' (got 3)"),
-        ("pretrain --texts . --vocabulary 256", "Expected 'vocabulary' of at least 300"),
-        ("finetune --glue absent", "Expected 'glue' to be a folder (got absent)"),
-        ("finetune --glue . --output absent", "Pretrain a model into this --output first"),
-        ("evaluate --glue . --output absent", "Pretrain a model into this --output first"),
-        ("finetune --glue . --hold-out 1", "Expected 'hold-out' to be below 1 (got 1.0)"),
-        ("finetune --glue . --methods sbn", "Expected 'methods' among full, sbm"),
-        ("table --output absent", "Expected 'output' to hold finished runs (got none in absent)"),
-        ("train", "invalid choice: 'train'"),
-        ("", "the following arguments are required: stage"),
-    ],
-)
-def test_wrong_command_lines_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        program.main(words.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

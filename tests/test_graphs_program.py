@@ -345,23 +345,3 @@ def test_a_table_takes_the_best_validation_and_the_best_rate() -> None:
     assert report.difference(found["sbm"], found["random"]).startswith("+11.00 ±")
     assert report.difference(found["random"], found["random"]) == ""
     assert report.difference({0: {"test": 51.0}}, found["random"]) == "+10.00 (one split)"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "Expected 'data'"),
-        (["--data", ".", "--density", "1"], "'density' to be below 1"),
-        (["--data", ".", "--splits", "10"], "'splits' to be below 10"),
-        (["--data", ".", "--dropout", "1"], "Expected 'dropout' to be below 1 (got 1.0)"),
-        (["--data", ".", "--dense-part", "1"], "Expected 'dense-part' to be below 1 (got 1.0)"),
-        (["--data", ".", "--heads", "3"], "'heads' to divide 'channels'"),
-        (["--graphs", "cluster", "minesweeper"], "Expected 'data'"),
-        (["--graphs", "cluster", "--train-graphs", "0"], "'train-graphs' to be above 0"),
-        (["--data", "nowhere"], "folder that holds chameleon_filtered.npz"),
-    ],
-)
-def test_wrong_command_lines_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        program.main(words)
-    assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ import torch
 from torch_geometric.data import Batch
 from torch_geometric.utils import from_smiles
 
-from examples.common.runs import RunError
 from examples.common.tables import read
 from examples.graphs import __main__ as program
 from examples.graphs import data, molecules, train
@@ -93,14 +92,6 @@ def test_damaged_tables_are_named(change: Any, message: str, tmp_path: Path) -> 
         molecules.Molecules("peptides_func", tmp_path, tmp_path / "cache")
 
 
-def test_a_table_without_labels_of_hiv_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"folder that holds HIV\.csv\.gz"):
-        molecules.Molecules("molhiv", tmp_path, tmp_path)
-    write_hiv(tmp_path, "label")
-    with pytest.raises(ValueError, match="have the columns smiles, HIV_active"):
-        molecules.Molecules("molhiv", tmp_path, tmp_path)
-
-
 @pytest.mark.needs_data
 def test_the_published_tables_have_the_published_sizes(sample: Any) -> None:
     smiles, labels, parts = molecules.read_hiv(sample("molhiv"))
@@ -150,12 +141,6 @@ def test_the_program_trains_on_molecules_and_resumes(tmp_path: Path, capsys: pyt
     program.main(words)
     assert (tmp_path / "runs" / "rows.csv").read_text() == saved
     assert "| `fingerprint` | 1 |" in capsys.readouterr().out
-
-
-def test_convolutions_over_bonds_need_molecules(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        program.main(["--graphs", "pattern", "--conv", "transformer"])
-    assert "'conv' among sage, gcn, gin, gated for graphs without features of edges" in capsys.readouterr().err
 
 
 def test_precision_is_the_mean_over_labels() -> None:

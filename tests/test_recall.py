@@ -305,31 +305,6 @@ def test_the_program_trains_what_is_missing_and_reports(
     assert "Expected 'steps of mqar-small' to be 3 as in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--methods", "sparse"], "Expected 'methods' among full, dcmm, window"),
-        (["--methods", "sbm:blocks=3"], "Expected options of 'sbm' in 'methods'"),
-        (["--methods", "full:probes=3"], "Expected options of 'full' in 'methods'"),
-        (["--methods", "sbm:probes=few"], "Expected option 'probes' of 'methods' to be a number (got 'few')"),
-        (["--methods", "sbm:control=price"], "Expected option 'control' of 'methods' among sparsifier, fixed, none"),
-        (["--densities", "0"], "Expected 'densities' in (0, 1)"),
-        (["--densities", "1"], "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
-        (["--steps", "0"], "Expected 'steps' to be above 0 (got 0)"),
-        (["--heads", "3"], "Expected 'heads' to divide 'channels' = 64 (got 3)"),
-        (["--batch-size", "64001"], "Expected 'batch-size' of at most 64,000, the examples of a size (got 64001)"),
-        (["--report"], "Expected 'output' to hold finished runs"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        program.main(words)
-    assert message in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------------ language
 
 

@@ -511,12 +511,40 @@ def test_a_finished_run_does_not_answer_for_other_settings(
         ("dense_to_sparse", "--model recall --length 8", "Expected 'length' of at least 32 for recall, eight pairs and places of eight questions (got 8)"),
         ("repeated_tokens", "--steps 0 --output DIR/a", "Expected 'steps' to be above 0 (got 0)"),
         ("graphs.__main__", "", "Expected 'data' to be the folder of the archives (got none). Pass its path"),
+        ("graphs.__main__", "--graphs cluster minesweeper", "Expected 'data'"),
+        ("graphs.__main__", "--data DIR --heads 3", "'heads' to divide 'channels'"),
+        ("graphs.__main__", "--data nowhere", "folder that holds chameleon_filtered.npz"),
+        ("graphs.__main__", "--graphs pattern --conv transformer", "'conv' among sage, gcn, gin, gated for graphs without features of edges"),
+        ("glue.__main__", "pretrain --texts absent.txt", "Expected 'texts' and 'test' to be files or folders (got absent.txt)"),
+        ("glue.__main__", "pretrain --texts . --length 600 --batch-tokens 500", "Expected 'batch-tokens' of at least length = 600"),
+        ("glue.__main__", "pretrain --texts . --vocabulary 256", "Expected 'vocabulary' of at least 300"),
+        ("glue.__main__", "finetune --glue . --output absent", "Pretrain a model into this --output first"),
+        ("glue.__main__", "finetune --glue . --methods sbn", "Expected 'methods' among full, sbm"),
+        ("sparsefinder.__main__", "", "Expected 'train' and 'test' to be files of text (got no train, no test)"),
+        ("sparsefinder.__main__", "--report --windows 2", "Expected 'windows' to be odd"),
+        ("sparsefinder.__main__", "--report --channels 20", "Expected 'channels' to be a multiple of 4 x heads"),
+        ("recall.__main__", "--methods full:probes=3", "Expected options of 'full' in 'methods'"),
+        ("recall.__main__", "--methods sbm:probes=few", "Expected option 'probes' of 'methods' to be a number (got 'few')"),
+        ("recall.__main__", "--methods sbm:control=price", "Expected option 'control' of 'methods' among sparsifier, fixed, none"),
+        ("recall.__main__", "--densities 1", "Expected 'densities' in (0, 1) (got [1.0]). Full attention is 'full'."),
+        ("dcmm.__main__", "--methods dcmm:degree=tanh", "Expected 'degree'"),
+        ("dcmm.__main__", "--methods full sbm:estimator=magic", "Expected 'estimator'"),
+        ("dcmm.__main__", "--methods dcmm --ffn 8", "Expected 'ffn' above"),
+        ("dcmm.__main__", "--patch 3", "Expected 'patch' to divide the side of the images, 8 (got 3)"),
+        ("dcmm.__main__", "--validation 0.001", "Expected 'validation' to hold out an image or more of each of 10 classes"),
+        ("dcmm.__main__", "--data nowhere", "Expected 'data' to be 'digits' or a folder of images (got 'nowhere')"),
+        ("dcmm.__main__", "--pictures cat", "Expected 'pictures' to be a class of the images, among 0, 1"),
+        ("dcmm.__main__", "--pictures 3 --methods full", "Expected 'methods' with a block model"),
+        ("arena.__main__", "--choosers sparse", "Expected '--choosers' among full, window, random"),
+        ("arena.__main__", "--tasks recall mine.txt", "Expected 'tasks' among recall, joint, two-hop"),
         ("recall.__main__", f"--output DIR/{256 * 'n'}", "Expected 'output' to be a folder that can be written (got 'File name too long'"),
     ],
 )  # fmt: skip
 def test_places_and_options_are_checked_before_anything_is_computed(
-    module: str, words: str, message: str, inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    module: str, words: str, message: str, inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("text")
     known = {"FILE": str(tmp_path / "file"), "DIR": str(tmp_path), "DATA": inputs["DATA"]}
 

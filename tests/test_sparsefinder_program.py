@@ -136,24 +136,3 @@ def test_a_run_is_measured_once_and_reported(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         program.main([*words, "--dim", "2"])
     assert "Expected 'dim' to be 4 as in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "Expected 'train' and 'test' to be files of text (got no train, no test)"),
-        (["--train", "no", "--test", "no"], "(got no, no)"),
-        (["--report", "--windows", "2"], "Expected 'windows' to be odd"),
-        (["--report", "--channels", "20"], "Expected 'channels' to be a multiple of 4 x heads"),
-        (["--report", "--steps", "0"], "Expected 'steps' to be at least 1"),
-        (["--report", "--hidden", "1"], "Expected 'hidden' to be below 1"),
-        (["--report", "--output", "empty"], "Expected 'output' to hold finished runs"),
-    ],
-)
-def test_mistakes_are_told(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        program.main(words)
-    assert message in capsys.readouterr().err
