@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 # CI sets HYPOTHESIS_PROFILE=ci.
 settings.register_profile("quick", max_examples=30, deadline=None)
-settings.register_profile("ci", max_examples=200, deadline=None)
+settings.register_profile("ci", max_examples=100, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # No thread of a progress bar wakes up, and collects garbage, while another is inside torch: a run hung in an export once.
