@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -267,7 +267,7 @@ def test_equal_messages_leave_queries_without_gradients_in_bfloat16() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     conv, x, feature = TransformerConv(6, 5, 3, edge_dim=2), torch.randn(9, 6), torch.randn(40, 2)
-    given = edges(9)
+    given, make = edges(9), cast(Any, TransformerConv)
     refuses(lambda: conv(x, given + 5, feature), "Expected 'edge_index[0]' in 0..8")
     refuses(lambda: conv(x, given - 1, feature), "Expected 'edge_index[0]' in 0..8")
     refuses(lambda: conv(x, given[:1], feature), "Expected 'edge_index' to be [2, E]")
