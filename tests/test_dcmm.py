@@ -148,9 +148,9 @@ def test_dropout_over_all_pairs_is_that_of_the_same_weights_in_the_backward_pass
     (grad,) = torch.autograd.grad(*out[0])
     slope = (out[1][0] - out[2][0]).detach() / 2e-6
     torch.testing.assert_close((grad * draw(1, 8, 6)).sum(), slope, rtol=1e-7, atol=1e-9)
-    kept = torch.stack([conv(x) for _ in range(2000)]).detach()
+    kept = torch.stack([conv(x) for _ in range(500)]).detach()
     torch.testing.assert_close(
-        kept.mean(0), conv.eval()(x).detach(), rtol=0, atol=6 * float(kept.std(0).max()) / 2000**0.5
+        kept.mean(0), conv.eval()(x).detach(), rtol=0, atol=6 * float(kept.std(0).max()) / 500**0.5
     )
 
 

@@ -255,7 +255,7 @@ def random_model(case: int) -> tuple[Any, ...]:
 
 
 def test_the_loop_over_rows_and_the_kernel_draw_the_same_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 240 small models, whose rows go all three ways."""
+    """In 120 small models, each type with each size and law, whose rows go all three ways."""
     plan_rows, ways, edges = reference_sampling.plan_rows, [], 0
 
     def recorded(*arguments: Any) -> reference_sampling.Plan:
@@ -264,13 +264,13 @@ def test_the_loop_over_rows_and_the_kernel_draw_the_same_edges(monkeypatch: pyte
         return plan
 
     monkeypatch.setattr(reference_sampling, "plan_rows", recorded)
-    for case in range(240):
+    for case in range(120):
         arguments = random_model(case)
         graph = reference_sampling.sample_sbm(*arguments)
         assert same(ops.sample_sbm(*arguments), graph), case
         edges += graph[1].numel()
-    assert min(ways.count(way) for way in range(3)) > 300
-    assert edges > 20_000
+    assert min(ways.count(way) for way in range(3)) > 150
+    assert edges > 10_000
 
 
 # mypy takes the first argument of an intrinsic for one that the caller gives

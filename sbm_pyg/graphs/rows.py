@@ -383,8 +383,7 @@ class CompressedRows:
         per_head = [[graph.head(head) for graph in graphs] for head in range(heads)]
         degree = torch.cat([graph.degree for graph in graphs], dim=1).flatten()
         pieces = (pair for row in per_head for pair in zip(row, starts, strict=False))
-        dtype = index_type(starts[-1])  # as of other graphs, so that the same kernels are compiled
-        col = torch.cat([graph.col.to(dtype) + offset for graph, offset in pieces])
+        col = torch.cat([graph.col.to(index_type(starts[-1])) + offset for graph, offset in pieces])
         query_ptr = offsets(torch.cat([graph.query_ptr.diff() for graph in graphs]))
         key_ptr = offsets(torch.cat([graph.key_ptr.diff() for graph in graphs]))
         return cls._trusted(
