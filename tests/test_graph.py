@@ -417,6 +417,11 @@ def test_a_graph_without_edges_is_not_false() -> None:
     assert build(NO_EDGES)
 
 
+def test_the_record_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AttentionGraph(**GOOD).heads = 2  # type: ignore[misc]
+
+
 def test_to_moves_every_tensor() -> None:
     graph = build(RAGGED)
     moved = graph.to("meta")
