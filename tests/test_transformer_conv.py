@@ -277,7 +277,6 @@ def test_what_does_not_fit_is_refused() -> None:
     refuses(lambda: conv(x, given, feature.long()), "Expected 'edge_attr' to be a floating tensor", TypeError)
     refuses(lambda: conv(x.double(), given, feature), "Expected 'x' to be torch.float32", TypeError)
     refuses(lambda: conv((x, x[:, 1:]), given, feature), "Expected 'x' to be [N, 6]")
-    make: Any = TransformerConv
     refuses(lambda: make(6, 0.5), "Expected 'out_channels' to be an int", TypeError)
     refuses(lambda: make(6, 5, edge_dim="2"), "Expected 'edge_dim' to be an int", TypeError)
     refuses(lambda: make(6, 5, beta=1), "Expected 'beta' to be a bool", TypeError)
