@@ -89,12 +89,14 @@ def plot_mask(
         pictures.append(_shrink(chance))
         share = _percent(chance.sum() / int(count_pairs(one.query_ptr, one.key_ptr, sbm.is_causal)))
         titles.append(f"expectation: {chance.sum():,.0f} edges, density {share}")
-    top = max(float(picture.max()) for picture in pictures) or 1.0
+    has_scale = sbm is not None or _cell_size(shape) > 1
+    top = (max(float(picture.max()) for picture in pictures) if has_scale else 1) or 1.0
     for axes, picture, title in zip(panels, pictures, titles, strict=True):
-        image = _picture(axes, picture, shape, cmap=MASK, vmin=0, vmax=top)
+        image = _picture(axes, picture, shape, cmap=MASK if has_scale else "Blues", vmin=0, vmax=top)
         axes.set_title(title, fontsize=10)
-    label = f"probability of an edge; in a mask, 0 or 1{_cells(shape)}"
-    figure.colorbar(image, ax=list(panels), label=label, shrink=0.85)
+    if has_scale:
+        label = f"probability of an edge; in a mask, 0 or 1{_cells(shape)}"
+        figure.colorbar(image, ax=list(panels), label=label, shrink=0.85)
     words = f"Which query (row) attends to which key (column), head {head}, {shape[0]:,} queries and {shape[1]:,} keys."
     if sbm is not None:
         words += " Left: one sample; right: the probability of each edge under the model."
