@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from examples.common.corpus import train_tokenizer
 from examples.glue import __main__ as program
-from examples.glue import data, padding, report, train
+from examples.glue import data, report, train
 from sbm_pyg import SequenceClassifier, SequenceEncoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,34 +224,6 @@ def test_scores_are_those_of_glue() -> None:
 def test_words_by_frequency_need_their_entropy() -> None:
     assert train.unigram_bits(torch.tensor([0, 1, 2, 3]), 9) == pytest.approx(2)
     assert train.unigram_bits(torch.tensor([5, 5, 5]), 9) == 0
-
-
-def test_padding_changes_no_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs = [*zip(SIZES[::2], SIZES[1::2], strict=True)]
-    own = [word for pair in pairs for word in pair if pair[0] not in ("--batch-tokens", "--window")]
-    own += ["--batches", "3", "--batch-size", "8", "--output", str(tmp_path / "out")]
-    words = ["padding", "--texts", str(write_texts(tmp_path / "texts.txt")), *own]
-    program.main(words)
-    shown = capsys.readouterr().out
-    rows = report.read(tmp_path / "out" / "padding.csv")
-    assert all(f"| {way} | 3 |" in shown for way in padding.WAYS)
-    by_batch = [{row["way"]: row for row in rows if row["batch"] == number} for number in (1, 2, 3)]
-    for some in by_batch:
-        assert max(row["loss"] for row in some.values()) - min(row["loss"] for row in some.values()) < 1e-5
-        shares = [some[way]["padding"] for way in padding.WAYS]
-        assert shares[0] == 0 < shares[1] <= shares[2] < 1
-    forward = padding.PaddedAttention.forward
-
-    def unmasked(self: Any, *arguments: Any, **options: Any) -> Any:
-        self.real = torch.ones_like(self.real)
-        return forward(self, *arguments, **options)
-
-    monkeypatch.setattr(padding.PaddedAttention, "forward", unmasked)
-    with pytest.raises(SystemExit):
-        program.main(words)
-    assert "equal losses with and without padding" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -43,10 +43,6 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "--train TEXT --test TEXT --vocabulary 256 --length 32 --steps 24 --batch-size 2 --channels 16 --window 1 "
         "--methods full sbm --densities 0.2 --seeds 0 1",
     ),
-    "trained": (
-        "examples.dense_to_sparse",
-        "--model recall --length 32 --steps 40 --batch-size 4 --channels 16 --layers 1 --heads 1 --num-clusters 4",
-    ),
     "sparsefinder": (
         "examples.sparsefinder.__main__",
         "--train TEXT --test TEXT --words 30 --length 16 --steps 24 --batch-size 2 --channels 16 --heads 2 --fit-sequences 8 "
@@ -508,7 +504,6 @@ def test_a_finished_run_does_not_answer_for_other_settings(
         ("benchmarks.__main__", "report --output DIR/a", "Expected 'output' to hold results (got none in DIR/a). Measure a suite first."),
         ("language_model", "--corpus stdlib --seeds -1", "Expected 'seeds' to be at least 0 (got [-1])"),
         ("language_model", "--train FILE", "Expected 'train' and 'test' to be files of text (got no test). Give their paths"),
-        ("dense_to_sparse", "--model recall --length 8", "Expected 'length' of at least 32 for recall, eight pairs and places of eight questions (got 8)"),
         ("repeated_tokens", "--steps 0 --output DIR/a", "Expected 'steps' to be above 0 (got 0)"),
         ("graphs.__main__", "", "Expected 'data' to be the folder of the archives (got none). Pass its path"),
         ("graphs.__main__", "--graphs cluster minesweeper", "Expected 'data'"),

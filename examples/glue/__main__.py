@@ -4,7 +4,6 @@
     python -m examples.glue finetune --glue GLUE --tasks sst2 --methods full sbm --seeds 0 1 2
     python -m examples.glue evaluate --glue GLUE --tasks sst2
     python -m examples.glue table
-    python -m examples.glue padding --texts imdb.txt.gz             time of a step on the same documents with and without padding
 
 Texts are files, plain or gzip, with an empty line between documents, or a folder of `datasets`. GLUE is a folder with SST-2, QQP, QNLI
 and MNLI as released. Methods are full, sbm, random (block models that do not learn), window, dcmm, bigbird, lsh and routing; options
@@ -22,8 +21,8 @@ from typing import Any
 from examples.common.command import Command, fields_of, program, read_method
 from examples.common.fit import train_missing
 from examples.common.runs import fingerprint, settings_of, write_text
-from examples.common.tables import markdown, write_csv
-from examples.glue import data, padding, report, train
+from examples.common.tables import markdown
+from examples.glue import data, report, train
 
 PROGRAM = "python -m examples.glue"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -46,11 +45,10 @@ def _command(name: str, about: str) -> Command:
 
 
 def _sizes(command: Command, but: Sequence[str] = ()) -> None:
-    """Options that stages share, without some of them; those of "methods" are left out together."""
+    """Options that stages share, without some of them."""
     command.option("preset", "small", "of sizes, which other options override", choices=tuple(PRESETS))
-    if "methods" not in but:
-        command.option("methods", ["full", "sbm"])
-        command.option("density", 0.1, "of sampled edges", above=0, below=1)
+    command.option("methods", ["full", "sbm"])
+    command.option("density", 0.1, "of sampled edges", above=0, below=1)
     command.option("seeds", [0], least=0)
     command.option("threads", 1, "of the CPU", above=0)
     for name, usual in PRESETS["small"].items():
@@ -144,16 +142,6 @@ def parse_evaluate(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def parse_padding(arguments: Sequence[str]) -> argparse.Namespace:
-    about = "Times training steps with full attention on ragged and on padded batches of the same documents."
-    command = _command("padding", about)
-    _texts(command)
-    _sizes(command, but=("methods", "window", "steps", "batch_tokens", "learning_rate", "masking", "position_encoding"))
-    command.option("batch-size", 32, "documents", above=0)
-    command.option("batches", 20, "that are timed", above=0)
-    return _read_texts(command, arguments)
-
-
 def parse_table(arguments: Sequence[str]) -> argparse.Namespace:
     return _command("table", "Prints the tables of what has ended, and draws the curves.").read(arguments)
 
@@ -241,15 +229,6 @@ def work_evaluate(args: argparse.Namespace) -> Iterator[Path]:
     print(markdown(["task", "set", "run", "start", "seed", "examples", "accuracy, %", "F1, %", "density, %"], lines))
 
 
-def work_padding(args: argparse.Namespace) -> Iterator[Path]:
-    args.seed = args.seeds[0]
-    tokenizer, texts = data.prepare(args)
-    rows = padding.measure(args, texts["train"], tokenizer, args.batches, args.batch_size)
-    print(padding.table(rows))
-    write_csv(args.output / "padding.csv", rows)
-    yield args.output / "padding.csv"
-
-
 def work_table(args: argparse.Namespace) -> Iterator[Path]:
     yield from report.report(args.output)
 
@@ -259,7 +238,6 @@ STAGES = {
     "finetune": program(parse_finetune, work_finetune),
     "evaluate": program(parse_evaluate, work_evaluate),
     "table": program(parse_table, work_table),
-    "padding": program(parse_padding, work_padding),
 }
 
 
