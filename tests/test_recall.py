@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from torch.testing import assert_close
 
 from examples import language_model
-from examples.benchmarks import steps
-from examples.common import attention, fit, hybrid, tasks
+from examples.common import fit, hybrid, tasks
 from examples.common.corpus import encode, read_files, stdlib_files
 from examples.common.tasks import NEAR, recalled
 from examples.recall import __main__ as program
@@ -354,24 +353,6 @@ def language_options(folder: Path, vocabulary: int, length: int) -> list[str]:
     (folder / "text").write_text("a few words, and a few words more: " * 60)
     text = str(folder / "text")
     return ["--train", text, "--test", text, "--vocabulary", str(vocabulary), "--length", str(length)]
-
-
-def test_the_benchmark_of_steps_measures_the_same_model_in_both_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--lengths", "16", "--batch-tokens", "64", "--vocabulary", "50", "--channels", "16", "--rounds", "2"]
-    words += ["--methods", "sbm:num_clusters=4", "top-k", "--density", "0.2", "--csv", str(tmp_path / "steps.csv")]
-    steps.main(words)
-    table = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in table[3:]] == ["| full", "| sbm:num_clusters=4", "| top-k"]
-    rows = (tmp_path / "steps.csv").read_text().splitlines()
-    assert [row.split(",")[1:3] for row in rows[2:]] == [
-        ["sbm:num_clusters=4", "1.0"], ["sbm:num_clusters=4", "0.2"], ["top-k", "1.0"], ["top-k", "0.2"]
-    ]  # fmt: skip
-    monkeypatch.setattr(attention, "FullAttention", lambda *sizes, is_causal: FullAttention(*sizes))
-    with pytest.raises(SystemExit):
-        steps.main(words)
-    assert "Expected sbm:num_clusters=4 at a target density of 1 to have the loss" in capsys.readouterr().err
 
 
 def test_a_language_model_is_saved_with_its_tokenizer(tmp_path: Path) -> None:

@@ -497,8 +497,6 @@ def test_a_finished_run_does_not_answer_for_other_settings(
         ("glue.__main__", "evaluate --glue DIR --save FILE/a", "Expected 'save' to be a folder that can be made (got FILE/a, but FILE is a file)"),
         ("glue.__main__", "pretrain --texts FILE --output FILE/a", "Expected 'output' to be a folder that can be made (got FILE/a, but FILE is a file)"),
         ("lra.__main__", "train --data DATA --output DIR/run --export FILE/a", "Expected 'export' to be a folder that can be made"),
-        ("benchmarks.steps", "--csv FILE/a.csv", "Expected 'csv' to be in a folder that can be made (got FILE, but FILE is a file)"),
-        ("benchmarks.steps", "--csv DIR", "Expected 'csv' to be a file (got DIR, which is a folder). Add a name."),
         ("benchmarks.__main__", "kernels --output FILE", "Expected 'output' to be a folder that can be made"),
         ("benchmarks.gpu", "--device cpu --output FILE", "Expected 'output' to be a folder that can be made"),
         ("benchmarks.__main__", "report --output DIR/a", "Expected 'output' to hold results (got none in DIR/a). Measure a suite first."),

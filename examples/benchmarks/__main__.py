@@ -9,11 +9,17 @@ python -m examples.benchmarks layers             training step of a whole layer,
 python -m examples.benchmarks lengths            the default layer and the dense one, by the length of sequences
 python -m examples.benchmarks trained            sampling, attention and whole layers: trained ones, fresh ones and dense ones
 python -m examples.benchmarks growth             time per edge as sequences grow, with fresh and with trained layers
+python -m examples.benchmarks steps              training step of a whole causal model, in both phases of a Sparsifier
+python -m examples.benchmarks sources            time and memory of every graph source as sequences grow
+python -m examples.benchmarks graph              global attention of graph transformers, ours and PyG's, over one graph
+python -m examples.benchmarks graphs             the same over a batch of 32 graphs
+python -m examples.benchmarks features           messages with features of edges, ours and PyG's
 python -m examples.benchmarks all                the tables of docs/benchmarks.md, an hour
 python -m examples.benchmarks report             tables of all rows that are there
 
 Each peer must first show that its results are right. One that is wrong is not timed. Peers of a table take turns, so that a drift of
-the machine hits all alike. Raw numbers go to rows.csv in the output folder; the same command skips tables that are whole there.
+the machine hits all alike. Raw numbers go to rows.csv in the output folder; the same command skips tables that are whole there. Memory is the peak of the first call
+beyond what the process held before it (Linux alone).
 OMP_NUM_THREADS sets the threads of every peer.
 """
 
@@ -45,6 +51,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lengths": {"tokens": [256, 512, 1024, 4096], "densities": [5.0]},
     "trained": {"tokens": [1024, 4096, 16384]},
     "growth": {"tokens": [2**n for n in range(10, 17)], "densities": [0.0]},  # 64 edges per query
+    "steps": {"tokens": [64, 256], "densities": [5.0], "blocks": [0]},
+    "sources": {"tokens": [2**n for n in range(10, 17)], "densities": [0.0], "blocks": [0]},
+    "graph": {"tokens": [169_343], "densities": [0.0], "blocks": [0]},  # nodes of ogbn-arxiv
+    "graphs": {"tokens": [10_000], "densities": [0.0], "blocks": [0]},
+    "features": {"tokens": [63, 1000, 4000, 6250], "densities": [0.0], "blocks": [0]},
 }
 
 

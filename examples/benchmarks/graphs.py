@@ -1,129 +1,129 @@
-"""Global attention of graph transformers, ours and PyG's: time and peak memory of a forward and backward pass.
+"""Peers of graph transformers with 4 heads: global attention of one graph and of a batch of graphs, and messages with features of edges.
 
-    python -m examples.benchmarks.graphs                      one graph of 169,343 nodes, and a batch of 32 graphs of 100 to 10,000
-    python -m examples.benchmarks.graphs --suites one --rounds 3
-
-"one" is the attention of a single graph, with 64 channels, 4 heads and 16 edges per node and head. "batch" is a whole layer of GPS without
-message passing. First, both layers must have the same outputs and gradients over full graphs. Each turn is a process of its own, on one thread
-unless OMP_NUM_THREADS says otherwise; it is warmed up on small graphs. Memory is the peak beyond what the process held before (Linux alone).
+First, layers of PyG and ours must have the same outputs and gradients: attention over full graphs, and messages over the same edges.
 """
 
-import argparse
-import math
-import time
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GPSConv
+from torch_geometric.nn import GPSConv, TransformerConv
 from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 
-from examples.benchmarks.turns import measure_turns, medians, memory
-from examples.common.command import Command
-from examples.common.tables import by, markdown
+import sbm_pyg
+from examples.benchmarks.kernels import Case, Peer, Work, calls
+from examples.common.gate import compare
 from sbm_pyg import AttentionConv, SparseGPSConv, make_attention, patterns
 
-ARMS = {
-    "one": ("learned, 16 edges", "random, 16 edges", "Performer", "SGFormer"),
-    "batch": ("learned, 16 edges", "all pairs", "GPSConv, multihead", "GPSConv, performer"),
-}
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    command = Command("python -m examples.benchmarks.graphs", __doc__)
-    command.add_argument(
-        "--suites", nargs="+", choices=[*ARMS], default=[*ARMS], help="what to measure (default: both)"
-    )
-    command.option("nodes", 169_343, "of the one graph", least=64)
-    command.option("largest", 10_000, "nodes of the largest graph of the batch", least=100)
-    command.option("graphs", 32, "in the batch", least=2)
-    command.option("rounds", 1, "turns of each", least=1)
-    command.option("csv", Path("graphs.csv"), "where to write")
-    return command.read(arguments)
-
-
-CHANNELS, HEADS, EDGES = 64, 4, 16
+CHANNELS, HEADS = 64, 4
 SHAPE = (CHANNELS, CHANNELS // HEADS, HEADS)
-MEASURED = ("seconds", "MiB", "edges")
+EDGES = 16  # of a node and head that is learned or random, and of a node with features
+FEATURES = 16  # of an edge
+GRAPHS, LEAST = 32, 100  # graphs of a batch, and nodes of its smallest
 
 
-def layer(name: str) -> nn.Module:
-    """The module of an arm."""
-    torch.manual_seed(0)
-    if name == "Performer":
-        return PerformerAttention(CHANNELS, HEADS, CHANNELS // HEADS)
-    if name == "SGFormer":
-        return SGFormerAttention(CHANNELS, HEADS, CHANNELS // HEADS)
-    if name.startswith("GPSConv"):
-        return GPSConv(CHANNELS, None, HEADS, attn_type=name.split(", ")[1])
-    if name.startswith("learned"):
+def _make(name: str) -> nn.Module:
+    """A layer without message passing, or the attention of PyG alone."""
+    if name in ("performer", "sgformer"):
+        kind = PerformerAttention if name == "performer" else SGFormerAttention
+        return kind(CHANNELS, HEADS, CHANNELS // HEADS)
+    if name.startswith("gps-"):
+        return GPSConv(CHANNELS, None, HEADS, attn_type=name.removeprefix("gps-"))
+    if name == "learned":
         attn = make_attention("sbm", *SHAPE, num_clusters=32, budget=float(EDGES), window=None)
-    elif name.startswith("random"):
+    elif name == "random":
         attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.random, num_keys_per_query=EDGES, heads=HEADS))
     else:
         attn = AttentionConv(*SHAPE, patterns.PatternSource(patterns.full))
     return SparseGPSConv(CHANNELS, None, attn)
 
 
-def call(module: nn.Module, suite: str, x: Tensor, batch: Tensor) -> Tensor:
-    """The output of a module over nodes."""
-    if isinstance(module, GPSConv) and suite == "batch":
-        return module(x, None, batch)
-    return module.lin_out(module.attn(x)) if isinstance(module, SparseGPSConv) else module(x[None])[0]
+def _difference(theirs: Callable[[], Tensor], ours: Callable[[], Tensor], leaves: Sequence[Tensor]) -> float:
+    """Largest relative difference of two outputs and their gradients."""
+    results = [[out, *torch.autograd.grad(out.sin().sum(), leaves)] for out in (ours(), theirs())]
+    return compare({f"result {number}": (*pair,) for number, pair in enumerate(zip(*results, strict=True))})
 
 
-def sizes_of(args: argparse.Namespace, suite: str) -> list[int]:
-    """Nodes of each graph; those of a batch grow by equal factors."""
-    steps = range(args.graphs)
-    many = [round(100 * (args.largest / 100) ** (step / (args.graphs - 1))) for step in steps]
-    return many if suite == "batch" else [args.nodes]
+@cache
+def check_attention() -> float:
+    """Compares a layer of PyG with ours over full graphs."""
+    torch.manual_seed(0)
+    gps, x = GPSConv(CHANNELS, None, HEADS, attn_type="multihead"), torch.randn(70, CHANNELS, requires_grad=True)
+    sparse, batch = SparseGPSConv.from_gps(gps, source=None), torch.repeat_interleave(torch.tensor([9, 40, 21]))
+    return _difference(lambda: gps(x, None, batch), lambda: sparse(x, None, batch), [x])
 
 
-def turn(arm: str, suite: str, sizes: dict[str, list[int]]) -> dict[str, float]:
-    """Seconds and MiB of a pass over graphs, after one over small graphs; and the edges per node and head."""
-    module, before, start = layer(arm), 0.0, 0.0
-    for lengths in ([64, 100], sizes[suite]):
-        x = torch.randn(sum(lengths), CHANNELS, requires_grad=True)
-        batch = torch.repeat_interleave(torch.tensor(lengths))
-        before, start = memory("VmRSS"), time.perf_counter()
-        call(module, suite, x, batch).sum().backward()
-    measures = {"seconds": time.perf_counter() - start, "MiB": memory("VmHWM") - before, "edges": math.nan}
-    if "edges" in arm and isinstance(module, SparseGPSConv):
-        with torch.no_grad():
-            measures["edges"] = module.attn(x, batch=batch, return_graph=True)[1].num_edges / (HEADS * len(x))
-    return measures
+def sizes_of(largest: int) -> list[int]:
+    """Nodes of each graph of a batch, which grow by equal factors."""
+    return [round(LEAST * (largest / LEAST) ** (number / (GRAPHS - 1))) for number in range(GRAPHS)]
 
 
-def gate() -> None:
-    """Refuses to go on unless the layer of PyG and ours over full graphs agree."""
-    gps = layer("GPSConv, multihead")
-    assert isinstance(gps, GPSConv)
-    sparse_gps = SparseGPSConv.from_gps(gps, source=None)
-    batch = torch.repeat_interleave(torch.tensor([9, 40, 21]))
-    results = []
-    for module in (gps, sparse_gps):
-        x = torch.randn(70, CHANNELS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        out = module(x, None, batch)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), x)])
-    for result, reference in zip(*results, strict=True):
-        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
+def _attention(case: Case, name: str, is_batch: bool) -> Work:
+    """The attention of one graph, or a whole layer over a batch whose largest graph has so many nodes."""
+    torch.manual_seed(case.seed)
+    module = _make(name)
+
+    def passes(sizes: list[int]) -> dict[str, Callable[[], int]]:
+        x, batch = torch.randn(sum(sizes), CHANNELS, requires_grad=True), torch.repeat_interleave(torch.tensor(sizes))
+        is_few = name in ("learned", "random")
+        edges = HEADS * (EDGES * len(x) if is_few else sum(size**2 for size in sizes))
+
+        def forward() -> Tensor:
+            if is_batch:
+                return module(x, None, batch).sum()
+            out = module.lin_out(module.attn(x)) if isinstance(module, SparseGPSConv) else module(x[None])
+            return out.sum()
+
+        return calls(forward, [x], torch.ones(()), edges)
+
+    def check() -> float:
+        for call in passes([LEAST]).values():  # compiles kernels
+            call()
+        return check_attention() if name in EXACT else 0.0
+
+    return Work(check, passes(sizes_of(case.tokens) if is_batch else [case.tokens]))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    gate()
-    sizes = {suite: sizes_of(args, suite) for suite in args.suites}
-    turns = [{"suite": x, "arm": arm} for x in args.suites for _ in range(args.rounds) for arm in ARMS[x]]
-    rows = measure_turns(partial(turn, sizes=sizes), turns, MEASURED, args.csv)
-    for suite, arms in by(rows, "suite", "arm").items():
-        table = []
-        for name, rounds in arms.items():
-            seconds, mib, edges = medians(rounds, MEASURED).values()
-            table.append([name, f"{seconds:.3g}", f"{mib:,.0f}", "" if math.isnan(edges) else f"{edges:.1f}"])
-        print(f"{suite}: {len(sizes[suite])} graphs, {sum(sizes[suite]):,} nodes, the largest {max(sizes[suite]):,}")
-        print(markdown(["arm", "seconds", "MiB", "edges per node and head"], table))
+@cache
+def check_features() -> float:
+    """Compares messages with features of edges in float64."""
+    torch.manual_seed(0)
+    theirs = TransformerConv(16, 8, HEADS, edge_dim=5).double()
+    ours, edge_index = sbm_pyg.TransformerConv.from_pyg(theirs), torch.randint(40, (2, 300))
+    x, edge_attr = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((40, 16), (300, 5)))
+    inputs = (x, edge_index, edge_attr)
+    return _difference(lambda: theirs(*inputs), lambda: ours(*inputs), [x, edge_attr])
 
 
-if __name__ == "__main__":
-    main()
+def _features(case: Case, name: str) -> Work:
+    """A TransformerConv over a random graph with 16 edges a node."""
+    torch.manual_seed(case.seed)
+    width, count = HEADS * case.channels, EDGES * case.tokens
+    conv: nn.Module = TransformerConv(width, case.channels, HEADS, edge_dim=FEATURES)
+    if name == "ours":
+        assert isinstance(conv, TransformerConv)
+        conv = sbm_pyg.TransformerConv.from_pyg(conv)
+    module = torch.compile(conv) if name == "pyg-compiled" else conv
+    x, edge_attr = torch.randn(case.tokens, width, requires_grad=True), torch.randn(count, FEATURES, requires_grad=True)
+    edge_index, leaves = torch.randint(case.tokens, (2, count)), [x, edge_attr, *conv.parameters()]
+    work = calls(lambda: module(x, edge_index, edge_attr), leaves, torch.randn(case.tokens, width), count)
+    return Work(check_features, work)
+
+
+LABELS = {
+    "learned": "learned, 16 edges", "random": "random, 16 edges", "all": "all pairs", "performer": "PyG PerformerAttention",
+    "sgformer": "PyG SGFormerAttention", "gps-multihead": "PyG GPSConv, multihead", "gps-performer": "PyG GPSConv, performer",
+}  # fmt: skip
+EXACT = ("learned", "random", "all", "gps-multihead")
+NOTES = dict.fromkeys(LABELS.keys() - EXACT, "linear attention, which has another law")
+ONE, BATCH = ("learned", "random", "performer", "sgformer"), ("learned", "all", "gps-multihead", "gps-performer")
+GRAPH, BATCHES = (
+    {name: Peer(LABELS[name], partial(_attention, name=name, is_batch=is_batch), NOTES.get(name, "")) for name in names}
+    for names, is_batch in ((ONE, False), (BATCH, True))
+)
+EDGE_FEATURES = {
+    "ours": Peer("sbm_pyg TransformerConv", partial(_features, name="ours")),
+    "pyg": Peer("PyG TransformerConv", partial(_features, name="pyg")),
+    "pyg-compiled": Peer("PyG TransformerConv, torch.compile", partial(_features, name="pyg-compiled")),
+}

@@ -1,13 +1,16 @@
 """Checks the peers of a table, then times them in turns, all in one run; adds a row to rows.csv for each peer, size and stage."""
 
 import argparse
+import ctypes
 import itertools
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +18,12 @@ from pathlib import Path
 import torch
 
 from examples.benchmarks import trained
+from examples.benchmarks.graphs import BATCHES, EDGE_FEATURES, GRAPH, HEADS
 from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case
+from examples.benchmarks.report import GROWN
 from examples.benchmarks.samplers import GROWTH, IN_ALL, LAYERS, LENGTHS, SAMPLERS
+from examples.benchmarks.sources import SOURCES
+from examples.benchmarks.steps import STEPS
 from examples.common.gate import Rejected
 from examples.common.tables import Row, Rows, add, read
 from sbm_pyg.progress import tqdm
@@ -24,12 +31,20 @@ from sbm_pyg.progress import tqdm
 SUITES = {
     "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
     "lengths": LENGTHS, "trained": trained.PEERS, "growth": GROWTH | trained.GROWTH,
+    "steps": STEPS, "sources": SOURCES, "graph": GRAPH, "graphs": BATCHES, "features": EDGE_FEATURES,
 }  # fmt: skip
 STAGES: dict[str, tuple[str, ...]] = dict.fromkeys(SUITES, ("forward", "step"))
-STAGES |= {"samplers": ("sample",), "layers": ("step",), "growth": ("step",)}
+STAGES |= {
+    "samplers": ("sample",),
+    "layers": ("step",),
+    "growth": ("step",),
+    "steps": ("step",),
+    "sources": ("choose",),
+}
 STAGES |= {"trained": ("sample", "attend", "forward", "step")}
 ROUNDS, REPEATS = 5, 15  # turns that each peer gets, and repeats in all of them
-FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge")
+FOUND = ("error", "sampled", "expected", "edges", "median_ms", "q1_ms", "q3_ms", "ns_per_edge", "MiB")
+FIXED = ("sources", "graph", "graphs")  # suites with heads and channels of their own
 Times = list[tuple[float, int]]  # seconds and edges of calls
 
 
@@ -48,7 +63,8 @@ def measure(suite: str, group: str, peers: Sequence[str], case: Case, cap: float
             facts = {"error": work.check(), **work.facts}
             for row in stage_rows:
                 row |= facts
-                ((seconds, _),) = _time(work.calls[row["stage"]], 1)
+                with peak_memory(row):
+                    ((seconds, _),) = _time(work.calls[row["stage"]], 1)
                 if seconds > cap:
                     row["status"] = f"over the cap ({cap:g} s): one call took {seconds:.3g} s"
                 else:
@@ -83,21 +99,40 @@ def _time(call: Callable[[], int], repeats: int) -> Times:
     return times
 
 
+@contextmanager
+def peak_memory(row: Row) -> Iterator[None]:
+    """Notes the peak memory of this process, in MiB beyond what it held before; NaN where there is no /proc that can be written."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        row["MiB"] = math.nan
+        yield
+        return
+
+    def memory(field: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = memory("VmRSS")
+    yield
+    row["MiB"] = memory("VmHWM") - before
+
+
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """The tables of a suite: a title, and what all peers do. Those of growth have the title in common, and a size each."""
-    suite, shape = options.suite, f"H = {Case.heads}, C = {options.channels}"
+    suite, width = options.suite, options.channels
+    shapes = {"steps": f"H = 1, C = {Case.heads * width}", "features": f"H = {HEADS}, C = {width}"}
+    shape = shapes.get(suite, f"H = {Case.heads}, C = {width}")
     if suite == "trained":
         for layer, tokens in itertools.product(options.layers, options.tokens):
             yield f"{layer}, N = {tokens:,}", Case(tokens, 0, 0.0, layer=layer)
         return
     for tokens, percent, blocks in itertools.product(options.tokens, options.densities, options.blocks):
-        title = "64 edges per query" if suite == "growth" else f"N = {tokens:,}, density {percent:g} %"
+        title = GROWN[suite] if suite in GROWN else f"N = {tokens:,}" + f", density {percent:g} %" * (percent > 0)
         title += f", {IN_ALL:,} tokens in all" * (suite == "lengths")
         density = min(64 / tokens, 0.6) if suite == "growth" else percent / 100
-        yield (
-            f"{title}, {shape}" + (f", K = {blocks}" if blocks else ""),
-            Case(tokens, blocks, density, channels=options.channels),
-        )
+        title += f", {shape}" * (suite not in FIXED) + f", K = {blocks}" * (blocks > 0)
+        yield title, Case(tokens, blocks, density, channels=width)
 
 
 def measure_all(options: argparse.Namespace) -> Rows:

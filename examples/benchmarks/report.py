@@ -10,7 +10,7 @@ from examples.common.tables import Row, Rows, by, markdown
 TRAINED = ("recall-1", "recall-2", "code-1", "code-2")  # layers of models of examples/weights
 REFERENCE = {
     "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
-    "lengths": "dense", "trained": "dense",
+    "lengths": "dense", "trained": "dense", "steps": "full", "graph": "learned", "graphs": "gps-multihead", "features": "ours",
 }  # fmt: skip
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
@@ -22,21 +22,28 @@ TITLES = {
     "lengths": "The default layer in training and in evaluation, by the length of sequences",
     "trained": "Trained layers over the tokens of their models, and fresh layers with as many edges",
     "growth": "Growth at a constant number of expected edges per query",
+    "steps": "Training step of a whole causal model, in the dense and in the sparse phase of a Sparsifier",
+    "sources": "Growth of graph sources: time and memory of a graph, without attention over it",
+    "graph": "Global attention of a graph transformer over one graph",
+    "graphs": "Global attention of a graph transformer over a batch of graphs, N nodes in the largest",
+    "features": "Messages with features of edges, 16 edges a node",
 }
+GROWN = {"growth": "64 edges per query", "sources": "some 32 edges per query, one head of 64 channels"}
+"""Suites of one table, whose peers are compared with themselves at the smallest size."""
 
 
 def ratio(row: Row, rows: Rows) -> float:
-    """Time over that of the reference peer of the same run and table; growth: time per edge over that of the smallest size.
+    """Time over that of the reference peer of the same run and table; of a growth, time per edge over that of the smallest size.
 
     Samplers are compared by their time per edge, for their laws differ. NaN if either was not timed.
     """
     same = [r for r in rows if r["median_ms"] > 0 and all(r[key] == row[key] for key in ("suite", "group", "stage"))]
-    if row["suite"] == "growth":
+    if row["suite"] in GROWN:
         same = sorted((r for r in same if r["peer"] == row["peer"]), key=lambda r: r["tokens"])
     else:
         reference = REFERENCE[row["suite"]] + "-all" * row["peer"].endswith("-all")  # not causal
         same = [r for r in same if r["peer"] == reference and r["run"] == row["run"]]
-    key = "ns_per_edge" if row["suite"] in ("samplers", "growth") else "median_ms"
+    key = "ns_per_edge" if row["suite"] in ("samplers", *GROWN) else "median_ms"
     return row[key] / same[0][key] if same else float("nan")
 
 
@@ -54,6 +61,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "×": _number("ratio"),
     "ns/edge": _number("ns_per_edge"),
     "million edges/s": lambda row: f"{1e3 / row['ns_per_edge']:,.4g}".replace("nan", ""),
+    "MiB": lambda row: _number("MiB", form=",.0f")({"MiB": math.nan, **row}),
     "density, %": _number("sampled", 100),
     "expected, %": _number("expected", 100),
     "error": _number("error"),
@@ -98,10 +106,10 @@ def as_markdown(rows: Rows) -> str:
         page += ["", f"## {title}"] if chosen else []
         for group in dict.fromkeys(row["group"] for row in chosen):
             group_rows = [{**row, "ratio": ratio(row, rows)} for row in chosen if row["group"] == group]
-            if suite == "growth":  # sizes of a peer side by side
+            if suite in GROWN:  # sizes of a peer side by side
                 group_rows.sort(key=lambda row: row["peer"])
             page += ["", f"### {group}", ""]
             page += [markdown([*COLUMNS], [[cell(row) for cell in COLUMNS.values()] for row in group_rows])]
-            page += ["", *_exponents(group_rows)] if suite == "growth" else []
+            page += ["", *_exponents(group_rows)] if suite in GROWN else []
         page += ["", _summary(chosen)] if suite == "trained" and chosen else []
     return "\n".join(page)

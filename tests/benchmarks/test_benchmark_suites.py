@@ -1,6 +1,7 @@
 """The benchmarks: every peer is right, wrong ones are rejected, and a run leaves rows and tables."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,21 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as program
-from examples.benchmarks import kernels, measure, report, samplers, trained
+from examples.benchmarks import graphs, kernels, measure, report, samplers, sources, steps, trained
 from examples.benchmarks.kernels import Case
-from examples.common import gate
+from examples.common import attention, gate
 from examples.common.gate import Rejected
 from examples.common.tables import read
+from sbm_pyg import AttentionGraph, FullAttention, Tokens, patterns
+from sbm_pyg.ops import tiles
 
 CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
     "kernels": ["ours", "sdpa-masked", "wrong"], "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
     "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"], "samplers": ["bernoulli", "dense", "wrong"],
     "layers": ["sbm", "dense", "wrong"], "growth": ["sampling", "layer", "recall-1"],
-    "lengths": ["default", "dense"], "trained": [*trained.PEERS],
+    "lengths": ["default", "dense"], "trained": [*trained.PEERS], "steps": [*steps.STEPS], "sources": [*sources.LAWS],
+    "graph": [*graphs.ONE], "graphs": [*graphs.BATCH], "features": ["ours", "pyg"],
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,13 +35,24 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A tiny run of one suite: its name, its command and its folder."""
     folder = tmp_path_factory.mktemp("run")
     words = [
-        request.param, "--output", str(folder), "--seconds", "1", "--peers", *RUNS[request.param], "--tokens", "64",
-    ]  # fmt: skip
+        request.param,
+        "--output",
+        str(folder),
+        "--seconds",
+        "9",
+        "--peers",
+        *RUNS[request.param],
+        "--tokens",
+        "64",
+    ]
     if request.param == "trained":
         words += ["128", "--layers", "recall-1"]
-    else:
-        words += ["128"] if request.param == "growth" else ["--densities", "10", "20"]
-        words += [] if request.param in ("kernels", "shares", "normalizers") else ["--blocks", "8"]
+    elif request.param in ("growth", "sources"):
+        words += ["128"]
+    elif request.param in ("kernels", "shares", "normalizers", "samplers", "layers", "lengths", "steps"):
+        words += ["--densities", "10", "20"]
+    if request.param in ("samplers", "layers", "growth", "lengths"):
+        words += ["--blocks", "8"]
     assert program.main(words) == 0
     return request.param, words, folder
 
@@ -63,8 +78,16 @@ def test_samplers_are_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("suite", "name"),
     [
-        ("layers", "sbm"), ("layers", "dense"), ("lengths", "default"), ("lengths", "indexer-2x8"),
-        ("lengths", "dense"), ("growth", "sampling"), ("growth", "layer"), ("growth", "recall-2"),
+        ("layers", "sbm"),
+        ("layers", "dense"),
+        ("lengths", "default"),
+        ("lengths", "indexer-2x8"),
+        ("lengths", "dense"),
+        ("growth", "sampling"),
+        ("growth", "layer"),
+        ("growth", "recall-2"),
+        ("graph", "learned"),
+        ("features", "ours"),
         *(("trained", name) for name in trained.PEERS),
     ],
 )  # fmt: skip
@@ -81,6 +104,28 @@ def test_wrong_results_are_rejected() -> None:
         samplers.SAMPLERS["wrong"].build(dataclasses.replace(CASE, tokens=400)).check()
     with pytest.raises(Rejected, match="its output is off by"):
         samplers.LAYERS["wrong"].build(CASE).check()
+
+
+def test_a_source_that_depends_on_its_parts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(tokens: Tokens) -> AttentionGraph:
+        return patterns.window(tokens.num_queries, 1 + (tiles.SCORES_PER_TILE["cpu"] < 2**20))
+
+    monkeypatch.setattr(sources, "sources", lambda n: {"lsh": wrong})
+    with pytest.raises(Rejected, match="it makes other graphs with fewer rows at a time"):
+        sources.SOURCES["lsh"].build(CASE).check()
+    assert tiles.SCORES_PER_TILE["cpu"] > 2**20
+
+
+def test_a_step_that_is_not_dense_at_a_density_of_1_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "FullAttention", lambda *sizes, is_causal: FullAttention(*sizes))
+    with pytest.raises(Rejected, match="its loss with dense attention is off by"):
+        steps.STEPS["top-k"].build(CASE).check()
+
+
+def test_graphs_of_a_batch_grow_by_equal_factors() -> None:
+    sizes = graphs.sizes_of(10_000)
+    assert (len(sizes), sizes[0], sizes[-1]) == (graphs.GRAPHS, graphs.LEAST, 10_000)
+    assert all(1.1 < after / before < 1.2 for before, after in itertools.pairwise(sizes))
 
 
 def test_a_wrong_gradient_alone_is_rejected() -> None:
@@ -124,7 +169,7 @@ def test_the_same_command_measures_nothing_twice(
     shown = capsys.readouterr().out
     assert report.TITLES[suite] in shown
     assert ("| recall-1, N = 64 |" in shown) == (suite == "trained")
-    assert ("its time grows as N^" in shown) == (suite == "growth")
+    assert ("its time grows as N^" in shown) == (suite in report.GROWN)
     assert all(row["label"] in shown for row in read(folder / "rows.csv"))
     assert ("REJECTED" in shown) == ("wrong" in RUNS[suite])
     assert program.main(["report", "--output", str(folder)]) == 0
