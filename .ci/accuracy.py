@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 METHODS, LEAST = ("full", "sbm"), 99.0
-TABLE = re.compile(r"^\| run \|.*\n\|[-:|]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
+TABLE = re.compile(r"^\| method \|.*\n\|[-:|]+\|\n((?:\|.*\n?)+)", re.MULTILINE)
 
 
 def accuracies(printed: str) -> dict[str, float]:
-    """The mean accuracy of each run in percent, by the name in the first column of the table."""
+    """The mean accuracy of each run in percent, by method and density, the first and the third column of the table."""
     table = TABLE.search(printed)
     if table is None:
-        raise ValueError(f"Expected a table of runs (got {printed[-200:]!r}). Look at the output above.")
+        raise ValueError(f"Expected a table of methods (got {printed[-200:]!r}). Look at the output above.")
     column = table[0].partition("\n")[0].split("|").index(" accuracy, % ")
     lines = [line.split("|") for line in table[1].splitlines()]
-    return {line[1].strip(): float(line[column].split()[0]) for line in lines}
+    return {f"{line[1].strip()} {line[3].strip()} %": float(line[column].split()[0]) for line in lines}
 
 
 def check(printed: str) -> None:

@@ -201,7 +201,7 @@ def test_served_recall_has_as_many_answers_as_it_says(serving: int) -> None:
 def test_a_task_is_a_function_of_its_seed(name: str) -> None:
     """The same seed gives the same batch; training batches differ among steps and seeds, and hold no example of the test."""
     task = tasks.TASKS[name]
-    tests = dataclasses.replace(task, test=dict.fromkeys([*task.test][:1], 20)).examples("test")
+    tests = dataclasses.replace(task, test=dict.fromkeys([*task.test][:1], 20)).tests()
     batches = [train.batch_of(task, seed, step, 20).tokens for seed, step in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert torch.equal(*batches[:2])
     seen = {tuple(row) for batch in batches for row in batch.tolist()}
@@ -514,7 +514,7 @@ def test_what_chooses_stays_as_it_began_in_a_twin(method: str, few: None, tmp_pa
 
 def test_methods_of_one_seed_begin_with_the_same_weights() -> None:
     full = train.make_model(run_of("full"))[0].state_dict()
-    for method in ("sbm", "indexer", "dash", "window"):
+    for method in ("sbm", "indexer", "key-selection", "dcmm", "dash", "window"):
         mine = train.make_model(run_of(method))[0].state_dict()
         assert all(torch.equal(mine[name], value) for name, value in full.items())
         assert len(mine) > len(full)

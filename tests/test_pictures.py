@@ -10,13 +10,10 @@ import pytest
 from examples.common.tables import read
 from examples.dcmm import report as dcmm
 from examples.findings.__main__ import PICTURES
-from examples.recall import report as recall
 from examples.sparsefinder import report as sparsefinder
 
-LEARNING = Path(recall.__file__).parents[2] / "docs" / "learning"
+LEARNING = Path(dcmm.__file__).parents[2] / "docs" / "learning"
 DRAWN: dict[str, tuple[ModuleType, int]] = {  # folder of rows: who draws them, and how many names at most
-    "recall": (recall, 10),
-    "dcmm/recall": (recall, 10),
     "dcmm/digits": (dcmm, 10),
     "sparsefinder": (sparsefinder, 14),
 }
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.examples
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures by the name of the file that they would have gone to."""
     found: dict[str, Any] = {}
-    for module in (recall, dcmm, sparsefinder):
+    for module in (dcmm, sparsefinder):
         monkeypatch.setattr(module, "save_figure", lambda path, figure, **_: found.update({path.name: figure}))
     return found
 
@@ -49,18 +46,6 @@ def test_pictures_name_their_axes_and_methods(folder: str, drawn: dict[str, Any]
         assert len({*names}) == len(names)
         words = [*names, *(text.get_text() for axes in figure.axes for text in axes.texts)]
         assert not [word for word in words if {*word} & {"=", "_"}], (name, words)
-
-
-def test_a_method_with_one_density_is_drawn_over_the_steps(drawn: dict[str, Any], tmp_path: Path) -> None:
-    """As the main job has it, two methods: a curve each, not two points on an empty canvas."""
-    rows = [row for row in read(LEARNING / "recall" / "rows.csv") if row["task"] == "mqar-small" and row["seed"] == 0]
-    recall.draw([row for row in rows if row["run"] in ("full", "sbm 5 %")], tmp_path)
-    accuracy, density = drawn["mqar-small.png"].axes
-    assert [line.get_label() for line in accuracy.lines] == ["full attention", "block model 5 %"]
-    for axes in (accuracy, density):
-        assert all(len(line.get_xdata()) == 10 for line in axes.lines)
-    assert density.lines[0].get_ydata()[-1] == pytest.approx(100)
-    assert density.lines[1].get_ydata()[-1] < 2
 
 
 def test_tests_of_digits_are_drawn_over_ten_points_or_more(drawn: dict[str, Any], tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from problems import same
 from tokenizers import Tokenizer
 from torch.testing import assert_close
 
-from examples import language_model
+from examples import language_model, recall
+from examples.arena import tasks as arena
+from examples.arena import train
 from examples.common import fit, hybrid, tasks
 from examples.common.corpus import encode, read_files, stdlib_files
 from examples.common.tasks import NEAR, recalled
-from examples.recall import __main__ as program
-from examples.recall import train
 from sbm_pyg import AttentionGraph, Choice, Sparsifier, Tokens
 from sbm_pyg.layers.dense import FullAttention
 from sbm_pyg.sources import patterns
@@ -95,29 +95,6 @@ def test_joint_recall() -> None:
     assert len({tuple(row) for row in (examples.places - half - examples.sources).tolist()}) == 200
 
 
-@pytest.mark.parametrize("method", [name for name in hybrid.METHODS if name != "full"])
-def test_methods_of_one_seed_begin_with_the_same_weights(method: str) -> None:
-    def begin(method: str, seed: int = 0) -> dict[str, torch.Tensor]:
-        run = train.Run("mqar-small", method, 0.2, seed, **TINY)
-        return train.make_model(run)[0].state_dict()
-
-    full, mine, other = begin("full"), begin(method), begin(method, seed=1)
-    assert full.keys() <= mine.keys()
-    assert all(torch.equal(mine[name], value) for name, value in full.items())
-    assert not torch.equal(mine["layers.0.attention.lin_query.weight"], other["layers.0.attention.lin_query.weight"])
-
-
-@pytest.mark.parametrize("name", tasks.TASKS)
-def test_every_size_of_every_task_can_be_made(name: str) -> None:
-    task = tasks.TASKS[name]
-    for size in {**task.train, **task.test}:
-        check_answers(task.make(*size, task.num_tokens, 2, generator()))
-    few = dataclasses.replace(task, train=dict.fromkeys([*task.train][:2], 5), test=dict.fromkeys([*task.test][:1], 5))
-    assert same(*(list(few.examples("test", seed).values()) for seed in (0, 1)))
-    assert same(*(list(few.examples("train", 1).values()) for _ in range(2)))
-    assert not same(*(list(few.examples("train", seed).values()) for seed in (0, 1)))
-
-
 @pytest.mark.parametrize("rule", ["window", "random", "bigbird"])
 @pytest.mark.parametrize("density", [0.03, 0.1, 0.3])
 def test_fixed_densities_are_met(rule: str, density: float) -> None:
@@ -151,27 +128,23 @@ def test_methods_of_block_models_that_add_to_scores() -> None:
     """The published layer looks at all pairs; over sampled edges, and with degrees, as their options say."""
 
     def made(method: str) -> Any:
-        run = train.Run("mqar-small", method, 0.05, 0, 10, 4, 1e-3)
-        return run.name, *train.make_model(run)
+        return train.make_model(train.Run("recall", method, 0.05, 0, 10, 4, 1e-3))
 
-    name, dense, schedule = made("dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2")
+    dense, schedule = made("dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2")
     bias = dense.layers[0].attention.score_bias
-    assert name == "dcmm:num_clusters=7,degree=softplus,squash=0,tied=0,entropy_weight=0.2"
     assert schedule is None
-    assert (bias.num_clusters, bias.degree, bias.squash, bias.tied, bias.entropy_weight) == (
-        7, "softplus", False, False, 0.2,
-    )  # fmt: skip
+    named = (bias.num_clusters, bias.degree, bias.squash, bias.tied, bias.entropy_weight)
+    assert named == (7, "softplus", False, False, 0.2)
     _, choices = dense(torch.randint(8, (2, 10)))
     assert choices[1].graph.num_edges == 2 * 55
-    name, sampled, schedule = made("sbm:bias=5,degree_corrected=1")
-    assert name == "sbm:bias=5,degree_corrected=1 5 %"
+    sampled, schedule = made("sbm:bias=5,degree_corrected=1")
     assert schedule is not None
     assert sampled.layers[1].attention.score_bias.num_clusters == 5
     assert sampled.layers[1].attention.source.head.degree_corrected
-    plain = made("sbm")[1].layers[0].attention
+    plain = made("sbm")[0].layers[0].attention
     assert plain.score_bias is None
     assert plain.source.head.groups == 1
-    assert made("sbm:groups=3")[1].layers[1].attention.source.head.clusters.shape == (1, 12, 64)
+    assert made("sbm:groups=3")[0].layers[1].attention.source.head.clusters.shape == (1, 12, 64)
     assert not plain.source.head.degree_corrected
 
 
@@ -224,20 +197,17 @@ def test_a_wide_convolution_starts_as_decaying_means() -> None:
     assert_close((1 / ratio.log())[[0, -1], 0], torch.tensor([1.0, 16.0]))
 
 
-@pytest.mark.parametrize(("task", "width"), [("mqar-small", 3), ("joint-laptop", 24), ("joint-paper", 48)])
+@pytest.mark.parametrize(("task", "width"), [("recall", 3), ("joint", 24), ("joint-paper", 48)])
 def test_the_convolution_is_as_wide_as_a_task_needs(task: str, width: int) -> None:
-    made, _ = train.make_model(train.Run(task, "full", 1.0, 0, **TINY))
-    assert [len(each.get_parameter("conv.weight")[0, 0]) for each in made.layers] == 2 * [width]
-
-
-TINY: dict[str, Any] = {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "channels": 8, "evaluations": 3}
+    made, _ = train.make_model(train.Run(task, "full", 1.0, 0, 6, 4, 1e-3, channels=8))
+    assert [len(layer.get_parameter("conv.weight")[0, 0]) for layer in made.layers] == 2 * [width]
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that is made in no time."""
-    task = tasks.Task(tasks.mqar, 40, {(16, 2): 9, (24, 3): 12}, {(16, 2): 3, (24, 3): 3}, 4, 6, 1e-3)
-    monkeypatch.setitem(tasks.TASKS, "mqar-small", task)
+    task = tasks.Task(tasks.mqar, 40, {(16, 2): 1, (24, 3): 1}, {(16, 2): 3, (24, 3): 3}, 4, 6, 1e-3)
+    monkeypatch.setitem(arena.TASKS, "recall", task)
 
 
 class Killed(Exception):
@@ -247,26 +217,28 @@ class Killed(Exception):
 def test_checkpoints_between_evaluations_change_no_bit(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = train.Run("mqar-small", "sbm", 0.2, 1, **TINY | {"evaluations": 1})
+    def without_clocks(rows: list[Any]) -> list[Any]:
+        return [{**row, "seconds": 0, "train_ms": 0, "infer_ms": 0} for row in rows]
+
+    run = train.Run("recall", "sbm", 0.2, 1, 6, 4, 1e-3, channels=8, evaluations=1)
     rows = train.train(run, tmp_path)
     whole = torch.load(tmp_path / run.file)
     (tmp_path / run.file).unlink()
-    taken = train.Batches.__call__
+    taken = train.batch_of
 
-    def until_the_fourth(batches: train.Batches, step: int) -> tasks.Examples:
-        if step == 3:
+    def until_the_fourth(task: tasks.Task, seed: int, step: int, batch_size: int) -> tasks.Examples:
+        if step == 3 and batch_size > 1:
             raise Killed
-        return taken(batches, step)
+        return taken(task, seed, step, batch_size)
 
     with monkeypatch.context() as patched:
         patched.setattr(fit, "PAUSE", -1.0)  # after every step
-        patched.setattr(train.Batches, "__call__", until_the_fourth)
+        patched.setattr(train, "batch_of", until_the_fourth)
         with pytest.raises(Killed):
             train.train(run, tmp_path)
     state = torch.load(tmp_path / run.file)
     assert (state["step"], state["rows"]) == (3, [])
-    again = train.train(run, tmp_path)
-    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in rows]
+    assert without_clocks(train.train(run, tmp_path)) == without_clocks(rows)
     assert same(whole["model"], torch.load(tmp_path / run.file)["model"])
     with pytest.raises(ValueError, match=r"to be of the settings of this run \(got other channels\)"):
         train.train(dataclasses.replace(run, channels=16), tmp_path)
@@ -278,30 +250,32 @@ def test_a_run_that_diverges_is_no_result(
 ) -> None:
     words = ["--steps", "4", "--channels", "8", "--learning-rate", "1e30", "--densities", "0.2"]
     with pytest.raises(SystemExit):
-        program.main(["--methods", method, *words, "--output", str(tmp_path)])
+        recall.main(["--choosers", method, *words, "--output", str(tmp_path)])
     said = capsys.readouterr().err
     assert re.search(r"Expected the (loss|weights|activations) to stay finite \(got NaN or inf at step ", said)
     assert not (tmp_path / "rows.csv").exists()
 
 
-def test_the_program_trains_what_is_missing_and_reports(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--densities", "0.2", "--steps", "3", "--channels", "8", "--output", str(tmp_path)]
-    program.main(["--methods", "full", "window", *words])
-    first = capsys.readouterr().out
-    assert "| full | 1 | 3 |" in first
-    assert "| window 20 % | 1 | 3 |" in first
-    before = (tmp_path / "rows.csv").read_text()
-    program.main(["--methods", "full", "window", "sbm", "--seeds", "0", "1", *words])
-    assert (tmp_path / "rows.csv").read_text().startswith(before)
-    assert "| sbm 20 % | 2 | 3 |" in capsys.readouterr().out
-    assert (tmp_path / "mqar-small.png").stat().st_size > 5000
-    program.main(["--report", "--output", str(tmp_path)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        program.main(["--methods", "window", "--densities", "0.2", "--steps", "4", "--output", str(tmp_path)])
-    assert "Expected 'steps of mqar-small' to be 3 as in" in capsys.readouterr().err
+def test_recall_is_the_arena_without_twins(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recall.main(["--steps", "3", "--channels", "8", "--densities", "0.2", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == ["| method", "| full", "| sbm"]
+    assert (tmp_path / "recall.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("sparse", "Expected 'methods' among full, dcmm, window"),
+        ("sbm:blocks=3", "Expected options of 'sbm' in 'methods'"),
+        ("full:probes=3", "Expected options of 'full' in 'methods'"),
+        ("sbm:probes=few", "Expected option 'probes' of 'methods' to be a number (got 'few')"),
+        ("sbm:control=price", "Expected option 'control' of 'methods' among sparsifier, fixed, none"),
+    ],
+)
+def test_mistakes_of_methods_are_named(method: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hybrid.options_of(method)
 
 
 # ------------------------------------------------------------------------------------------------ language
@@ -416,37 +390,6 @@ def test_a_language_model_is_trained_and_reported(tmp_path: Path, capsys: pytest
         assert f"Expected 'densities' {message}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_no_example_of_the_test_is_one_of_training(name: str, seed: int) -> None:
-    """Of any task, and the test is the same for every seed. More than 64 pairs without repeats take long to draw."""
-    task = tasks.TASKS[name]
-    train, test = ({size: 20 for size in of if size[-1] <= 64} for of in (task.train, task.test))
-    sizes, task = {*train, *test}, dataclasses.replace(task, train=train, test=test)
-    trained, tested = (task.examples(split, seed) for split in ("train", "test"))
-    assert {*trained, *tested} == sizes
-    seen = {tuple(row) for examples in trained.values() for row in examples.tokens.tolist()}
-    assert len(seen) == 20 * len(trained)
-    for size, examples in tested.items():
-        assert not seen & {tuple(row) for row in examples.tokens.tolist()}
-        assert torch.equal(examples.tokens, task.examples("test", 7)[size].tokens)
-
-
-@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 1999, 2000])
-def test_examples_are_made_a_thousand_at_a_time(count: int) -> None:
-    made = []
-
-    def make(length: int, count: int, random: torch.Generator) -> tasks.Examples:
-        made.append(count)
-        return tasks.Examples(*(torch.zeros(count, length) for _ in range(4)))
-
-    task = tasks.Task(
-        lambda length, pairs, num_tokens, *rest: make(length, *rest), 40, {(3, 2): count}, {}, 4, 30, 1e-3
-    )
-    assert len(task.examples("train")[3, 2].tokens) == sum(made) == count
-    assert 0 < min(made) <= max(made) <= 1000
-
-
 def test_the_corpus_of_code_is_ascii_and_its_test_is_of_other_files() -> None:
     train, test = stdlib_files(train_bytes=100_000, test_bytes=20_000)
     for paths, size in ((train, 100_000), (test, 20_000)):
@@ -479,15 +422,3 @@ def test_random_edges_next_to_a_window_have_the_density_of_both() -> None:
     assert bool(graph.contains(near.edge_index.repeat(1, 2), torch.arange(2).repeat_interleave(near.num_edges)).all())
     with pytest.raises(ValueError, match="Expected 'densities' beyond those of the window of 30"):
         hybrid.beyond_window(0.1, 30, 200)
-
-
-@pytest.mark.parametrize("method", ["sbm", "indexer"])
-def test_a_frozen_source_stays_as_it_began_and_the_rest_learns(method: str, tmp_path: Path) -> None:
-    run = train.Run("mqar-small", f"{method}:frozen=1", 0.1, 0, 6, 8, 1e-2, channels=16, evaluations=1)
-    before = train.make_model(run)[0].state_dict()
-    train.train(run, tmp_path)
-    after = torch.load(tmp_path / run.file, weights_only=True)["model"]
-    learned = [name for name, value in after.items() if not torch.equal(value, before[name])]
-    of_sources = {name.rpartition(".")[2] for name in learned if ".source." in name}
-    assert not of_sources & {"clusters", "weight", "bias", "query_weight", "key_weight", "head_weight", "head_bias"}
-    assert any("lin_query" in name for name in learned)

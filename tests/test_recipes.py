@@ -67,8 +67,8 @@ def test_help_of_a_recipe_does_not_wait_for_torch(name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["language_model", "repeated_tokens", "benchmarks.gpu", "benchmarks.__main__ kernels"]
-    + [f"{name}.__main__" for name in ("arena", "dcmm", "graphs", "lra", "recall", "sparsefinder")]
+    ["language_model", "recall", "repeated_tokens", "benchmarks.gpu", "benchmarks.__main__ kernels"]
+    + [f"{name}.__main__" for name in ("arena", "dcmm", "graphs", "lra", "sparsefinder")]
     + [f"glue.__main__ {stage}" for stage in ("pretrain", "finetune", "evaluate", "table")],
 )
 def test_programs_have_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 PROGRAM = re.compile(r"python (?:-m (examples[\w.]+)|(examples/\w+\.py))(.*)")
 # Options of a recipe, and programs of settled studies, that docs/learning_appendix.md keeps the results of.
 OLD = re.compile(
-    r"\bshare\b|\bthreshold\b|recall\.spread|long_documents|benchmarks\.(learning|probes|biases|documents)"
+    r"examples\.recall .*--methods|\bshare\b|\bthreshold\b|recall\.spread|long_documents|benchmarks\.(learning|probes|biases|documents)"
     r"|dense_to_sparse|glue padding|benchmarks\.(steps|graphs|edge_features)"
 )
 

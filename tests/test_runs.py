@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.examples, pytest.mark.usefixtures("one_thread"), pytes
 
 PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command line
     "recall": (
-        "examples.recall.__main__",
-        "--methods full sbm:estimator=local --densities 0.2 --steps 30 --channels 8 --batch-size 4",
+        "examples.recall",
+        "--choosers full sbm:estimator=local --densities 0.2 --steps 30 --channels 8 --batch-size 4",
     ),
     "language": (
         "examples.language_model",
@@ -96,18 +96,17 @@ def command(name: str, folder: Path, inputs: dict[str, str]) -> list[str]:
 def make_small() -> dict[tuple[Any, str], Any]:
     """Makes tasks and images so small that they are there in no time; returns what was there before."""
     from examples import repeated_tokens
+    from examples.arena import tasks as arena
     from examples.common import tasks
     from examples.dcmm import data
-    from examples.recall import train
 
     whole, few = data.load("digits"), torch.arange(0, 400, 2)
     images = data.Images(
         whole.train[few], whole.train_labels[few], whole.test[:60], whole.test_labels[:60], whole.classes
     )
-    task = tasks.Task(tasks.mqar, 40, {(16, 2): 40}, {(16, 2): 6}, 4, 30, 1e-3)
+    task = tasks.Task(tasks.mqar, 40, {(16, 2): 1}, {(16, 2): 6}, 4, 30, 1e-3)
     small: dict[tuple[Any, str], Any] = {
-        (tasks, "TASKS"): {**tasks.TASKS, "mqar-small": task},
-        (train, "TASKS"): {**tasks.TASKS, "mqar-small": task},
+        (arena, "TASKS"): {**arena.TASKS, "recall": task},
         (data, "load"): lambda *given: images,
         (repeated_tokens, "QUICK"): repeated_tokens.Settings(tokens=12, batch_size=4, num_clusters=4, evaluate_every=5),
     }
@@ -152,7 +151,7 @@ def counting(act: Callable[[], None]) -> Iterator[None]:
 
 # ------------------------------------------------------------------ what a run ends with
 
-MEASURED = ("seconds", "tokens_per_second", "peak_memory_bytes")  # differ from run to run
+MEASURED = ("seconds", "train_ms", "infer_ms", "tokens_per_second", "peak_memory_bytes")  # differ from run to run
 
 
 def without(content: Any) -> Any:
@@ -332,7 +331,7 @@ def test_ctrl_c_ends_a_program_with_one_line_and_errors_as_ever(tmp_path: Path) 
 # ------------------------------------------------------------------ damage
 
 READ = {  # a file that a program reads, and what stands in its way
-    ("recall", "mqar-small-full-1.0-0.pt"): ["rows.csv"],
+    ("recall", "recall-full-dense-1.0-0.pt"): ["rows.csv"],
     ("recall", "rows.csv"): [],
     ("recall", "settings.json"): [],
     ("sparsefinder", "model-0.pt"): [],
@@ -461,8 +460,8 @@ def test_a_kill_between_a_table_and_its_checksum_does_no_harm(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("recall", ["--channels", "16"], "Expected 'channels of mqar-small' to be 8"),
-        ("recall", ["--layers", "3", "--methods", "window"], "Expected 'layers' to be 2"),
+        ("recall", ["--channels", "16"], "Expected 'channels of recall' to be 8"),
+        ("recall", ["--layers", "3", "--choosers", "window"], "Expected 'layers' to be 2"),
         ("language", ["--channels", "8"], "Expected 'channels' to be 16"),
         ("language", ["--test", "OTHER"], "Expected 'checksum of test' to be '"),
         ("sparsefinder", ["--epochs", "2"], "Expected 'epochs' to be 1"),
@@ -553,7 +552,7 @@ def test_places_and_options_are_checked_before_anything_is_computed(
 def test_a_table_without_settings_is_not_added_to(
     inputs: dict[str, str], small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables.add(tmp_path / "rows.csv", [{"task": "mqar-small", "run": "full", "seed": 0}])
+    tables.add(tmp_path / "rows.csv", [{"task": "recall", "method": "full", "seed": 0}])
     said = refusal("recall", tmp_path, inputs, capsys)
     assert (
         f"Expected '{tmp_path / 'settings.json'}' to be what rows.csv was made with (got no such file). Restore it"
@@ -568,7 +567,7 @@ def test_a_folder_has_one_process_at_a_time(
         assert "no other process is at work" in refusal("recall", tmp_path, inputs, capsys)
 
 
-@pytest.mark.parametrize("place", ["common", "arena", "dcmm", "glue", "graphs", "recall", "sparsefinder"])
+@pytest.mark.parametrize("place", ["common", "arena", "dcmm", "glue", "graphs", "sparsefinder"])
 def test_all_files_are_written_in_one_place(place: str) -> None:
     """So that a full disk and a kill are handled alike at each file; two programs show it below."""
     raw = re.compile(r"\.(write_text|write_bytes)\(|open\([^)]*[\"'][wax]b?[\"']|\.savefig\((?!data)|to_csv\(")

@@ -11,8 +11,8 @@ Methods are full attention; rules without parameters: window, random (drawn anew
 (of all scores), blocks (MoBA), nsa (blocks by attention over pooled keys), lsh and routing; and methods that learn: indexer (by the effect
 of its edges), dsa (dense warm-up over all keys, then over the selected keys), gates (straight through), concrete (relaxed edges), sbm, and
 dash, hsa and sas (blocks that learn through attention itself), spartan (a gate for each pair) and index-share (dsa with one indexer for
-all layers). Options follow a colon, as in sbm:num_clusters=16. Methods that learn bring their
-frozen twin: the same parameters, and those that choose stay as they began.
+all layers). Two more are not run unless named: dcmm, a bias over all pairs, and key-selection. Options follow a colon, as in
+sbm:num_clusters=16. Methods that learn bring their frozen twin: the same parameters, and those that choose stay as they began.
 
 A source of your own is a GraphSource in a file. It is made with those of channels, heads and density that its __init__ takes, and its
 attribute ``density`` is set before each call. With --starts dense, all methods attend to all pairs for 70 % of the steps. Densities are
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from examples.arena import methods, report, tasks, train
 from examples.common.command import Command, fields_of, program
+from examples.common.hybrid import is_dense
 from examples.common.tables import finished
 
 SERVED = tuple(name for name in tasks.TASKS if name.startswith("served-"))
@@ -80,7 +81,7 @@ def work(args: argparse.Namespace) -> Iterator[Path]:
             usual = tasks.find(task)
             options = {name: value or getattr(usual, name) for name, value in fields_of(train.Run, args).items()}
             for name in names:
-                kinds = [("dense", 1.0)] if name == "full" else [(s, d) for s in args.starts for d in args.densities]
+                kinds = [("dense", 1.0)] if is_dense(name) else [(s, d) for s in args.starts for d in args.densities]
                 runs += [train.Run(task, name, density, seed, start=start, **options) for start, density in kinds]
     if runs:
         train.train_all(runs, args.output)

@@ -149,7 +149,10 @@ def check(method: str) -> None:
     name = method.removesuffix(f":{FROZEN}")
     names = ", ".join(METHODS)
     require(
-        name.partition(":")[0] in METHODS, f"'--choosers' among {names}, or FILE.py:CLASS", repr(method), "See --help."
+        name.partition(":")[0] in {*METHODS, *hybrid.METHODS},
+        f"'--choosers' among {names}, or FILE.py:CLASS",
+        repr(method),
+        "See --help.",
     )
     if name not in WITHOUT_OPTIONS:
         hybrid.options_of(METHODS.get(name, name))

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.arena import methods, tasks
 from examples.common.fit import file_name, fit, train_missing
-from examples.common.hybrid import Recaller, TaskRun, evaluate, paired
+from examples.common.hybrid import Recaller, TaskRun, evaluate, is_dense, paired
 from examples.common.runs import checksums, settings_of_all
 from examples.common.tables import Row
 from examples.common.tasks import Examples, Task
@@ -55,7 +55,7 @@ def make_model(run: Run) -> tuple[Recaller, Sparsifier | None]:
         return model
 
     model = paired(run, make)
-    if run.method == "full":
+    if is_dense(run.method):
         return model, None
     part = DENSE_PART if run.start == "dense" else 0.0
     return model, Sparsifier(model, run.density, total_steps=run.steps, dense_part=part)
@@ -66,7 +66,7 @@ def batch_of(task: Task, seed: int, step: int, batch_size: int) -> Examples:
 
     Generators keep 32 bits of a seed. Those of batches lie above 2^31, and those of tests are small.
     """
-    sizes = [*task.train]
+    sizes = [size for size, parts in task.train.items() for _ in range(parts)]
     random = torch.Generator().manual_seed(2**31 + 2**20 * (seed % 2**11) + step)
     return task.make(*sizes[step % len(sizes)], task.num_tokens, batch_size, random)
 
@@ -103,10 +103,10 @@ def train(run: Run, folder: Path) -> list[Row]:
     """Trains one model of a task, or goes on from its checkpoint; returns the rows of all evaluations."""
     model, sparsifier = make_model(run)
     task = tasks.find(run.task)
-    tests = task.examples("test")
+    tests = task.tests()
     soft = [m.estimator for m in model.modules() if isinstance(m, AttentionConv) and isinstance(m.estimator, Concrete)]
     follows = any(isinstance(m, SBMSource) for m in model.modules())  # pairs keep their probabilities of training
-    clock, trained = Clock(model), batch_of(task, 0, 0, 1).tokens.size(1)
+    clock, trained = Clock(model), max(batch_of(task, 0, step, 1).tokens.size(1) for step in range(len(task.train)))
 
     def losses(step: int) -> Tensor:
         clock.step()
@@ -120,7 +120,7 @@ def train(run: Run, folder: Path) -> list[Row]:
         spent, rows = clock.take(), []
         for size, test in tests.items():
             length = test.tokens.size(1)
-            if sparsifier and not follows:  # a query has as many edges at each length
+            if sparsifier and not follows:  # a query has as many edges as at the longest sequence of training
                 sparsifier.set_density(run.density * min(1.0, (trained - 1) / (length - 1)))
             clock.passes = 0.0
             scores = evaluate(model, test, max(1, min(32, TOKENS // length)))

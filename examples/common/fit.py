@@ -236,7 +236,10 @@ def fit(
                 highest: Any = fabric.all_reduce(torch.tensor([stop, late], device=fabric.device), reduce_op="max")
                 stop, late = highest.tolist()
             if sparsifier:
-                sparsifier.step(loss)
+                try:
+                    sparsifier.step(loss)
+                except ValueError as error:
+                    raise diverged("loss") from error
             step += 1
             bar.update()
             if words := recorder.after_step(step):

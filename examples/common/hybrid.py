@@ -104,9 +104,14 @@ def options_of(method: str) -> tuple[str, dict[str, Any]]:
     return kind, options
 
 
+def is_dense(method: str) -> bool:
+    """Whether a method attends to all pairs."""
+    return method.partition(":")[0] in DENSE
+
+
 def run_name(method: str, density: float) -> str:
     """The name of a run in tables; a method that attends to all pairs has no density."""
-    return method if method.partition(":")[0] in DENSE else f"{method} {100 * density:g} %"
+    return method if is_dense(method) else f"{method} {100 * density:g} %"
 
 
 class FixedDensity(GraphSource):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,27 +37,25 @@ class Examples(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task: how an example is made, at which sizes, and how many there are of each."""
+    """A task: how an example is made, and at which sizes. Batches of training have one size each, and are drawn anew at each step."""
 
     make: Callable[..., Examples]
     num_tokens: int
-    train: dict[tuple[int, ...], int]  # examples of each size
-    test: dict[tuple[int, ...], int]
+    train: dict[tuple[int, ...], int]  # sizes, and parts of the batches that have them
+    test: dict[tuple[int, ...], int]  # sizes, and numbers of examples
     batch_size: int
     steps: int
     learning_rate: float
     width: int = 3  # of the short convolution
     slots: int = 0  # questions at one token, which a decoder tells apart
 
-    def examples(self, split: str, seed: int = 0) -> dict[tuple[int, ...], Examples]:
-        """All examples of "train" or "test", by their size; those of a test do not depend on the seed."""
-        examples = {}
-        for number, (size, count) in enumerate(getattr(self, split).items()):
-            random = torch.Generator().manual_seed(2**20 * seed + 2 * number if split == "train" else 2 * number + 1)
-            counts = [1_000] * (count // 1_000) + [count % 1_000] * (count % 1_000 > 0)
-            parts = [self.make(*size, self.num_tokens, part, random) for part in counts]
-            examples[size] = Examples(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        return examples
+    def tests(self) -> dict[tuple[int, ...], Examples]:
+        """All examples of the test, by their size."""
+        tests = {}
+        for number, (size, count) in enumerate(self.test.items()):
+            random = torch.Generator().manual_seed(2 * number + 1)
+            tests[size] = self.make(*size, self.num_tokens, count, random)
+        return tests
 
 
 def distinct(rows: int, count: int, below: int, random: torch.Generator) -> Tensor:
@@ -130,25 +127,3 @@ def recalled(tokens: Tensor) -> Tensor:
     last = (before * torch.arange(1, length + 1)).amax(2)  # 0 for none
     far = torch.where(torch.arange(1, length + 1) - last > NEAR, last, 0)
     return torch.cat([torch.full((len(tokens), 1), -1), torch.where(far > 0, far, -1)], 1)
-
-
-ZOOLOGY_SIZES = [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
-ZOOLOGY_TEST: dict[tuple[int, ...], int] = dict.fromkeys(ZOOLOGY_SIZES, 1000)
-TASKS: dict[str, Task] = {
-    # 63 keys, 64 values and 32 fillers: learned within minutes
-    "mqar-small": Task(partial(mqar, fillers=32), 160, {(64, 8): 64_000}, {(64, 8): 200}, 32, 1_000, 2e-3),
-    "mqar-laptop": Task(
-        mqar, 8192, {(64, 4): 20_000, (128, 8): 20_000, (256, 16): 20_000},
-        {(64, 4): 500, (128, 8): 500, (256, 16): 500}, 64, 1_500, 3e-3,
-    ),
-    "mqar-zoology": Task(
-        mqar, 8192, {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000},
-        ZOOLOGY_TEST, 256, 45_000, 1e-2,
-    ),
-    # a token must know its context, whose name may stand 16 or 32 tokens before it: as far as the convolution reaches
-    "joint-laptop": Task(joint_recall, 50, {(8, 8): 64_000}, {(8, 8): 200}, 32, 2_000, 3e-3, width=24),
-    "joint-paper": Task(
-        joint_recall, 50, {(c, k): 4_000 for c in range(5, 17) for k in range(5, 17)}, {(16, 16): 500}, 64, 20_000, 1e-3,
-        width=48,
-    ),
-}  # fmt: skip
