@@ -52,11 +52,6 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "examples.dcmm.__main__",
         "--methods full dcmm:num_clusters=3 sbm:num_clusters=3 --steps 20 --channels 8 --layers 2 --heads 2 --batch-size 8 --patch 4",
     ),
-    "glue": (
-        "examples.glue.__main__",
-        "pretrain --texts TEXT --test TEXT --vocabulary 300 --length 32 --steps 24 --batch-tokens 64 --channels 16 --layers 1 "
-        "--heads 2 --window 1 --methods full sbm:num_clusters=4 --density 0.2",
-    ),
     "repeated": ("examples.repeated_tokens", "--quick --sparse --steps 30"),
     "lra": (
         "examples.lra.__main__",
@@ -64,7 +59,7 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # module, and words of its command lin
         "--head-channels 8 --ffn-channels 16 --dropout 0.1 --attention-dropout 0.1 --clip-norm 1 --accelerator cpu --data DATA",
     ),
 }
-QUICK = ("recall", "language", "sparsefinder", "dcmm", "glue")  # to the end within seconds
+QUICK = ("recall", "language", "sparsefinder", "dcmm")  # to the end within seconds
 
 
 def make_inputs(folder: Path) -> dict[str, str]:
@@ -493,7 +488,6 @@ def test_a_finished_run_does_not_answer_for_other_settings(
     [
         ("language_model", "--corpus stdlib --save FILE", "Expected 'save' to be a folder that can be made (got FILE, but FILE is a file)"),
         ("language_model", "--corpus stdlib --save DIR", "Expected 'save' to be a new or empty folder, or that of a saved model (got DIR, with file)"),
-        ("glue.__main__", "evaluate --glue DIR --save FILE/a", "Expected 'save' to be a folder that can be made (got FILE/a, but FILE is a file)"),
         ("glue.__main__", "pretrain --texts FILE --output FILE/a", "Expected 'output' to be a folder that can be made (got FILE/a, but FILE is a file)"),
         ("lra.__main__", "train --data DATA --output DIR/run --export FILE/a", "Expected 'export' to be a folder that can be made"),
         ("benchmarks.__main__", "kernels --output FILE", "Expected 'output' to be a folder that can be made"),

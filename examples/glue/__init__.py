@@ -1,1 +1,1 @@
-"""Masked language models, pretrained on texts and fine-tuned on tasks of GLUE: ``python -m examples.glue pretrain|finetune|table``."""
+"""Masked language models with sampled attention, and GLUE, by the trainer of transformers. ``python -m examples.glue --help``."""
