@@ -1,9 +1,7 @@
-"""Figures as files, styles of curves, bars and curves for a narrow page, and pages in HTML that need no other file."""
+"""Figures as files, styles and names of curves, and bars and curves for a narrow page."""
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +16,6 @@ if TYPE_CHECKING:
 Bar = tuple[str, Sequence[float], str]
 Curve = tuple[str, Mapping[float, Sequence[float]], str, str]
 
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #eee }
-th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align: left }
-figure { margin: 1.5em 0 } img { max-width: 100% } pre { background: #f6f6f6; padding: .8em; overflow-x: auto }"""
-
 KINDS = {"full": "full attention", "dcmm": "full attention + DCMM bias", "sbm": "block model", "top-k": "top-k of all scores",
          "bigbird": "BigBird", "lsh": "LSH (Reformer)", "blocks": "blocks (MoBA)", "routing": "routing", "key-selection": "key selection",
          "dcsbm": "block model with degrees", "dcmm-sbm": "block model + DCMM bias"}  # fmt: skip
@@ -33,18 +25,14 @@ PLAIN = ("estimator", "select", "control", "parameterization")  # whose values s
 
 def save_figure(path: Path, figure: Any, colors: int = 0, **options: Any) -> None:
     """Writes a figure of matplotlib as PNG, whole or not at all; a few colors make a file of a quarter of the size."""
-    write(path, _png(figure, colors, **options))
-
-
-def _png(figure: Any, colors: int = 0, **options: Any) -> bytes:
-    from PIL import Image
-
     data = io.BytesIO()
     figure.savefig(data, format="png", **options)
     if colors:
+        from PIL import Image
+
         image, data = Image.open(data).convert("RGB").quantize(colors), io.BytesIO()
         image.save(data, format="png", optimize=True)
-    return data.getvalue()
+    write(path, data.getvalue())
 
 
 def style(number: int) -> dict[str, Any]:
@@ -89,26 +77,6 @@ def name_of(run: str) -> str:
     method, _, ending = run.partition(" ")
     kind, options = plain(method)
     return " ".join([kind, *([f"({options})"] if options else []), *([ending] if ending else [])])
-
-
-def title(text: str, level: int = 2) -> str:
-    return f"<h{level}>{html.escape(text)}</h{level}>"
-
-
-def words(text: str, tag: str = "p") -> str:
-    """A paragraph, or a text as it stands in a tag "pre"."""
-    return f"<{tag}>{html.escape(text)}</{tag}>"
-
-
-def picture(figure: Any) -> str:
-    """A figure as PNG inside the page; the caption is in the picture, and its label is the alternative text."""
-    code = base64.b64encode(_png(figure, dpi=110)).decode()
-    return f'<figure><img alt="{html.escape(figure.get_label())}" src="data:image/png;base64,{code}"></figure>'
-
-
-def page(name: str, parts: Iterable[str]) -> str:
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(name)}</title><style>{STYLE}</style>"
-    return "\n".join([head, title(name, 1), *parts]) + "\n"
 
 
 COLORS = {"learned": "#1b62a5", "control": "#9a9a9a", "dense": "#222222"}

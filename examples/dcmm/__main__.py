@@ -4,7 +4,7 @@ python -m examples.dcmm                                          full attention,
 python -m examples.dcmm --methods full dcmm dcmm:degree=softplus sbm:estimator=mask dcsbm dcmm-sbm --seeds 0 1 2 3 4
 python -m examples.dcmm --data cifar-10-batches-py --patch 4     CIFAR-10 as released, or any folder train/CLASS/*.png, CLASS/*.png
 python -m examples.dcmm --data scans --weights vit_small_patch16_224 --learning-rate 5e-5
-python -m examples.dcmm --pictures 3                             what the models see in images of a class, as HTML
+python -m examples.dcmm --pictures 3                             what the models see in images of a class
 python -m examples.dcmm --report                                 tables and a figure of what is there
 
 Methods are full; dcmm, the bias of the DCMM-Transformer over all pairs; sbm, a graph that an SBM samples; dcsbm, the same with
@@ -49,8 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--weights", metavar="NAME_OR_FILE", help=words)
     words = "train nothing; draw images of this class under each method and seed"
     command.add_argument("--pictures", metavar="CLASS", help=words)
-    command.option("images", 3, "of a page of pictures", above=0)
-    command.folder("runs/dcmm", "of rows.csv, checkpoints, figures and pages")
+    command.option("images", 3, "that are drawn", above=0)
+    command.folder("runs/dcmm", "of rows.csv, checkpoints and pictures")
     args = command.read(arguments)
     words = "Pictures need the images and the runs that a report does not."
     command.require(not (args.report and args.pictures is not None), "'pictures' without 'report'", "both", words)

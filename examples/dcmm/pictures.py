@@ -1,7 +1,11 @@
-"""Pages in HTML of what block models see in images of a class: memberships, degrees, and attention of the class token."""
+"""What block models see in images of a class: memberships, degrees, and attention of the class token.
+
+Each row of a picture is a head. From the left: the image; the block to which each patch belongs most; its memberships in the strongest
+blocks; its degree; what the class token attends to; and how queries' blocks (rows) attract keys' blocks (columns). Degrees are those of the
+bias, or else those by which the sampled graph is corrected, or else the expected number of keys.
+"""
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from examples.common.pictures import page, picture, title, words
-from examples.common.runs import write_text
+from examples.common.pictures import save_figure
 from examples.dcmm.data import Images
 from examples.dcmm.model import Vision
 from examples.dcmm.train import Run, load_best, make_model
@@ -113,25 +116,11 @@ def draw(image: Tensor, seen: Look, side: int, name: str) -> Figure:
         for axes in line:
             axes.set(xticks=[], yticks=[])
     figure.suptitle(name, fontsize=9)
-    figure.set_label(f"{name}: image, memberships, degrees, attention of the class token, block matrix; a row a head")
     return figure
 
 
-def parts(run: Run, model: Vision, data: Images, label: int, count: int) -> Iterator[str]:
-    yield words(
-        "Each row is a head. From the left: the image; the block to which each patch belongs most; its memberships in the strongest "
-        "blocks; its degree; what the class token attends to; and how queries' blocks (rows) attract keys' blocks (columns). "
-        "Degrees are those of the bias, or else those by which the sampled graph is corrected, or else the expected number of keys."
-    )
-    for number in (data.test_labels == label).nonzero()[:count, 0].tolist():
-        guess, layers = look_at(model, data.test[number])
-        yield title(f"Image {number} of the test: {data.classes[label]}, said {data.classes[guess]}")
-        for layer, seen in layers:
-            yield picture(draw(data.test[number], seen, model.side, f"{run.name}, block {layer}"))
-
-
 def draw_all(runs: list[Run], data: Images, name: str, count: int, folder: Path) -> list[Path]:
-    """A page for each run whose method has a block model."""
+    """A picture of each block that has a block model, for each run and image."""
     if name not in data.classes:
         names = ", ".join(data.classes[:20])
         raise ValueError(f"Expected 'pictures' to be a class of the images, among {names} (got {name!r}).")
@@ -139,9 +128,12 @@ def draw_all(runs: list[Run], data: Images, name: str, count: int, folder: Path)
     for run in (run for run in runs if run.method != "full"):
         model = make_model(run, data)
         load_best(run, model, folder)
-        paths.append(folder / f"{name}-{Path(run.file).stem}.html")
-        about = f"{run.data}, {name}: {run.name}, seed {run.seed}"
-        write_text(paths[-1], page(about, parts(run, model, data, data.classes.index(name), count)))
+        for number in (data.test_labels == data.classes.index(name)).nonzero()[:count, 0].tolist():
+            guess, layers = look_at(model, data.test[number])
+            for layer, seen in layers:
+                about = f"{run.name}, block {layer}: image {number} of the test, {name}, said {data.classes[guess]}"
+                paths.append(folder / f"{name}-{Path(run.file).stem}-{number}-block{layer}.png")
+                save_figure(paths[-1], draw(data.test[number], seen, model.side, about), dpi=110)
     if not paths:
         raise ValueError("Expected 'methods' with a block model for 'pictures' (got full alone). See --help.")
     return paths
