@@ -2,8 +2,6 @@
 
 python -m examples.benchmarks kernels            attention over a given graph: ours, torch's SDPA, PyG
 python -m examples.benchmarks blocks             the same over blocks of 64 tokens
-python -m examples.benchmarks shares             softmax and entmax over ragged rows, without attention
-python -m examples.benchmarks normalizers        a layer over a given graph, with softmax and with entmax
 python -m examples.benchmarks samplers           sampling of a graph
 python -m examples.benchmarks layers             training step of a whole layer, ours and dense
 python -m examples.benchmarks lengths            the default layer and the dense one, by the length of sequences
@@ -45,8 +43,6 @@ EXTRA = ("pyg-compiled", "wrong")  # only if they are asked for; the gate must r
 DEFAULTS: dict[str, dict[str, Any]] = {
     "kernels": {"blocks": [0]},  # no model
     "blocks": {"blocks": [0], "densities": [1.6, 5.0, 10.0, 25.0]},
-    "shares": {"blocks": [0], "densities": [2.0, 20.0]},
-    "normalizers": {"blocks": [0], "densities": [1.0, 10.0]},
     "samplers": {"blocks": [128, 16]},
     "lengths": {"tokens": [256, 512, 1024, 4096], "densities": [5.0]},
     "trained": {"tokens": [1024, 4096, 16384]},

@@ -1,4 +1,4 @@
-"""Peers of attention over a given graph, of shares of rows, and of layers over a given graph; each must agree with plain torch in float64.
+"""Peers of attention over a given graph; each must agree with plain torch in float64.
 
 A peer prepares its graph or a compiled function before it is timed. Samplers and whole layers are in ``samplers``, clocks in ``measure``.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations  # PyG reads annotations of messages as text
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 from examples.common.gate import compare
-from sbm_pyg import AttentionConv, AttentionGraph, ops, patterns
+from sbm_pyg import AttentionGraph, ops
 
 
 @dataclass(frozen=True)
@@ -196,72 +195,3 @@ BLOCKS = {
     "sdpa-masked": Peer("torch SDPA, boolean mask", _over_blocks(partial(_sdpa, masked=True))),
     "wrong": Peer("wrong: forgets the scale", _over_blocks(partial(_blocks, block_size=BLOCK_SIZE, scale=1.0))),
 }
-
-
-def _shares(forward: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[[Case], Work]:
-    """Builder of a peer: ``forward(scores [E], ptr)`` over ragged rows, H N of them, of N times the density on average."""
-
-    def build(case: Case) -> Work:
-        import entmax  # true results, on dense rows
-
-        random = torch.Generator().manual_seed(case.seed)
-        counts = torch.poisson(torch.full((case.heads * case.tokens,), case.density * case.tokens), generator=random)
-        ptr = torch.cat([torch.zeros(1), counts.clamp(min=1)]).long().cumsum(0)
-        scores, grad = (torch.randn(int(ptr[-1]), generator=random) for _ in range(2))
-        scores.requires_grad_()
-
-        def check() -> float:
-            end = ptr[min(100, ptr.numel() - 1)]
-            leaf = scores[:end].detach().double().requires_grad_()
-            dense = {"softmax": torch.softmax, "entmax15": entmax.entmax15, "sparsemax": entmax.sparsemax}[name]
-            true = torch.cat([dense(row, -1) for row in leaf.tensor_split(ptr[1 : min(100, ptr.numel() - 1)])])
-            out = forward(scores, ptr)
-            (gradient,) = torch.autograd.grad(out, scores, grad)
-            (true_gradient,) = torch.autograd.grad(true, leaf, grad[:end].double())
-            return compare({"share": (out[:end], true), "gradient": (gradient[:end], true_gradient)})
-
-        return Work(check, calls(lambda: forward(scores, ptr), [scores], grad, grad.numel()))
-
-    return build
-
-
-def _entmax(alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda scores, ptr: ops.segment_entmax(scores, ptr=ptr, alpha=alpha)
-
-
-SHARES = {
-    "softmax": Peer("PyG softmax", _shares(lambda scores, ptr: softmax(scores, ptr=ptr), "softmax")),
-    "entmax15": Peer("sbm_pyg segment_entmax, 1.5", _shares(_entmax(1.5), "entmax15")),
-    "sparsemax": Peer("sbm_pyg segment_entmax, 2", _shares(_entmax(2.0), "sparsemax")),
-    "wrong": Peer("wrong: another alpha", _shares(_entmax(1.4), "entmax15")),
-}
-
-
-def _layer(normalizer: str) -> Callable[[Case], Work]:
-    """Builder of a peer: a layer over one random graph, in training; right if it does what its messages mean."""
-
-    def build(case: Case) -> Work:
-        torch.manual_seed(case.seed)
-        conv = AttentionConv(64, case.channels, case.heads, normalizer=normalizer)
-        with torch.no_grad():
-            conv.lin_query.weight.mul_(3)  # scores of standard deviation 1
-        keys = max(1, round(case.density * case.tokens))
-        graph = patterns.random(case.tokens, keys, heads=case.heads, seed=case.seed)
-        x, grad = torch.randn(case.tokens, 64), torch.randn(case.tokens, case.heads * case.channels)
-
-        def check() -> float:
-            few, edges, results = torch.randn(200, 64), patterns.random(200, 20, heads=case.heads, seed=0), []
-            twin = deepcopy(conv).double()
-            twin.fuse = False
-            for layer, tokens in ((conv, few), (twin, few.double())):
-                out = layer(tokens, edges)
-                results.append([out, *torch.autograd.grad(out, layer.lin_query.weight, torch.ones_like(out))])
-            return compare({f"result {n}": (*pair,) for n, pair in enumerate(zip(*results, strict=True))})
-
-        return Work(check, calls(lambda: conv(x, graph), [*conv.parameters()], grad, graph.num_edges))
-
-    return build
-
-
-NAMES = ("softmax", "entmax15", "sparsemax", "entmax")
-NORMALIZERS = {name: Peer(f"AttentionConv, {name}", _layer(name)) for name in NAMES}

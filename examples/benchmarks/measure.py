@@ -19,7 +19,7 @@ import torch
 
 from examples.benchmarks import trained
 from examples.benchmarks.graphs import BATCHES, EDGE_FEATURES, GRAPH, HEADS
-from examples.benchmarks.kernels import BLOCKS, KERNELS, NORMALIZERS, SHARES, Case
+from examples.benchmarks.kernels import BLOCKS, KERNELS, Case
 from examples.benchmarks.report import GROWN
 from examples.benchmarks.samplers import GROWTH, IN_ALL, LAYERS, LENGTHS, SAMPLERS
 from examples.benchmarks.sources import SOURCES
@@ -29,7 +29,7 @@ from examples.common.tables import Row, Rows, add, read
 from sbm_pyg.progress import tqdm
 
 SUITES = {
-    "kernels": KERNELS, "blocks": BLOCKS, "shares": SHARES, "normalizers": NORMALIZERS, "samplers": SAMPLERS, "layers": LAYERS,
+    "kernels": KERNELS, "blocks": BLOCKS, "samplers": SAMPLERS, "layers": LAYERS,
     "lengths": LENGTHS, "trained": trained.PEERS, "growth": GROWTH | trained.GROWTH,
     "steps": STEPS, "sources": SOURCES, "graph": GRAPH, "graphs": BATCHES, "features": EDGE_FEATURES,
 }  # fmt: skip

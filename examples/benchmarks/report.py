@@ -9,14 +9,12 @@ from examples.common.tables import Row, Rows, by, markdown
 
 TRAINED = ("recall-1", "recall-2", "code-1", "code-2")  # layers of models of examples/weights
 REFERENCE = {
-    "kernels": "ours", "blocks": "blocks", "shares": "softmax", "normalizers": "softmax", "samplers": "bernoulli", "layers": "dense",
+    "kernels": "ours", "blocks": "blocks", "samplers": "bernoulli", "layers": "dense",
     "lengths": "dense", "trained": "dense", "steps": "full", "graph": "learned", "graphs": "gps-multihead", "features": "ours",
 }  # fmt: skip
 TITLES = {
     "kernels": "Attention over a given graph, one random mask per head",
     "blocks": "Attention over a given graph of blocks of 64 tokens",
-    "shares": "Softmax and entmax of ragged rows",
-    "normalizers": "A layer over a given graph, one random set of keys per query and head",
     "samplers": "Sampling a graph",
     "layers": "Training step of a whole layer: projections, SBM, sampling, attention, gradients to all parameters and tokens",
     "lengths": "The default layer in training and in evaluation, by the length of sequences",

@@ -20,8 +20,7 @@ from sbm_pyg.ops import tiles
 
 CASE = Case(tokens=70, blocks=4, density=0.2, seed=1, channels=8)
 RUNS = {
-    "kernels": ["ours", "sdpa-masked", "wrong"], "shares": ["softmax", "entmax15", "sparsemax", "wrong"],
-    "normalizers": ["softmax", "entmax15", "sparsemax", "entmax"], "samplers": ["bernoulli", "dense", "wrong"],
+    "kernels": ["ours", "sdpa-masked", "wrong"], "samplers": ["bernoulli", "dense", "wrong"],
     "layers": ["sbm", "dense", "wrong"], "growth": ["sampling", "layer", "recall-1"],
     "lengths": ["default", "dense"], "trained": [*trained.PEERS], "steps": [*steps.STEPS], "sources": [*sources.LAWS],
     "graph": [*graphs.ONE], "graphs": [*graphs.BATCH], "features": ["ours", "pyg"],
@@ -49,7 +48,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         words += ["128", "--layers", "recall-1"]
     elif request.param in ("growth", "sources"):
         words += ["128"]
-    elif request.param in ("kernels", "shares", "normalizers", "samplers", "layers", "lengths", "steps"):
+    elif request.param in ("kernels", "samplers", "layers", "lengths", "steps"):
         words += ["--densities", "10", "20"]
     if request.param in ("samplers", "layers", "growth", "lengths"):
         words += ["--blocks", "8"]
