@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch_geometric.nn import GraphSAGE
 
-from examples import associative_recall, graph_transformer, language_model, learned_graph, lemma1, sampled_mask
+from examples import associative_recall, graph_transformer, language_model, learned_graph, sampled_mask
 from sbm_pyg import SequenceClassifier
 
 EXAMPLES = Path(sampled_mask.__file__).parent
@@ -27,7 +27,6 @@ RECIPES = (
     "graph_transformer",
     "hugging_face",
     "learned_graph",
-    "lemma1",
     "repeated_tokens",
     "sampled_mask",
 )
@@ -94,7 +93,7 @@ PROGRAM = re.compile(r"python (?:-m (examples[\w.]+)|(examples/\w+\.py))(.*)")
 # Options of a recipe, and programs of settled studies, that docs/learning_appendix.md keeps the results of.
 OLD = re.compile(
     r"examples\.recall .*--methods|\bshare\b|\bthreshold\b|recall\.spread|long_documents|benchmarks\.(learning|probes|biases|documents)"
-    r"|dense_to_sparse|glue (padding|evaluate)|sbm:num_clusters=32|benchmarks\.(steps|graphs|edge_features)"
+    r"|dense_to_sparse|lemma1|glue (padding|evaluate)|sbm:num_clusters=32|benchmarks\.(steps|graphs|edge_features)"
 )
 
 
@@ -329,23 +328,6 @@ def test_graph_transformer(lines: Callable[..., list[str]]) -> None:
     )
     assert number(shown[2], "gcn           5") < 30
     assert number(shown[3], "learned       1") > 80
-
-
-@pytest.mark.slow
-def test_lemma_1_expects_cycles_where_hardly_a_graph_has_a_path(
-    lines: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
-    shown = lines(lemma1.main, "--tokens", "32", "--graphs", "20")
-    rows = [line.split() for line in shown if "10^" in line]
-    assert [row[2] for row in (rows[0], rows[-1])] == ["0.000", "1.000"]
-    assert float(rows[3][1].removeprefix("10^")) > 1
-    assert float(rows[3][2]) < 0.3
-    assert (tmp_path / "lemma1.png").stat().st_size > 10000
-    peer = stats.binomtest(7, 20).proportion_ci(0.95, method="wilson")
-    assert [float(end) for end in lemma1.interval(torch.tensor([7.0]), 20)] == pytest.approx([peer.low, peer.high])
-    n, p = 4, torch.tensor(0.3)  # three tokens after the first in any order, over four edges
-    assert 10 ** float(lemma1.log10_cycles(n, p)) == pytest.approx(6 * 0.3**4)
 
 
 def test_hugging_face_makes_the_task_that_it_names() -> None:
