@@ -18,18 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch_geometric.nn import GraphSAGE
 
-from examples import associative_recall, graph_transformer, language_model, learned_graph, sampled_mask
+from examples import associative_recall, graph_transformer, language_model, learned_graph
 from sbm_pyg import SequenceClassifier
 
-EXAMPLES = Path(sampled_mask.__file__).parent
-RECIPES = (
-    "associative_recall",
-    "graph_transformer",
-    "hugging_face",
-    "learned_graph",
-    "repeated_tokens",
-    "sampled_mask",
-)
+EXAMPLES = Path(associative_recall.__file__).parent
+RECIPES = ("associative_recall", "graph_transformer", "hugging_face", "learned_graph", "repeated_tokens")
 FORBID = """
 import runpy, sys
 sys.modules |= dict.fromkeys(("torch", "lightning", "matplotlib", "numba", "scipy", "sbm_pyg", "transformers"), None)
@@ -93,7 +86,7 @@ PROGRAM = re.compile(r"python (?:-m (examples[\w.]+)|(examples/\w+\.py))(.*)")
 # Options of a recipe, and programs of settled studies, that docs/learning_appendix.md keeps the results of.
 OLD = re.compile(
     r"examples\.recall .*--methods|\bshare\b|\bthreshold\b|recall\.spread|long_documents|benchmarks\.(learning|probes|biases|documents)"
-    r"|dense_to_sparse|lemma1|glue (padding|evaluate)|sbm:num_clusters=32|benchmarks\.(steps|graphs|edge_features)"
+    r"|dense_to_sparse|lemma1|sampled_mask|glue (padding|evaluate)|sbm:num_clusters=32|benchmarks\.(steps|graphs|edge_features)"
 )
 
 
@@ -196,12 +189,6 @@ def number(line: str, after: str) -> float:
     match = re.search(re.escape(after) + r"\s*([-+\d.e]+)", line)
     assert match, line
     return float(match[1].rstrip("."))
-
-
-def test_sampled_mask(lines: Callable[..., list[str]], tmp_path: Path) -> None:
-    shown = lines(sampled_mask.main, "--out", "mask.png")
-    assert "16,592 edges" in shown[0]
-    assert (tmp_path / "mask.png").stat().st_size > 10000
 
 
 def test_associative_recall_makes_the_task_that_it_names() -> None:
@@ -362,8 +349,6 @@ def test_hugging_face(lines: Callable[..., list[str]]) -> None:
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        (sampled_mask, ("--tokens", "-5"), "'tokens' to be at least 1 (got -5). See --help."),
-        (sampled_mask, ("--blocks", "0"), "'blocks' to be at least 1 (got 0)"),
         (graph_transformer, ("--depth", "0"), "'depth' to be at least 1 (got 0)"),
         (graph_transformer, ("--steps", "-1"), "'steps' to be at least 1 (got -1)"),
         (learned_graph, ("--steps", "0"), "'steps' to be at least 1 (got 0)"),
