@@ -4,7 +4,7 @@
     python examples/language_model.py --train train.txt --test test.txt --methods full sbm:estimator=local --densities 0.1
 
 Texts are yours, or the source code of Python's standard library. Methods are full, window, random, bigbird, top-k, blocks, lsh, routing
-and sbm; all share tokens, steps, initial weights, and layers of a gated short convolution and then attention, as in examples/recall. With
+and sbm; all share tokens, steps, initial weights, and layers of a gated short convolution and then attention, as in the arena. With
 --window, sbm and random attend to the last tokens and to others; both count in the density. sbm:estimator=none does not learn its graphs.
 top-k:control=sparsifier is dense first, as sbm is; other rules likewise.
 --corpus has other usual values: 1,500 steps of 8 sequences of 512 tokens, 128 channels, a density of 7.5 %, and a window of 6.
@@ -29,21 +29,10 @@ from torch.nn.functional import cross_entropy
 if __package__ in (None, ""):  # run as a file: the root of the clone holds the package `examples`
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from examples.common import hybrid
 from examples.common.command import Command, fields_of, option, program, require
 from examples.common.corpus import Texts, encode, read_files, stdlib_files
 from examples.common.fit import file_name, fit, make_sparsifier, train_missing
-from examples.common.hybrid import (
-    DENSE,
-    RULES,
-    Recaller,
-    beyond,
-    beyond_window,
-    control_of,
-    make_recaller,
-    options_of,
-    paired,
-    run_name,
-)
 from examples.common.runs import check_model_folder, checksums, read_state, save_pretrained, settings_of
 from examples.common.tables import Row, by, deviation, finished, markdown
 from examples.common.tasks import recalled
@@ -103,17 +92,17 @@ class Run:
 
     @property
     def identity(self) -> Row:
-        return {"run": run_name(self.method, self.density), "seed": self.seed}
+        return {"run": hybrid.run_name(self.method, self.density), "seed": self.seed}
 
 
-def make_model(run: Run, num_tokens: int) -> tuple[Recaller, Sparsifier | None]:
+def make_model(run: Run, num_tokens: int) -> tuple[hybrid.Recaller, Sparsifier | None]:
     """The paired model, and what makes it sparse."""
-    model = paired(run, partial(make_recaller, num_tokens=num_tokens, window=run.window))
-    control = control_of(run.method)
+    model = hybrid.paired(run, partial(hybrid.make_recaller, num_tokens=num_tokens, window=run.window))
+    control = hybrid.control_of(run.method)
     if control == "none":
         return model, None
-    rule = run.method.partition(":")[0] in RULES  # their density has no window in it
-    final = run.density if rule else beyond_window(run.density, run.window, run.length)
+    rule = run.method.partition(":")[0] in hybrid.RULES  # their density has no window in it
+    final = run.density if rule else hybrid.beyond_window(run.density, run.window, run.length)
     return model, make_sparsifier(model, final, control, run.steps)
 
 
@@ -128,7 +117,7 @@ class LanguageModel(Pretrained):
     def __init__(self, num_tokens: int, **run: Any) -> None:
         super().__init__()
         self.num_tokens, self.run = num_tokens, Run(**run)
-        self.model = make_recaller(self.run, num_tokens, self.run.window)
+        self.model = hybrid.make_recaller(self.run, num_tokens, self.run.window)
 
     def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
         """Logits of the token after each of ``[B, L]``, ``[B, L, num_tokens]``."""
@@ -200,7 +189,7 @@ def train(run: Run, texts: Texts, folder: Path) -> list[Row]:
             nats += float(loss.double().sum())
             mask = recalled(torch.cat([inputs[part], targets[part, -1:]], 1))[:, 1:] >= 0
             bits.append(loss[mask.flatten()] / math.log(2))
-            shares.append([1.0 if choice is None else beyond(choice.graph) for choice in choices])
+            shares.append([1.0 if choice is None else hybrid.beyond(choice.graph) for choice in choices])
         recall = torch.cat(bits)
         row = run.identity | {"bits_per_byte": nats / math.log(2) / float(width[targets].sum())}
         row |= {"bits_recalled": float(recall.mean()), "share_recalled": len(recall) / targets.numel()}
@@ -225,9 +214,9 @@ def report(rows: list[Row]) -> str:
 
 def work(args: argparse.Namespace) -> Iterator[Path]:
     options = fields_of(Run, args)
-    kinds = [(m, d) for m in args.methods for d in ([1.0] if m.partition(":")[0] in DENSE else args.densities)]
+    kinds = [(m, d) for m in args.methods for d in ([1.0] if hybrid.is_dense(m) else args.densities)]
     for method in args.methods:
-        options_of(method)  # mistakes before the first run
+        hybrid.options_of(method)  # mistakes before the first run
     texts = encode(read_files(args.train), read_files(args.test), args.vocabulary)
     for text, name in zip(texts[:2], ("train", "test"), strict=True):
         words = f"'{name}' of more than {args.length} tokens"
