@@ -140,7 +140,7 @@ def universality(
     time_limit: float = 10.0,
     seed: int = 0,
 ) -> Universality:
-    """Check the conditions under which a transformer with these patterns approximates every function.
+    """Check the conditions under which transformers with these patterns are universal approximators.
 
     The conditions of Yun et al. (2020) are: every token attends to itself in every pattern; the union of the patterns
     has a Hamiltonian path; and if the patterns are applied in turn, every token receives information from every other
@@ -376,7 +376,7 @@ class Lemma2:
     path: tuple[int, ...]
 
     def s(self, order: Sequence[int] = (1, 2, 3)) -> int | float | None:
-        """The s of condition 3 for the patterns in this order, numbered from 1 as in the paper.
+        """Least number of steps of condition 3, for the patterns in ``order``, numbered from 1 as in the paper.
 
         Raises:
             ValueError: The order is not a permutation of 1, 2, 3.

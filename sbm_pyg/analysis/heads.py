@@ -59,7 +59,7 @@ class Head(NamedTuple):
 
 
 class HeadTable:
-    """Means over the calls of a model since it was made. ``print`` shows a line for each head."""
+    """Means of each :class:`Head` over all calls of a model in the context. ``print`` shows one line per head."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[float]] = {}

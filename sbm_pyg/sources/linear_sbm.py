@@ -25,7 +25,7 @@ MOST_TOKENS = 4096
 
 
 class LinearSBMHead(torch.nn.Module):
-    r"""Predicts the block model of each head by one linear map of its queries and another one of its keys.
+    r"""Predicts the block model of each head by a linear map of its queries and a separate linear map of its keys.
 
     .. math:: Y = \operatorname{softmax}_K(q A + a), \quad Z = \sigma(k B + b), \quad p_{ij} = \langle Y_i, Z_j \rangle
 

@@ -459,7 +459,7 @@ class _Draws:
         self.used, self.seed = torch.zeros_like(self.row), seed
 
     def __call__(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The next ``count[row]`` words of 32 bits of each row, ``[sum(count)]``, with their rows."""
+        """The row of each word, and the word: the next ``count[row]`` of each row, of 32 bits, ``[sum(count)]``."""
         blocks = (count + 3) // 4  # of four words
         row = torch.repeat_interleave(self.row, blocks)
         block = runs(self.used, blocks)

@@ -96,7 +96,7 @@ _PIECE_ENDS = TensorMemo()
 
 
 def _count_pieces(rowptr: Tensor, max_edges: int) -> Tensor:
-    """Running number of pieces of the rows with more than ``max_edges`` edges, ``[rows]`` int64."""
+    """Cumulative number of pieces, ``[rows]`` int64. Rows of at most ``max_edges`` edges add none."""
     pieces, options = rowptr.new_empty(rowptr.numel() - 1), {"TILE": 256, "num_warps": 4}
     count = pieces.numel()
     launch(_count_pieces_kernel, triton.cdiv(count, 256), rowptr, pieces, count, MAX_EDGES=max_edges, **options)

@@ -41,7 +41,7 @@ def weigh_effect(
 
 
 def find_edges(edges: Tensor, probes: Tensor) -> Tensor:
-    """True for probes that are edges, ``[E']`` bool, given the ascending numbers of both among all pairs."""
+    """Mask of the probes that are edges, ``[E']`` bool; both are given as ascending indices of pairs."""
     if not edges.numel():
         return torch.zeros_like(probes, dtype=torch.bool)
     return edges[torch.searchsorted(edges, probes).clamp(max=edges.numel() - 1)] == probes

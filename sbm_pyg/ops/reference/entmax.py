@@ -92,8 +92,9 @@ def segment_entmax_backward(
 
 
 def entmax_support(src: Tensor, rowptr: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """The support, values with a positive weight or NaN: offsets of their rows, ``[S+1]``, and their indices,
-    ascending.
+    """Find the support of each row: its values whose weight is positive or NaN.
+
+    Returns the offsets of the rows in the support, ``[S+1]``, and the ascending indices of its values.
 
     Values ``[E]``, and an alpha for each row, ``[S]``.
     """
