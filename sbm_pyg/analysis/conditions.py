@@ -59,11 +59,11 @@ class Universality:
         edges: Number of edges of each pattern, ``[P]``.
         source: Description of the patterns.
         missing_self_loops: For each pattern, the tokens that do not attend to themselves (condition 1).
-        hamiltonian: A path through the union, a certificate of absence, or the time spent (condition 2).
-        s: The least number of steps after which every token has received information from every other (condition 3);
+        hamiltonian: A path through the union, a certificate that no path exists, or the time spent (condition 2).
+        s: The least number of steps after which every token has received information from all tokens (condition 3);
             ``math.inf`` if no number suffices, None if the time limit was reached first.
-        strongly_connected: The union has a walk from every token to every other. Given condition 1, this is equivalent
-            to a finite s.
+        strongly_connected: The union has a walk from each token to each token. Given condition 1, this is equivalent to
+            a finite s.
         unreached: Two tokens a, b such that no information of a ever reaches b, if the union is not strongly connected;
             else None.
         seconds: Time spent, without the compilation of kernels.
@@ -81,7 +81,7 @@ class Universality:
 
     @property
     def hamiltonian_path(self) -> tuple[int, ...] | None:
-        """The path, or None."""
+        """The Hamiltonian path, or None if no path was found."""
         return self.hamiltonian.path
 
     @property
@@ -143,15 +143,15 @@ def universality(
     """Check the conditions under which transformers with these patterns are universal approximators.
 
     The conditions of Yun et al. (2020) are: every token attends to itself in every pattern; the union of the patterns
-    has a Hamiltonian path; and if the patterns are applied in turn, every token receives information from every other
+    has a Hamiltonian path; and if the patterns are applied in turn, every token receives information from all tokens
     after a finite number s of steps. Whether a *sampled* mask satisfies them depends on chance and on its density: with
     O(n) edges it hardly ever has a Hamiltonian path. So choose whether to check samples or expectations.
 
     Args:
         patterns: One pattern, or a list in the order of the layers. An :class:`AttentionGraph` counts as the union of
-            its heads (``[graph.head(h) for h in ...]`` checks heads separately); an :class:`SBM` as the pairs more
-            probable than ``threshold``.
-        threshold: In [0, 1), for models only.
+            its heads (``[graph.head(h) for h in ...]`` checks heads separately); an :class:`SBM` as its pairs of a
+            probability above ``threshold``.
+        threshold: Smallest probability, in [0, 1), above which a pair of a model counts as an edge.
         self_loops: Add self-loops to every pattern first, as the paper's proof does.
         time_limit: Seconds for condition 2 and for condition 3, each.
         seed: Seed of the search for a path.
@@ -203,7 +203,7 @@ def universality(
 
 
 def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0) -> int | float | None:
-    r"""The s of condition 3: the least number of steps after which every token has information from every other.
+    r"""Compute the s of condition 3: the least number of steps that bring information from all tokens to each token.
 
     With boolean matrices, :math:`S^1 = A^1`, :math:`S^t = A^{((t-1) \bmod p) + 1} S^{t-1}`, and s is the least t with
     :math:`S^t` all ones. If all patterns have all self-loops, s is finite if and only if their union is strongly
@@ -233,7 +233,7 @@ def spread_steps(patterns: Sequence[AttentionGraph], *, time_limit: float = 10.0
 
 
 def expected_graph(sbm: SBM, threshold: float = 0.5) -> AttentionGraph:
-    """The pairs whose edge is more probable than ``threshold``. Cost O(N M K) per head, memory O(E) beyond the model.
+    """The pairs with a probability above ``threshold``. Cost O(N M K) per head, and O(E) memory beyond the model.
 
     Args:
         sbm: Any model.
@@ -397,9 +397,9 @@ def lemma2(n: int, num_clusters: int) -> Lemma2:
     all tokens attend to the last K tokens, the relays; (3) the transpose of (2): relays attend to all tokens.
     Self-loops are added to each.
 
-    The path takes O(n): the tokens of a community that are not relays, then a relay, then the next community, and so
-    on; the remaining relays come last. A relay attends to every token (3), and every token attends to it (2). The path
-    needs one relay between two communities, and there are K.
+    The path is built in O(n): it visits the tokens of a community that are not relays, then a relay, then the next
+    community, and so on; the remaining relays come last. A relay attends to every token (3), and every token attends to
+    it (2). The path needs one relay between two communities, and there are K relays.
 
     In the order (1, 2, 3), s = 5 if at least two communities hold no relay; (1, 3, 2) gives 3. See docs/analysis.md.
 

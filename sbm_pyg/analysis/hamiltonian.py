@@ -182,7 +182,7 @@ def _find_path(
 
 
 def is_hamiltonian_path(graph: AttentionGraph, path: Sequence[int]) -> bool:
-    """True if the path holds each token once and each is attended to by the next; O(E + N log E).
+    """True if the path contains each token once, and each token attends to the token before it; O(E + N log E).
 
     Args:
         graph: As in :func:`hamiltonian_path`.
@@ -308,7 +308,7 @@ def _chain(n: int, tokens: Array, into: Array) -> tuple[Array, Certificate | Non
 
 
 def _matching(n: int, tokens: Array, into: Array) -> Certificate | None:
-    """Find tokens that have too few predecessors for a path, which gives n - 1 tokens different ones, by a matching."""
+    """Find, by a matching, tokens with too few predecessors: a path needs distinct predecessors of n - 1 tokens."""
     rows = _matrix(n, into, tokens)
     mate, follower = np.empty((2, n), np.int32)  # the predecessor of each token, and its successor
     match(rows.indptr, rows.indices, mate, follower)  # scipy's takes exponential time on shuffled grids

@@ -1,4 +1,4 @@
-"""Attention weights of a running model, and what its sparse attention loses against dense attention.
+"""Attention weights of a running model, and the difference between its sparse attention and dense attention.
 
 In: a running model with :class:`~sbm_pyg.AttentionConv` layers. Out: the graph and weights of each call; for each head
 the attention that its graphs keep, and the error of its output. Not here: the loss of the task, and training
@@ -38,7 +38,7 @@ class Attention(NamedTuple):
     graph: AttentionGraph
     """The graph, with the heads of the layer."""
     weight: Tensor
-    """Attention weight of each edge of the graph before dropout, ``[E]``. Those of a query and head add up to 1."""
+    """Attention weight of each edge of the graph before dropout, ``[E]``. They sum to 1 for each query."""
 
 
 class Head(NamedTuple):
@@ -49,13 +49,13 @@ class Head(NamedTuple):
     head: int
     """Number of the head."""
     density: float
-    """Part of the allowed pairs that are edges, a mean over sequences and calls."""
+    """Fraction of the allowed pairs that are edges, a mean over sequences and calls."""
     kept: float
-    """Part of the dense attention weights that lie on edges."""
+    """Fraction of the dense attention weights that lie on edges."""
     possible: float
-    """The same for the best graph with as many edges in each row, that of the largest weights."""
+    """Largest possible :attr:`kept` with as many edges in each row, which are then those of the largest weights."""
     error: float
-    """Norm of the difference between sparse and dense output, divided by the norm of the dense one."""
+    """Norm of the difference between sparse and dense output, divided by the norm of the dense output."""
 
 
 class HeadTable:
@@ -78,7 +78,7 @@ class HeadTable:
         """Heads for which no graph of their density keeps this fraction of the attention weights.
 
         Args:
-            least: The part, in [0, 1].
+            least: The fraction, in [0, 1].
 
         Raises:
             TypeError, ValueError: ``least`` is not a number in [0, 1].
@@ -110,9 +110,9 @@ class HeadTable:
 def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]:
     r"""Compare the sparse attention of a running model with dense attention over the same queries and keys.
 
-    Each call of a layer is compared on a sample of its queries. A head with a low ``possible`` part is too diffuse for
-    its density, and a :class:`~sbm_pyg.Sparsifier` can keep its layer dense. A head with much less ``kept`` than
-    ``possible`` has not learned its graph. Cost for a sequence of N tokens: O(H N^{3/2} C).
+    Each call of a layer is compared on a sample of its queries. The attention of a head with low ``possible`` is too
+    diffuse for its density, and a :class:`~sbm_pyg.Sparsifier` can keep its layer dense. If ``kept`` is far below
+    ``possible``, the head has not learned its graph. Cost for a sequence of N tokens: O(H N^{3/2} C).
 
     Args:
         model: A module with :class:`~sbm_pyg.AttentionConv` layers.
@@ -147,12 +147,12 @@ def compare_heads(model: nn.Module, *, rows: float = 4.0) -> Iterator[HeadTable]
 def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
     r"""Record the graph and the attention weights of each call of a layer.
 
-    Weights are those before dropout, and without gates. A call with dense attention stores all its pairs. Cost of a
+    Weights are recorded before dropout, and without gates. A call with dense attention stores all its pairs. Cost of a
     call: O(E C), with E its edges.
 
     Args:
-        model: A module with :class:`~sbm_pyg.AttentionConv` layers: one of this library, or one whose attention
-            ``replace_attention`` has replaced.
+        model: A module with :class:`~sbm_pyg.AttentionConv` layers: a model of this library, or a model after
+            ``replace_attention``.
 
     Returns:
         A context manager that returns a list, to which calls of the model in the context add an :class:`Attention`.
@@ -259,7 +259,7 @@ def _edge_weights(layer: AttentionConv, query: Tensor, key: Tensor, graph: Atten
 
 
 def _log(weight: Tensor) -> Tensor:
-    """Logarithms of attention weights, as scores: their softmax over a row is the weights again."""
+    """Logarithms of attention weights, used as scores: the softmax over a row returns the weights."""
     return weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
 
 

@@ -3,7 +3,7 @@
 In: graphs, models, densities, or losses of training. Out: a matplotlib ``Figure``; nothing is shown or saved, and
 pyplot's global state does not change. Not here: numbers (``analysis``).
 
-A function with ``ax`` draws there and leaves the caption to the owner of the figure; it is always
+A function with ``ax`` draws into these axes and adds no caption to the figure; the caption is always
 ``figure.get_label()``. Figures need matplotlib, from the ``[analysis]`` extra, and raise ImportError without it.
 """
 
@@ -107,8 +107,8 @@ def plot_density(density: Tensor | EncoderTrace | Mapping[str, Tensor], *, ax: A
     """Density per layer and head: Figure 5 of Cho et al.
 
     Args:
-        density: ``[L, B, H]`` of L layers, B inputs and H heads, as :attr:`EncoderTrace.density`; or one for each named
-            task or model.
+        density: ``[L, B, H]`` of L layers, B inputs and H heads, as :attr:`EncoderTrace.density`; or a dict from the
+            name of a task or model to such a tensor.
         ax: Axes to draw on.
 
     Raises:
@@ -208,10 +208,10 @@ def plot_communities(graph: AttentionGraph, sbm: SBM, *, sequence: int = 0, head
 
 
 def plot_heads(table: HeadTable, number: str = "kept", *, ax: Axes | None = None) -> Figure:
-    """A number of each head of a model: a row for each layer, a column for each head.
+    """One measure of each head of a model: a row for each layer, a column for each head.
 
     Args:
-        table: What :func:`~sbm_pyg.analysis.compare_heads` has measured.
+        table: Table of :func:`~sbm_pyg.analysis.compare_heads`, after calls of the model.
         number: ``"kept"``, ``"possible"``, ``"density"`` or ``"error"`` of a :class:`~sbm_pyg.analysis.Head`.
         ax: Axes to draw on.
 
@@ -245,7 +245,7 @@ def plot_heads(table: HeadTable, number: str = "kept", *, ax: Axes | None = None
 
 
 def plot_losses(history: Sequence[Loss], *, ax: Axes | None = None) -> Figure:
-    """Running losses of dense attention and at the target density over the course of training.
+    """Running losses during training, with dense attention and at the target density.
 
     Args:
         history: The ``history`` of a :class:`~sbm_pyg.Sparsifier`.
@@ -352,12 +352,12 @@ def _shape(graph: AttentionGraph) -> tuple[int, int]:
 
 
 def _cell_size(shape: tuple[int, ...]) -> int:
-    """The side of square cells of which at most ``PIXELS`` fill each axis."""
+    """Side, in tokens, of the squares of a picture with at most ``PIXELS`` squares per axis."""
     return -(-max(shape) // PIXELS)
 
 
 def _mask(graph: AttentionGraph, orders: Sequence[np.ndarray] | None = None) -> np.ndarray:
-    """Fraction of the pairs in each cell that are edges, with queries and keys in these orders."""
+    """Fraction of the pairs in each square of the picture that are edges, with queries and keys in these orders."""
     key, query = graph.edge_index.numpy()
     if orders is not None:
         query, key = orders[0].argsort()[query], orders[1].argsort()[key]
@@ -369,13 +369,13 @@ def _mask(graph: AttentionGraph, orders: Sequence[np.ndarray] | None = None) -> 
 
 
 def _shrink(matrix: np.ndarray) -> np.ndarray:
-    """Means over the same cells of a dense matrix."""
+    """Means of a dense matrix over the squares of the picture."""
     rows, columns = (np.arange(0, size, _cell_size(matrix.shape)) for size in matrix.shape)
     return _mean(np.add.reduceat(np.add.reduceat(matrix, rows, axis=0), columns, axis=1), matrix.shape)
 
 
 def _mean(sums: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums over cells divided by their numbers of pairs; the last cells of an axis may have fewer."""
+    """Sums over squares, divided by the number of pairs in each; the last squares of an axis may be smaller."""
     cell = _cell_size(shape)
     rows, columns = (np.minimum(size - np.arange(0, size, cell), cell) for size in shape)
     return sums / np.outer(rows, columns)

@@ -34,18 +34,19 @@ Communities = SBM | Tensor | tuple[Tensor, Tensor]
 class GraphStatistics:
     """Statistics of each sequence and head; :func:`graph_statistics` returns them, ``print`` shows them as a table.
 
-    They describe the directed graph from keys to queries. Its nodes are tokens, or queries and keys as separate nodes
-    if those differ. All but the degrees are ``[B, H]``, float64 or int64, and NaN if undefined.
+    The statistics describe the directed graph from keys to queries. Its nodes are tokens, or queries and keys as
+    separate nodes if queries and keys differ. All but the degrees are ``[B, H]``, float64 or int64, and NaN if
+    undefined.
 
     Args:
         density: Fraction of the pairs that are edges.
         in_degree: Number of keys of each query, ``[H, N]``.
         out_degree: Number of queries of each key, ``[H, M]``.
-        empty_queries: Fraction of the queries without edges; attention outputs zeros there.
+        empty_queries: Fraction of the queries without edges, whose attention output is zero.
         unread_keys: Fraction of the keys that no query attends to.
         self_loops: Fraction of the tokens that attend to themselves; 0 if queries and keys are separate nodes.
-        reciprocity: Fraction of the edges that also run the other way. As in networkx, self-loops count as edges but
-            not as reciprocated.
+        reciprocity: Fraction of the edges that also exist in the opposite direction. As in networkx, self-loops count
+            as edges but not as reciprocated edges.
         weak_components: Number of weakly connected components.
         strong_components: Number of strongly connected components.
         largest_strong: Fraction of the nodes in the largest strongly connected component.
@@ -73,7 +74,7 @@ class GraphStatistics:
     modularity: Tensor
 
     def rows(self) -> list[dict[str, float]]:
-        """One dict for each sequence and head: their numbers, and all statistics ``[B, H]``."""
+        """One dict for each sequence and head, with the numbers of both and the statistics of shape ``[B, H]``."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_degree")}
         sequences, heads = self.density.shape
         return [
@@ -103,16 +104,16 @@ def graph_statistics(
 ) -> GraphStatistics:
     """Degrees, components, distances and structure of every sequence and head.
 
-    They are computed from the compressed rows, for all sequences and heads at once, in O(HN + E). The spectral gap
-    costs dozens to hundreds of products with the matrix for each sequence and head, or, if breadth-first layers are
-    narrow, a factorisation in O(N) times their squared width. Values equal those of networkx
+    The statistics are computed from the compressed rows, for all sequences and heads at once, in O(HN + E). The
+    spectral gap costs dozens to hundreds of products with the matrix for each sequence and head, or, if breadth-first
+    layers are narrow, a factorisation in O(N) times their squared width. Values equal those of networkx
     (``tests/test_analysis.py``) in a fraction of its time (docs/analysis.md).
 
     Args:
         graph: Any graph.
         communities: Communities for the modularity: an :class:`SBM` over the same tokens, or blocks of tokens
-            (:func:`communities_of`); or the numbers of communities of the tokens ``[H, N]`` int64, or a pair of them
-            for queries ``[H, N]`` and keys ``[H, M]``.
+            (:func:`communities_of`); or the numbers of communities of the tokens ``[H, N]`` int64, or a pair of such
+            tensors for queries ``[H, N]`` and keys ``[H, M]``.
         bipartite: Queries and keys are separate nodes. None: only if a sequence has different numbers of them.
         spectral_gap: Compute the spectral gap.
 
@@ -203,7 +204,7 @@ def graph_statistics(
 
 
 def communities_of(sbm: SBM) -> tuple[Tensor, Tensor]:
-    """The community of each query ``[H, N]`` and of each key ``[H, M]``: that of its largest membership.
+    """The community with the largest membership of each query, ``[H, N]``, and of each key, ``[H, M]``.
 
     Raises:
         TypeError: ``sbm`` is not a model.
@@ -224,13 +225,13 @@ def to_networkx(
 
     Args:
         graph: Any graph.
-        sequence: Number of the sequence; may be None if there is one.
-        head: Number of the head; may be None if there is one. ``"all"`` gives a ``MultiDiGraph`` whose edges have their
-            head as key and attribute ``head``.
+        sequence: Number of the sequence; may be None if there is only one.
+        head: Number of the head; may be None if there is only one. ``"all"`` returns a ``MultiDiGraph`` in which the
+            head is the edge key and the attribute ``head``.
         view: ``"tokens"``: nodes are tokens (needs N = M). ``"bipartite"``: nodes are ``("key", j)`` and ``("query",
             i)``, with networkx's attribute ``bipartite`` 0 and 1.
-        sbm: Model over the same tokens, or blocks of tokens, and heads. Edges then have the attribute ``probability``,
-            and nodes, with a single head, ``community`` (that of the query if nodes are tokens).
+        sbm: Model over the same tokens, or blocks of tokens, and heads. Edges then get the attribute ``probability``,
+            and nodes, with a single head, ``community`` (the community of the query if nodes are tokens).
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -332,7 +333,7 @@ def _diameter(rows: Any, columns: Any, group: Array, roots: Array, strong: Array
     cells, index, depth = len(roots), np.arange(len(group)), np.empty(len(group), np.int64)
 
     def sweep(matrix: Any, roots: Array, fraction: float = 1.0) -> tuple[Array, Array]:
-        """Largest distance in each group, and a node at that fraction of it."""
+        """Largest distance in each group, and a node at the given fraction of this distance."""
         breadth_first(matrix.indptr, matrix.indices, roots, depth)
         last, nodes = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         np.maximum.at(last, group, depth)

@@ -39,7 +39,7 @@ def breadth_first(ptr, index, roots, depth):
 
 @numba_kernel
 def compare_rows(ptr, index, back_ptr, back_index, row_community, column_community, self_loops, returned, within):
-    """Count for each row its self-loops, its edges that also run the other way, and those within its community.
+    """Count self-loops, edges whose opposite is also an edge, and edges within a community, for each row.
 
     Columns ascend. ``back_ptr`` and ``back_index`` are the same edges by column.
     """
@@ -234,11 +234,11 @@ def _next_word(word):
 def rotate(ptr, index, in_ptr, inward, follow, word, moves):
     """Turn the longest cycle of a cover into one cycle through all nodes, by random rotations.
 
-    It opens the cycle at a random arc, and rotates the end of that path until the path has absorbed all cycles and
-    closes. A rotation uses an arc from the end to ``x`` inside the path, and one from the node before ``x`` to a later
-    ``y``: the piece from y to the end and the piece from x to before y change places, and the node before y is the new
-    end. An end with an arc to a missing node is taken at once. Returns True if ``follow`` is now one cycle; otherwise
-    ``follow`` does not change.
+    The function opens the cycle at a random arc, and rotates the end of that path until the path contains all nodes and
+    closes. A rotation uses an arc from the end to ``x`` inside the path, and an arc from the node before ``x`` to a
+    later ``y``: the piece from y to the end and the piece from x to before y change places, and the node before y is
+    the new end. A new end with an arc to a missing node is chosen at once. Returns True if ``follow`` is now one cycle;
+    otherwise ``follow`` does not change.
     """
     nodes = len(follow)
     label = np.full(nodes, -1)
@@ -333,7 +333,7 @@ def spread_step(first, last, ptr, index, old, new, stamp, next_stamp, since, now
     """One step of the spread of information: row i of ``new`` is the union of the rows of ``old`` that i attends to.
 
     Rows are sets of nodes, 64 to a word. If ``keeps`` (all nodes attend to themselves in all patterns), sets only grow:
-    full ones stay, and only rows that changed after step ``since``, when this pattern was last applied, are read.
+    full sets stay, and only rows that changed after step ``since``, when this pattern was last applied, are read.
     ``stamp`` holds the last step at which each row changed.
     """
     for row in range(first, last):

@@ -1,7 +1,7 @@
 """Graphs whose edges join blocks of tokens, and block pooling: one vector per block.
 
-In: a graph over blocks and the block size; or tokens. Out: the same graph, expanded to tokens on demand; or vectors of
-blocks. Not here: attention over blocks (``ops``) and the sources that choose blocks (``sources``).
+In: a graph over blocks and the block size; or tokens. Out: the same graph, expanded to tokens on demand; or block
+vectors. Not here: attention over blocks (``ops``) and the sources that choose blocks (``sources``).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class BlockGraph(AttentionGraph):
 
     Each sequence is cut into blocks of ``block_size`` tokens from its beginning; its last block may be shorter. If a
     block of queries attends to a block of keys, each of its tokens attends to every token of the key block. In a causal
-    graph a token attends only to tokens that are not later: within its own block, to itself and those before it.
+    graph a token attends only to tokens that are not later: in its own block, to itself and earlier tokens.
 
-    It is an :class:`AttentionGraph` of the tokens: densities, degrees, conversions, plots and analysis count tokens.
-    The edges of tokens (``rowptr``, ``col``) are computed at first use, at a cost of O(E block_size^2) for E edges of
-    blocks. Attention, ``degree``, ``density``, ``contains`` and the union of two graphs of the same block size do not
-    need them. ``blocks`` is the graph over blocks.
+    A BlockGraph is an :class:`AttentionGraph` of tokens: densities, degrees, conversions, plots and analysis count
+    tokens. The edges of tokens (``rowptr``, ``col``) are computed at first use, at a cost of O(E block_size^2) for E
+    edges of blocks. Attention, ``degree``, ``density``, ``contains`` and unions with graphs of the same block size work
+    without these edges. ``blocks`` is the graph over blocks.
 
     Args:
         blocks: The graph over blocks. Its queries and keys are the blocks of all sequences.
         block_size: Tokens per block, at least 1.
         query_ptr: Offsets of the sequences in the query tokens, ``[B+1]`` int64. None: all blocks are full.
-        key_ptr: Offsets of the sequences in the key tokens, ``[B+1]`` int64. None: those of the queries if both sides
-            have the same blocks, else all blocks are full.
+        key_ptr: Offsets of the sequences in the key tokens, ``[B+1]`` int64. None: the offsets of the queries if both
+            sides have the same blocks, else all blocks are full.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -112,14 +112,14 @@ class BlockGraph(AttentionGraph):
         return graph
 
     def _replace(self, blocks: AttentionGraph, ptrs: Iterable[Tensor], sizes: Iterable[int]) -> BlockGraph:
-        """Copy with other blocks, offsets and sizes. Sides that share one tensor of offsets still share one."""
+        """Copy with other blocks, offsets and sizes. Offsets that both sides share stay one tensor."""
         query_ptr, key_ptr = ptrs
         key_ptr = query_ptr if self.key_ptr is self.query_ptr else key_ptr
         return self._trusted_blocks(blocks, self.block_size, query_ptr, key_ptr, *sizes)
 
     @classmethod
     def _trusted(cls, *arguments: Any, **options: Any) -> Any:
-        """Make an :class:`AttentionGraph`, as rows of tokens have no blocks."""
+        """Make an :class:`AttentionGraph`, since rows of tokens do not describe blocks."""
         return AttentionGraph._trusted(*arguments, **options)
 
     def with_blocks(self, blocks: AttentionGraph) -> BlockGraph:
@@ -236,7 +236,7 @@ class BlockGraph(AttentionGraph):
         """Rearrange a bias per edge of tokens, ``[E]``, to the form that the ops over blocks take.
 
         Returns:
-            ``[E', block_size, block_size]`` for the edges of blocks E'; zero if a pair of tokens is not an edge.
+            ``[E', block_size, block_size]`` for the edges of blocks E'; 0 for a pair of tokens that is not an edge.
         """
         col, edge = self._rows
         query, key = self.cuts
@@ -317,8 +317,8 @@ class BlockGraph(AttentionGraph):
         """The graph as a mask of FlexAttention, PyTorch's kernel for block-sparse attention.
 
         The mask has H heads and a batch of one, which joins all sequences; pairs across sequences are masked. Call
-        ``flex_attention(query[None], key[None], value[None], block_mask=mask)``. On a GPU it takes blocks of a multiple
-        of 128 tokens; of 64, with ``kernel_options={"BLOCK_M": 64, "BLOCK_N": 64}``, and backward ``"BLOCK_M1"``,
+        ``flex_attention(query[None], key[None], value[None], block_mask=mask)``. On a GPU, ``block_size`` must be a
+        multiple of 128, or of 64 with ``kernel_options={"BLOCK_M": 64, "BLOCK_N": 64}``, and backward ``"BLOCK_M1"``,
         ``"BLOCK_N1"``, ``"BLOCK_M2"`` and ``"BLOCK_N2"`` of 64 or less.
 
         Raises:
@@ -375,7 +375,7 @@ def pool_blocks(x: Tensor, cut: Cut, pool: torch.nn.Module | None = None, *, bef
 def block_means(x: Tensor, ptr: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean of each block in float32 or better, for rules that read block means. Memory is O(H N C) for any block size.
 
-    :func:`pool_blocks` adds up the tokens of a block in another order, so the last bit may differ.
+    :func:`pool_blocks` adds the tokens of a block in another order, so the last bit of the means may differ.
 
     Args:
         x: Tokens, ``[H, N, C]``.
@@ -448,7 +448,7 @@ class BlockPool(torch.nn.Module):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """See the class."""
+        """Pool the tokens of each block; see the class."""
         checks.tensors(tokens=tokens, is_real=is_real)
         sizes = (self.heads, None, None, self.channels)
         checks.shape("tokens", tokens, sizes, "[H, n, block_size, C]", "It has the heads and channels of the pool.")

@@ -31,7 +31,7 @@ SIDES = ("query_ptr", "num_queries", "key_ptr", "num_keys")
 
 
 def restore(name: str, inputs: Iterable[Any], constants: Iterable[Any]) -> AttentionGraph:
-    """Construct a graph from a pickle, with all checks, of copies that no other tensor of the file shares."""
+    """Construct a graph from a pickle, with all checks, from copies of its tensors that share no memory."""
     kind = {kind.__name__: kind for kind in KINDS}[name]
     copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     blocks = copies[0]
@@ -63,7 +63,7 @@ def _make(
 
 
 def _inputs(graph: AttentionGraph) -> dict[str, Any]:
-    """Inputs of an exported program; offsets and size of the queries alone if the keys are the same tokens."""
+    """Tensors and sizes for an exported program; key offsets and size are left out if queries are the keys."""
     is_one_side = graph.key_ptr is graph.query_ptr and graph.num_keys == graph.num_queries
     return {name: getattr(graph, name) for name in (*KINDS[type(graph)][0], *SIDES[: 2 if is_one_side else 4])}
 
@@ -73,7 +73,7 @@ def _constants(graph: AttentionGraph) -> tuple[Any, ...]:
 
 
 def _unflatten(inputs: Iterable[Any], constants: tuple[Any, ...], kind: type[AttentionGraph]) -> AttentionGraph:
-    """Make a graph of inputs, checked if they have values: a trace passes symbols, and other code any object."""
+    """Make a graph from inputs, which are checked if they hold values: a trace may pass symbols or other objects."""
     values = [*inputs]
 
     def has_value(name: str, x: Any) -> bool:

@@ -132,11 +132,11 @@ class AttentionGraph(CompressedRows):
 
     @property
     def _layout(self) -> tuple[Tensor | None, Tensor | None, int | None, bool]:
-        """Offsets of both sides, block size and causality, where edges join blocks of tokens; else None and False."""
+        """Offsets of queries and keys, block size and causality if edges join blocks of tokens; else None and False."""
         return None, None, None, False
 
     def _bias_of_blocks(self, bias: Tensor | None) -> Tensor | None:
-        """Score biases of the edges of tokens, ``[E]``, as the ops over ``blocks`` take them."""
+        """Convert score biases of the edges of tokens, ``[E]``, to the form that the ops over ``blocks`` take."""
         return bias
 
     # ---------------------------------------------------------------- from other forms
@@ -513,9 +513,9 @@ class AttentionGraph(CompressedRows):
         """Replace the edges of a PyG data object over the same tokens with those of this graph, and return the object.
 
         The method sets ``edge_index`` and, with several heads, the head of each edge: ``edge_type`` of ``Data``,
-        ``edge_head`` of ``HeteroData``. It removes attributes of the old edges: those that PyG counts as such, with
-        "edge" in their name if it is ``Data``, but not ``edge_label`` and ``edge_label_index``, which are targets. A
-        ``Batch`` can still be separated into its graphs.
+        ``edge_head`` of ``HeteroData``. It removes attributes that PyG counts as attributes of edges (in ``Data``,
+        names with "edge"), but not ``edge_label`` and ``edge_label_index``, which are targets. A ``Batch`` can still be
+        separated into its graphs.
 
         Args:
             data: ``Data``, ``HeteroData`` or a ``Batch`` of either, changed in place.
@@ -660,7 +660,7 @@ def _stores(data: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Any, A
 
 
 def _is_of_edges(store: Any, name: str) -> bool:
-    """True for an attribute of the edges of ``Data``, or of an edge type of ``HeteroData``, other than their index."""
+    """True for an attribute of edges of ``Data``, or of an edge type of ``HeteroData``, other than the edge index."""
     if name == "edge_index" or name.startswith("edge_label"):
         return False
     is_standard = name in ("edge_attr", "edge_weight", "edge_type", "edge_head", "e_id", "adj", "adj_t")

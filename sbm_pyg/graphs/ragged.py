@@ -49,15 +49,15 @@ class Tokens:
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. None: those of the queries.
         bipartite: If True, queries and keys are different tokens, even if N = M. False: each query is the token of the
             key at its position. None: True if ``key`` is another tensor than ``query``.
-        is_causal: If True, no query attends to a later key, and its row does not depend on one. The graph is causal
-            (:attr:`AttentionGraph.is_causal`), so densities count only the pairs that are allowed.
+        is_causal: If True, no query attends to a later key, and its row does not depend on later tokens. The graph is
+            causal (:attr:`AttentionGraph.is_causal`), so densities count only the pairs that are allowed.
         seed: Integer of 64 bits that determines all random choices.
         sequence_ids: Number of each sequence, ``[B]`` int64; see :func:`sbm_pyg.sample_edges`. None: the position in
             the batch.
-        at_end: If True, queries are the last tokens of the sequences of keys, as where the keys of earlier tokens are
-            in a cache: the position of the last query of a sequence is that of its last key. Each row is then that of
-            the whole sequence. The graph is not marked as causal, since its rows do not begin at the first token.
-            False: positions count from the start of both sequences.
+        at_end: If True, queries are the last tokens of the sequences of keys, as with a cache of earlier keys: the last
+            query of a sequence is at the position of its last key. Each row is then the same as for the whole sequence.
+            The graph is not marked as causal, since its rows do not begin at the first token. False: positions count
+            from the start of both sequences.
 
     Raises:
         TypeError: An argument has the wrong type, or queries and keys have different dtypes.
@@ -118,7 +118,7 @@ class Tokens:
         cls, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor, bipartite: bool, is_causal: bool,
         seed: int, sequence_ids: Tensor | None, at_end: bool = False,
     ) -> Tokens:  # fmt: skip
-        """Tokens of a layer, which has checked them and resolved their offsets."""
+        """Make Tokens without checks, for a layer that has checked all arguments and resolved the offsets."""
         tokens = object.__new__(cls)
         sides = {"query": query, "key": key, "query_ptr": query_ptr, "key_ptr": key_ptr, "bipartite": bipartite}
         tokens.__dict__.update(sides, is_causal=is_causal, seed=seed, sequence_ids=sequence_ids, at_end=at_end)
@@ -167,7 +167,7 @@ class Tokens:
 
     @cached_property
     def query_position(self) -> Tensor:
-        """The position of each query in its sequence, from 0, ``[N]`` int64; of the keys, if ``at_end``."""
+        """Position of each query in its sequence, from 0, ``[N]`` int64; in the sequence of keys, if ``at_end``."""
         position = count_positions(self.query_ptr, self.num_queries)
         if not self.at_end:
             return position
@@ -180,7 +180,7 @@ class Tokens:
 
     @cached_property
     def allowed_keys(self) -> Tensor:
-        """Number of keys that each query may attend to, ``[N]`` int64. They are the first keys of its sequence."""
+        """Number of keys that each query may attend to, ``[N]`` int64, counted from the first key of its sequence."""
         if self.at_end and self.is_causal:
             return self.query_position + 1
         return allowed_keys(self.query_ptr, self.key_ptr, self.num_queries, self.is_causal)
@@ -192,7 +192,7 @@ class Tokens:
 
     @property
     def are_same(self) -> bool:
-        """True if queries and keys are the same tokens, or queries are the last ones, so that pairs have a distance."""
+        """True if queries are the keys, or the last tokens of the keys, so that the distance of a pair is defined."""
         return not self.bipartite or self.at_end
 
     def _drop_later(self, graph: Any) -> Any:
@@ -235,7 +235,7 @@ def check_tensor(x: object, name: str, optional: bool = True) -> None:
 
 
 def as_integers(x: Any) -> Any:
-    """An int64 tensor of a list or a tuple of ints; anything else as it is."""
+    """An int64 tensor of a list or a tuple of ints; any other object is returned unchanged."""
     is_list = isinstance(x, tuple | list) and all(isinstance(n, int) and not isinstance(n, bool) for n in x)
     return torch.tensor(x, dtype=torch.int64) if is_list and x else x
 
@@ -245,7 +245,7 @@ def unmerged(x: Tensor) -> Tensor:
 
     The compiler merges equal calls in a program, for example those of two layers over one mask, and loses the size of
     the second, which later code refers to (``InductorError: u3 not in ...``). It does not merge calls that depend on
-    newly allocated memory, as those over this copy do.
+    newly allocated memory, such as calls over this copy.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -289,8 +289,8 @@ def resolve_ptr(
     Args:
         total: Number of tokens N.
         ptr: Offsets, ``[B+1]`` int64, from 0 to N, ascending; or None. A sequence may have no token.
-        batch: Sequence number of each token, ``[N]`` int64, sorted; or None. A number that is left out is that of a
-            sequence without tokens.
+        batch: Sequence number of each token, ``[N]`` int64, sorted; or None. A number that does not occur belongs to an
+            empty sequence.
         name: Name of ``ptr`` in error messages.
         device: Device of the result, usually that of the tokens. None: the device of the argument. (A PyG batch keeps
             offsets on the CPU unless its features are on CUDA.)
@@ -358,7 +358,7 @@ def resolve_sides(
     *,
     names: tuple[str, str] = ("ptr", "ptr"),
 ) -> tuple[Tensor, Tensor]:
-    """Offsets of the sequences in queries and in keys: the same tensor for both, if they are given once and N = M.
+    """Offsets of the sequences in queries and in keys; one tensor for both if offsets are given once and N = M.
 
     Args:
         num_queries, num_keys: N and M.
@@ -391,7 +391,7 @@ def resolve_sides(
 def stored_ptr(store: Any, *, device: torch.device | None = None) -> Tensor | None:
     """Offsets of the sequences of PyG ``Data``, or of one node type of ``HeteroData``, ``[B+1]`` int64.
 
-    They are those of its ``ptr``, else of its ``batch``, as :func:`resolve_ptr` checks them; None if it has neither.
+    Offsets come from ``ptr``, else from ``batch``, and :func:`resolve_ptr` checks them; None without both attributes.
     """
     ptr, batch = store.get("ptr"), store.get("batch")
     if ptr is None and batch is None:
@@ -431,7 +431,7 @@ def _check_ptr_values(ptr: Tensor, total: int, name: str) -> None:
 
 
 def draw_seed(seed: int | None = None, generator: torch.Generator | None = None) -> int:
-    """The given seed, or a seed in ``0 .. 2**63-1`` drawn from a generator; from torch's default one if it is None.
+    """The given seed, or a seed in ``0 .. 2**63-1`` drawn from a generator; None: from torch's default generator.
 
     Raises:
         TypeError: The seed is not an integer.
@@ -459,7 +459,7 @@ def check_sequence_ids(sequence_ids: Tensor | None, sequences: int) -> None:
 
 
 def resolve_sequence_ids(sequence_ids: Tensor | None, sequences: int, device: torch.device, bits: int = 32) -> Tensor:
-    """Number of each sequence, ``[B]`` int64, on a device. Random words depend on it.
+    """Number of each sequence, ``[B]`` int64, on a device. Random words depend on these numbers.
 
     None: the position in the batch. On the CPU the result is a copy. With 32 bits, the upper half of a number may hold
     the first head; see :func:`~sbm_pyg.sample_edges`.

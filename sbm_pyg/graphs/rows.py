@@ -129,7 +129,7 @@ class CompressedRows:
 
     @property
     def rows(self) -> ops.Rows:
-        """The edges as the ops take them, without a bias; ``rows._replace(bias=...)`` adds one."""
+        """The edges in the form that ops take, without a bias; ``rows._replace(bias=...)`` adds a bias."""
         return ops.Rows(self.rowptr, self.col)
 
     @property
@@ -167,7 +167,7 @@ class CompressedRows:
     def density(self) -> Tensor:
         """Fraction of pairs that are edges, ``[B, H]`` float64, or float32 on devices without float64.
 
-        It is 0 in a sequence without pairs.
+        The density is 0 in a sequence without pairs.
         """
         pairs = self.pairs_per_sequence.clamp(min=1)
         return self.edges_per_sequence.to(checks.widest(self.device)) / pairs[:, None]
@@ -233,7 +233,7 @@ class CompressedRows:
         return self
 
     def _explain(self, row: int) -> None:
-        """Raise ValueError with what is wrong in an invalid row, or in the first and last offsets."""
+        """Raise a ValueError that describes the error in an invalid row, or in the first and last offsets."""
         first, last = int(self.rowptr[0]), int(self.rowptr[-1])
         start, end = self.rowptr[row : row + 2].tolist() if row >= 0 else (0, 0)
         if first != 0 or last != self.num_edges or not 0 <= start <= end <= last:
@@ -341,7 +341,7 @@ class CompressedRows:
         return self._with(rowptr - rowptr[0], col, 1)
 
     def expand(self, heads: int) -> Self:
-        """Copy of a graph with one head, repeated for ``heads`` heads; the graph itself if it has them already."""
+        """Repeat a graph of one head for ``heads`` heads; a graph that has ``heads`` heads is returned unchanged."""
         checks.integer("heads", heads, 1, "It is the number of heads.")
         if self.heads == heads:
             return self
@@ -463,14 +463,14 @@ class CompressedRows:
     def _with_loops(self) -> tuple[Self, Tensor]:
         """The union with the edge from each token to itself, in a graph whose queries are its keys.
 
-        Also a mask of these edges, ``[E']`` bool. Cost O(HN + E).
+        Also returns a mask of the self-loops, ``[E']`` bool. Cost O(HN + E).
         """
         self._check_union(self.heads * self.num_queries)
         rowptr, col, is_loop = ops.schemas.add_loops(self.rowptr, self.col, self.num_keys)
         return self._with(rowptr, col, self.heads), is_loop
 
     def causal(self) -> Self:
-        """The causal graph of the edges that are not from later keys. Cost O(HN + E)."""
+        """The causal graph that remains without edges from later keys. Cost O(HN + E)."""
         if self.is_causal:
             return self
         graph = self.select(~self.later)
@@ -618,7 +618,7 @@ def check_edges(edge_index: Tensor, edge_head: Tensor | None) -> tuple[Tensor, T
 
 
 def check_ends(ends: Mapping[str, tuple[Tensor, int]]) -> None:
-    """Check that indices are at least 0 and below an end, by their names; kernels must never see others."""
+    """Check that indices are at least 0 and below an end, by their names, since kernels do not check indices."""
     for name, (index, end) in ends.items():
         if not can_read(index):  # no branch on values
             below = f"Expected '{name}' to be at least 0 and below the number of tokens or heads."

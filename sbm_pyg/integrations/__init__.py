@@ -1,1 +1,1 @@
-"""What the library adds to others: each of these is imported by the module of its name only."""
+"""Integrations with other libraries. A library is imported only by the module that is named after it."""

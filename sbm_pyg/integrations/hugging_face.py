@@ -1,13 +1,13 @@
 """Learned sparse attention in models of Hugging Face's ``transformers``, and its training by their ``Trainer``.
 
-In: a model that selects its attention by ``attn_implementation``, or one of those in ``hugging_face_inline``. Out: the
-same model with a graph source in each self-attention; its weights and the sources are saved and loaded together. Not
-here: what a layer computes (``hugging_face_attention``).
+In: a model that selects its attention by ``attn_implementation``, or a model of ``hugging_face_inline``. Out: the same
+model with a graph source in each self-attention; its weights and the sources are saved and loaded together. Not here:
+what a layer computes (``hugging_face_attention``).
 
 Importing this module registers ``"sbm"`` as an attention implementation, and extends two methods of
 ``PreTrainedModel``: ``post_init`` adds the sources that a config describes, before weights are loaded, and
-``initialize_weights`` resets those that no file contained. ``CallbackHandler.add_callback`` puts a
-:class:`SparsifierCallback` first, so that all others report its losses. Needs the packages ``transformers`` and
+``initialize_weights`` resets sources that no file contained. ``CallbackHandler.add_callback`` puts a
+:class:`SparsifierCallback` first, so that other callbacks report its losses. Needs the packages ``transformers`` and
 ``accelerate``.
 """
 
@@ -154,13 +154,13 @@ def _models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
 
 
 def _configs(model: PreTrainedModel, modules: Iterable[Any]) -> list[Any]:
-    """The config of a model and those of its modules, each once."""
+    """The configs of a model and of its modules, without repeats."""
     configs = (getattr(module, "config", None) for module in (model, *modules))
     return [*{id(config): config for config in configs if config is not None}.values()]
 
 
 def _can_select(model: PreTrainedModel) -> bool:
-    """Whether the attention of a model can be that of its sources."""
+    """Whether the attention of a model can be replaced by attention over its sources."""
     return model._can_set_attn_implementation() or any(is_inline(module) for module in model.modules())
 
 
@@ -173,7 +173,7 @@ def _refuse_own_attention(model: PreTrainedModel) -> None:
 
 
 def _check_arguments(module: nn.Module) -> None:
-    """Raise ValueError if an attention module calls its attention with what :func:`attend` does not support."""
+    """Raise ValueError if an attention module passes its attention an argument that :func:`attend` does not support."""
     for name, expression in _other_arguments(type(module).forward):
         try:  # of attributes of the module, which may switch it off
             is_used = eval(expression, {}, {"self": module}) is not None
@@ -185,7 +185,7 @@ def _check_arguments(module: nn.Module) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """A number of numpy as one of Python, and names in a list, as JSON has them; any other value as it is."""
+    """Convert a NumPy number to Python's, and names to a list, for JSON; other values are returned unchanged."""
     if isinstance(value, Real) and not isinstance(value, bool | int | float):
         return int(value) if isinstance(value, Integral) else float(value)
     return [*value] if isinstance(value, Collection) and not isinstance(value, str | Mapping) else value
@@ -226,7 +226,7 @@ def _other_arguments(forward: Callable[..., Any]) -> list[tuple[str, str]]:
 
 
 def _is_local(module: Any) -> bool:
-    """Whether the attention of a module has a window, so that its model passes it another mask."""
+    """Whether a module attends in a window, so that its model passes a different mask to it."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window is not None
     config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -244,7 +244,7 @@ def _size(module: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _make_part(module: nn.Module, options: Mapping[str, Any]) -> GraphAttention:
-    """The part of one attention module, in its type and on its device."""
+    """The :class:`GraphAttention` of one attention module, in its dtype and on its device."""
     heads, channels = _size(module, HEADS), _size(module, CHANNELS)
     widths = (getattr(module, name, None) for name in WIDTHS)  # of stages, where that of the config is of the first
     width = next((size for size in widths if isinstance(size, int)), None) or _size(module, ("hidden_size",))
@@ -304,7 +304,7 @@ def _post_init(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) 
 
 
 def _initialize_weights(self: PreTrainedModel, *args: Any, original: Any, **kwargs: Any) -> None:
-    """Reset the parts of which the files that have just been loaded contained no weights."""
+    """Reset the parts without weights in the files that have just been loaded."""
     for module in self.modules():
         if isinstance(module, GraphAttention):
             module.reset_if_missing()
@@ -312,7 +312,7 @@ def _initialize_weights(self: PreTrainedModel, *args: Any, original: Any, **kwar
 
 
 def _extend(owner: type, name: str, extension: Any) -> None:
-    """Replace a method of a class by an extension that gets it as ``original``; once, even if reloaded."""
+    """Replace a method of a class, once, by an extension that gets the method as ``original``."""
     method = getattr(owner, name)
     original = getattr(method, "_sbm_original", method)
 
@@ -340,9 +340,9 @@ _extend(PreTrainedModel, "initialize_weights", _initialize_weights)
 class SparsifierCallback(TrainerCallback, ExportableState):
     """Trains a model with dense attention first and with sparse graphs later, by a :class:`~sbm_pyg.Sparsifier`.
 
-    The number of steps, the step at which training is, and the scaler of float16 are those of the trainer. Evaluation
-    runs at the target density. ``loss_dense``, ``loss_sparse`` and ``target_density`` are in its logs. Checkpoints
-    contain the state, and a training that is resumed reads it. A warning follows if training ends before it has become
+    The callback takes the number of steps, the current step and the scaler of float16 from the trainer. Evaluation runs
+    at the target density. The logs contain ``loss_dense``, ``loss_sparse`` and ``target_density``. Checkpoints contain
+    the state of the callback, and resumed training loads it. A warning is raised if training ends before the model is
     sparse.
 
     Args:
@@ -411,7 +411,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
         self._losses.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """Add the running losses to the logs of training, and not to those of evaluation."""
+        """Add the running losses to the logs of training, but not of evaluation."""
         if self.sparsifier is not None and logs is not None and not {"loss", "train_loss"}.isdisjoint(logs):
             values = self.sparsifier._logs()
             logs |= values
@@ -431,7 +431,7 @@ class SparsifierCallback(TrainerCallback, ExportableState):
 
 
 def _add_callback(self: CallbackHandler, *args: Any, original: Any, **kwargs: Any) -> None:
-    """Add a callback; a SparsifierCallback comes before those that report its losses."""
+    """Add a callback; a SparsifierCallback is put before the callbacks that report its losses."""
     original(self, *args, **kwargs)
     self.callbacks.sort(key=lambda callback: not isinstance(callback, SparsifierCallback))
 

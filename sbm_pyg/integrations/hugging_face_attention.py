@@ -1,8 +1,7 @@
 """The attention of ``transformers`` over the graphs of sources.
 
-In: padded queries, keys and values ``[B, H, L, C]`` of an attention module, and the mask. Out: tokens and weights in
-that form. Not here: which modules have a source (``hugging_face``), masks (``hugging_face_masks``), and attention
-itself.
+In: padded queries, keys and values ``[B, H, L, C]`` of an attention module, and the mask. Out: padded tokens and
+weights. Not here: which modules have a source (``hugging_face``), masks (``hugging_face_masks``), and attention itself.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @torch.compiler.disable
 def note_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-    """The hook before an attention module, which keeps the layer of its cache for :class:`GraphAttention`."""
+    """Hook before an attention module that stores the layer of its cache for :class:`GraphAttention`."""
     part: GraphAttention | None = getattr(module, NAME, None)
     if part is None:
         return
@@ -79,10 +78,10 @@ def note_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> No
 
 
 class KeptKeys:
-    """What a layer has computed of the keys in a layer of a cache, as long as both stay as they are.
+    """Memberships that a layer computed for keys in a cache, valid while keys and parameters stay unchanged.
 
-    A cache that is cropped holds a view of the tensor that the layer has seen. One that is reordered, or that others
-    have appended to, holds another tensor, or another version of it, and everything is computed anew.
+    A cropped cache holds a view of the tensor that the layer has seen. A cache that was reordered, or appended to by
+    other code, holds another tensor or another version of the tensor, and memberships are computed again.
     """
 
     def __init__(self, part: GraphAttention) -> None:
@@ -92,14 +91,14 @@ class KeptKeys:
         self.storage: StorageWeakRef | None = None
 
     def state(self, keys: Tensor) -> tuple[Any, ...]:
-        """What tells whether a tensor of keys and the parameters of the layer have been changed."""
+        """Value that changes if a tensor of keys or the parameters of the layer are changed."""
         modules = (reference() for reference in self.modules)
         tensors = (x for module in modules if module is not None for x in module._parameters.values() if x is not None)
         versions = [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
         return (keys._version, keys.data_ptr(), keys.size(0), keys.stride(), *versions)
 
     def check(self, keys: Tensor | None) -> None:
-        """Forget all, unless the cache still holds what the layer has seen."""
+        """Clear the memberships, unless the cache still holds the keys that the layer has seen."""
         is_kept = keys is not None and not keys.is_inference() and self.storage is not None
         if is_kept and keys is not None:
             is_kept = StorageWeakRef(keys.untyped_storage()) == self.storage and self.state(keys) == self.seen
@@ -113,7 +112,7 @@ class KeptKeys:
         return self.memberships
 
     def note(self, keys: Tensor) -> None:
-        """Note the keys that the layer has seen."""
+        """Record the keys that the layer has seen."""
         self.storage, self.seen = StorageWeakRef(keys.untyped_storage()), self.state(keys)
 
 
@@ -127,9 +126,9 @@ def attend(
     position_bias: Tensor | None = None, output_attentions: bool | None = None, s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What ``transformers`` calls in a layer: the output ``[B, L, H, C']``, and weights ``[B, H, L, S]`` if asked.
+    """Attention function of ``transformers``: the output ``[B, L, H, C']``, and weights ``[B, H, L, S]`` on request.
 
-    ``s_aux`` ``[H]`` holds learned sinks: one more score of each row, of a key whose value is zero.
+    ``s_aux`` ``[H]`` holds learned sinks: in each row, the score of an extra key whose value is zero.
     """
     if not hasattr(module, NAME):
         raise ValueError(
@@ -220,7 +219,7 @@ class GraphAttention(nn.Module):
         return source is not None and type(source)._draw_last_rows is not GraphSource._draw_last_rows
 
     def reset_if_missing(self) -> None:
-        """Reset all parameters, if some of them are not those of the constructor or of a file."""
+        """Reset all parameters, if some were not set by the constructor or from a file."""
         tensors = [*self.parameters(), *self.buffers()]
         if not self.is_complete and not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
             with torch.no_grad():
@@ -231,7 +230,7 @@ class GraphAttention(nn.Module):
         self.is_complete = True
 
     def get_extra_state(self) -> Tensor:
-        """The target density, or NaN, and the budgets of the heads, if there are some."""
+        """The target density, or NaN, and the budgets of the heads, if set."""
         source = self.conv.source
         density = source.state_dict().get("target_density") if isinstance(source, DensitySource) else None
         if density is None or not density.numel():
@@ -253,7 +252,7 @@ class GraphAttention(nn.Module):
             source.head_budgets._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def attends_densely(self, pairs: MaskPairs) -> bool:
-        """Whether torch's dense kernel computes what the source would: all pairs, of a mask that is no simple one."""
+        """Whether the choice is all pairs and the mask is not plain, so that torch's dense kernel can attend."""
         source: Any = self.conv.source
         is_full = isinstance(source, DensitySource) and source.target_density == 1
         is_full |= isinstance(source, patterns.PatternSource) and source.rule.rule is patterns.full
@@ -322,7 +321,7 @@ class GraphAttention(nn.Module):
     def _attend_from_new_tokens(
         self, query: Tensor, key: Tensor, value: Tensor, pairs: MaskPairs, sinks: Tensor | None, kept: KeptKeys | None
     ) -> Tensor | None:
-        """The output ``[B, L, H, C']`` of a few new tokens, whose rows need no graph of the batch; None if they do."""
+        """The output ``[B, L, H, C']`` of a few new tokens; None if their rows need a graph of the batch."""
         conv, source, total = self.conv, self.conv.source, pairs.offset + query.size(2)
         is_plain = conv.normalizer == "softmax" and conv.score_bias is None and not conv._edgewise
         learns = self.training or (sinks is not None and torch.is_grad_enabled())
@@ -375,6 +374,6 @@ def _share_of_edges(sinks: Tensor, conv: AttentionConv, query: Tensor, key: Tens
 
 
 def _drop_density(part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Remove target density and budgets from a state dict, since the extra state has them."""
+    """Remove target density and budgets from a state dict, since the extra state contains both."""
     for name in ("target_density", "head_budgets"):
         state.pop(f"{prefix}conv.source.{name}", None)

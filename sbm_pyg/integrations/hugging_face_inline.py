@@ -1,8 +1,8 @@
-"""Attention modules of ``transformers`` that compute attention themselves, as ones that call :func:`attend`.
+"""Attention modules of ``transformers`` without an attention interface, changed to call :func:`attend`.
 
 In: a module of BLOOM, MPT or Falcon. Out: the same module, of a subclass whose forward pass projects tokens as before
 and leaves attention to its graph source. Positions of ALiBi, ``slope * place of the key``, are a bias of heads and
-keys. Not here: attention (``hugging_face_attention``), and models that select it by a name (``hugging_face``).
+keys. Not here: attention (``hugging_face_attention``), and models that select attention by a name (``hugging_face``).
 """
 
 from __future__ import annotations
@@ -102,17 +102,17 @@ FALCON_ATTENTION_CLASSES.setdefault(NAME, FalconAttention)  # of a config with s
 
 
 def is_inline(module: nn.Module) -> bool:
-    """Whether a module computes attention itself, and has a subclass here."""
+    """Whether a module computes attention itself, and this module defines a subclass for it."""
     return type(module) in SPARSE or type(module) in SPARSE.values()
 
 
 def take_over(module: nn.Module) -> None:
-    """Give a module the forward pass that calls a graph source; nothing happens to any other module."""
+    """Give a module the forward pass that calls a graph source, if this module defines one."""
     module.__class__ = SPARSE.get(type(module), type(module))
 
 
 def take_back(module: nn.Module) -> None:
-    """Give a module its own forward pass again."""
+    """Restore the original forward pass of a module."""
     module.__class__ = {sparse: dense for dense, sparse in SPARSE.items()}.get(type(module), type(module))
 
 

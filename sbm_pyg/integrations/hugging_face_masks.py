@@ -1,4 +1,4 @@
-"""The masks of ``transformers``: which pairs of tokens they allow, and what they add to the scores.
+"""The masks of ``transformers``: the pairs of tokens that masks allow, and the biases that masks add to scores.
 
 In: a mask of any form that a model passes, or a rule for one. Out: :class:`MaskPairs`, from which tokens and score
 biases are made. Not here: attention (``hugging_face_attention``).
@@ -33,7 +33,7 @@ _PAIRS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass(eq=False)
 class MaskPairs:
-    """Which pairs of padded queries and keys attend, and what is added to their scores.
+    """The pairs of padded queries and keys that attend, and the score biases of these pairs.
 
     Args:
         is_causal: No query attends to a later key.
@@ -54,11 +54,11 @@ class MaskPairs:
 
     @property
     def has_plain_rows(self) -> bool:
-        """Whether the mask is one of padding and of order, without other pairs and without a bias."""
+        """Whether the mask consists of padding and causality only, without other pairs and without a bias."""
         return self.allowed is None and self.bias is None
 
     def side(self, tokens: Tensor) -> PaddedSequences:
-        """Positions of the real ones of keys ``[B, S, ...]``, computed once for all layers on a device."""
+        """Positions of the real keys among padded keys ``[B, S, ...]``, computed once for all layers on a device."""
         place = (tokens.shape[:2], tokens.device)
         if place not in self._sides:
             keys = tokens.size(1)
@@ -96,7 +96,7 @@ class MaskPairs:
         return rows
 
     def with_bias(self, bias: Tensor | None) -> MaskPairs:
-        """These pairs of the same sequences with another bias."""
+        """Copy with another bias."""
         other = replace(self, bias=bias)
         other._sides = self._sides
         return other
@@ -120,10 +120,10 @@ class MaskPairs:
 
 
 class PairMask(Tensor):
-    """A mask ``[B, 1, L, S]`` that takes no memory before something reads it: a layer with a source does not.
+    """A mask ``[B, 1, L, S]`` that takes no memory until it is read; layers with a source do not read it.
 
-    Any operation on it is one on the dense mask: 0 at pairs that attend, and the smallest number of its type at others,
-    as eager attention has it, so that every model can read it.
+    Operations on it run on the dense mask: 0 at pairs that attend, and the smallest number of its dtype at other pairs,
+    as in eager attention, so that every model can read it.
     """
 
     pairs: MaskPairs
@@ -157,7 +157,7 @@ def make_mask(
     mask_function: Any = causal_mask_function, attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32, device: Any = "cpu", **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Make the mask of a forward pass of ``transformers``: a :class:`PairMask` if it can be one, else an eager mask."""
+    """Make the mask of a forward pass of ``transformers``: a :class:`PairMask` if possible, else an eager mask."""
     is_plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     if not is_plain or int(kv_offset) or (attention_mask is not None and attention_mask.dim() != 2):
         options |= {"allow_is_bidirectional_skip": False, "dtype": dtype, "device": device}
@@ -172,7 +172,7 @@ def make_mask(
 
 
 def read_mask(mask: Tensor, queries: int, keys: int) -> MaskPairs:
-    """What a mask says, ``[B or 1, H or 1, L or 1, S]`` of bool or of numbers that are added to scores.
+    """Read a mask, ``[B or 1, H or 1, L or 1, S]``, of bool or of numbers that are added to scores.
 
     A mask of padding, of earlier keys, of packed sequences, or of several of these becomes offsets of sequences. Any
     other one becomes a mask of pairs. Cost O(B H L S), once for all layers that get the same tensor. The
@@ -244,7 +244,7 @@ def unread_pairs(mask: Tensor, queries: int) -> MaskPairs:
 
 
 def _unless_all(real: Tensor) -> Tensor | None:
-    """The mask ``[B, S]`` of real keys, or None if all are."""
+    """The mask ``[B, S]`` of real keys, or None if all keys are real."""
     return None if bool(real.all()) else real
 
 
@@ -288,13 +288,13 @@ class MaskBias:
     """
 
     is_of_batch = True
-    """It reads numbers of tokens, so a loss on a part of the sequences does not suit it."""
+    """The bias indexes tokens of the whole batch, so a loss on some of the sequences cannot use it."""
 
     def __init__(self, batch: PaddedBatch, pairs: MaskPairs) -> None:
         self.batch, self.pairs = batch, pairs
 
     def at(self, numbers: Tensor, graph: AttentionGraph) -> Tensor:
-        """Numbers ``[B or 1, H or 1, L or 1, S]`` at the edges of a graph, ``[E]``."""
+        """Values of ``[B or 1, H or 1, L or 1, S]`` at the edges of a graph, ``[E]``."""
         sequence, head, query, key = self.batch.coordinates(graph)
         places = (sequence, head, query)
         return numbers[(*(at % size for at, size in zip(places, numbers.shape[:3], strict=True)), key)]

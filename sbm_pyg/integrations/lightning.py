@@ -24,7 +24,7 @@ class SparsifierCallback(lightning.Callback):
     The callback takes the number of steps, the current step and the scaler of float16 from the trainer, so a second
     ``fit`` of one trainer continues where the first one ended. Validation and tests run at the target density.
     The callback logs ``loss_dense``, ``loss_sparse`` and ``target_density``, also to the progress bar, and saves its
-    state in checkpoints. It warns if training ends before it has become sparse.
+    state in checkpoints. A warning is raised if training ends before the model is sparse.
 
     Args:
         density: Target density in (0, 1).

@@ -1,6 +1,6 @@
 """The attention layer: message passing from keys to queries over a given graph, or one chosen by a graph source.
 
-In: tokens, and a graph or none. Out: tokens. Not here: graph sources (``sources``), gradients of their probabilities
+In: tokens, and a graph or none. Out: tokens. Not here: graph sources (``sources``), gradients of edge probabilities
 (``estimators``), and kernels (``ops``).
 """
 
@@ -39,7 +39,7 @@ OneOrTwo: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of :meth:`AttentionConv.forward` that do not change the type of its result."""
+    """Keyword arguments of :meth:`AttentionConv.forward` that do not affect the type of the output."""
 
     edge_attr: Tensor | None
     edge_head: Tensor | None
@@ -70,9 +70,9 @@ class AttentionConv(EdgeAttention):
     .. math::
         x_i' = \Big\Vert_{h} \sum_{j \in \mathcal{N}_h(i)} \operatorname{softmax}_j(q_i^\top k_j / \sqrt{C}) \, v_j .
 
-    A query without edges gives zeros. A token without edges does not affect other tokens, even if it is NaN; it still
-    makes the gradients of the projections NaN, as in every layer of torch. Batches are ragged, as in PyG, without
-    padding. Cost O(N C_in H C + E C), plus that of the source.
+    The output of a query without edges is zero. A token without edges does not affect other tokens, even if it is NaN;
+    it still makes the gradients of the projections NaN, as in every layer of torch. Batches are ragged, as in PyG,
+    without padding. Cost O(N C_in H C + E C), plus the cost of the source.
 
     Args:
         in_channels: Channels of the tokens, or of the pair (keys, queries), as PyG orders bipartite features; -1 to
@@ -85,26 +85,26 @@ class AttentionConv(EdgeAttention):
         estimator: How the loss reaches the probabilities of the source: an
             :class:`~sbm_pyg.training.estimators.Estimator`, or its name. None: ``"local"``; ``"imitate"`` if the source
             selects edges by rank; ``"mask"`` if it draws them by ``"fastrg"`` or the normalizer is not softmax.
-        is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count
-            these, and edges of a given graph from later keys are dropped. As in torch, positions count from the start
-            of both sequences.
+        is_causal: No query attends to a later key. The source chooses among the remaining pairs, densities count only
+            these pairs, and edges of a given graph from later keys are dropped. As in torch, positions count from the
+            start of both sequences.
         normalizer: Maps scores to weights: ``"softmax"``, ``"entmax15"``, ``"sparsemax"``, ``"entmax"`` (alpha-entmax
             with a learned alpha per head), or an :class:`Entmax` with its own initial alpha. Most entmax weights are 0.
         score_bias: Callable ``(query [H, N, C], key [H, M, C], graph) -> [E]`` added to the scaled scores, or None.
-            :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias` are such biases. With a method ``dense_bias(L, S)
+            Examples are :class:`~sbm_pyg.ALiBi` and :class:`~sbm_pyg.DCMMBias`. With a method ``dense_bias(L, S)
             -> [H, L, S]``, or ``factors`` as :meth:`DCMMBias.factors`, dense attention needs no stored edges.
         rotary: A :class:`~sbm_pyg.Rotary` that rotates queries and keys by their positions, or None.
         dropout: Probability that an attention weight is dropped in training.
-        edge_dim: Channels D of the edge features of a given graph. A linear map without bias, ``lin_edge``, takes them
-            to the heads, where they are added to the key and the value of their edge, as in
+        edge_dim: Channels D of the edge features of a given graph. A linear map without bias, ``lin_edge``, projects
+            the features for each head and adds them to the key and the value of their edge, as in
             :class:`torch_geometric.nn.TransformerConv`. Each call then needs ``edge_index`` and ``edge_attr``. None:
             edges have no features.
-        **kwargs: Of :class:`torch_geometric.nn.MessagePassing`. Weights sum to 1, so ``aggr`` is ``"add"``; keys are
-            sources; tokens are ``[N, C]``, so ``node_dim`` is 0 or -2, which is the same.
+        **kwargs: Arguments of :class:`torch_geometric.nn.MessagePassing`. ``aggr`` must be ``"add"``, since weights sum
+            to 1; keys are sources; ``node_dim`` is 0 or, equivalently, -2, since tokens are ``[N, C]``.
 
     Raises:
         TypeError: An argument has the wrong type, or an unknown name.
-        ValueError: An option is unknown or out of range, or two do not go together.
+        ValueError: An option is unknown or out of range, or two options exclude each other.
 
     Shapes:
         - tokens ``[N, C_in]``, or a pair of keys ``[M, C_in]`` and queries ``[N, C_in']``;
@@ -126,8 +126,8 @@ class AttentionConv(EdgeAttention):
 
     head_dims: ClassVar[dict[str, int]] = {}
     eval_seed: int | None = 0
-    """Seed of calls without one in evaluation mode. With None, torch's default generator draws one, as in training. It
-    is not part of the state. Models give each layer its own."""
+    """Seed of calls without a seed in evaluation mode. With None, torch's default generator draws a seed, as in
+    training. ``state_dict`` does not contain it. Models set a different seed in each layer."""
     first_head = 0
     """Number of head 0 among the heads of a layer that several processes share; see :class:`~sbm_pyg.HeadParallel`."""
 
@@ -256,32 +256,32 @@ class AttentionConv(EdgeAttention):
             edge_head: Head of each edge of ``edge_index``, ``[E]`` int64. None: all heads share the edges.
             ptr: Offsets of the sequences, ``[B+1]`` int64 or a list of ints, or the pair (keys, queries). None: those
                 of the graph, or one sequence.
-            batch: The same as a sequence number per token, ``[N]``.
+            batch: Instead of ``ptr``, the sequence number of each token, ``[N]``, sorted.
             positions: Position of each token for ``rotary``, ``[N]``, or the pair (keys, queries). None: counted from 0
                 in each sequence.
             seed: Fixes the graph that the source draws, and the dropout. None: in evaluation mode :attr:`eval_seed`, so
                 that calls repeat, and in training a number of torch's default generator. While attention is dense, at a
                 target density of 1 or with the pattern :func:`~sbm_pyg.sources.patterns.full`, that generator always
-                draws the dropout. In training, pass another one at each step: running means take calls with equal seeds
-                for one step.
+                draws the dropout. In training, pass a different seed at each step: running means count calls with equal
+                seeds as one step.
             sequence_ids: Number of each sequence, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a sequence
-                gets the same graph in any batch. Dropout depends on where in the batch it begins, and the noise of
-                "concrete" on the whole batch.
+                gets the same graph in any batch. Dropout depends on the position of the sequence in the batch, and the
+                noise of "concrete" on the whole batch.
             return_graph: Also return the :class:`AttentionGraph`.
             return_choice: Also return the :class:`Choice`: the graph and its probabilities.
-            return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As PyG layers do,
-                an adjacency comes back itself, and ``alpha`` ``[E, H]`` in the order of its edges. A sparse one has
-                ``alpha`` as its values; a ``SparseTensor`` comes alone. With ``edge_head``, and over a graph, ``alpha``
-                is ``[E]``.
+            return_attention_weights: Also return ``(edge_index, alpha)``, the weights before dropout. As in PyG layers,
+                an adjacency is returned unchanged, with ``alpha`` ``[E, H]`` in the order of its edges. A sparse
+                adjacency gets ``alpha`` as its values; a ``SparseTensor`` is returned alone. With ``edge_head``, and
+                over a graph, ``alpha`` is ``[E]``.
 
         Returns:
-            The output, or a tuple of it and what was asked for, in the order graph, choice, attention weights.
+            The output, or a tuple of output, graph, choice and attention weights, without those not requested.
 
         Raises:
             TypeError: The tokens are of another type than the layer.
-            ValueError: Shapes do not fit, there is neither a graph nor a source, an explainer is at work and the edges
-                are not its own, or edge features come without ``edge_dim``, without a given graph of tokens, or with
-                repeated edges.
+            ValueError: Shapes do not fit, there is neither a graph nor a source, an explainer is active and
+                ``edge_index`` is not its own, or edge features are passed without ``edge_dim``, without a graph of
+                tokens, or with repeated edges.
         """
         x_key, x_query = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         for tokens, lin in ((x_key, self.lin_key), (x_query, self.lin_query)):
@@ -366,7 +366,7 @@ class AttentionConv(EdgeAttention):
         )  # fmt: skip
 
     def _train_source(self, out: Tensor, call: AttentionCall, dense_loss: Tensor | None) -> Tensor:
-        """Add the loss by which the source learns, if there is one, to the backward pass of the output."""
+        """Add the loss that trains the source, if it has one, to the backward pass of the output."""
         loss = dense_loss
         if loss is None and call.choice.is_stored and call.choice.probability is not None:
             loss = self.estimator.auxiliary_loss(call)
@@ -374,7 +374,7 @@ class AttentionConv(EdgeAttention):
         return self.auxiliary_losses.add(out, loss, type(self.estimator).__name__, is_needed)
 
     def _default_seed(self, query: Tensor, key: Tensor, edge_index: Adjacency | None) -> int | None:
-        """The seed of a call that passes none; None if torch's generator is to draw it."""
+        """Seed of a call without ``seed``, or None if torch's generator is to draw the seed."""
         if not self.training and self.eval_seed is not None:
             return self.eval_seed
         if edge_index is None:
@@ -412,14 +412,14 @@ class AttentionConv(EdgeAttention):
         return self._edgewise or self.normalizer != "softmax" or lacks_bias
 
     def _bias_factors(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> BiasFactors:
-        """The factors of the score bias, which has some."""
+        """Call the method ``factors`` of the score bias."""
         bias: Any = self.score_bias
         factors: BiasFactors = bias.factors(query, key, query_ptr, key_ptr)
         return factors
 
     @property
     def _bias_is_product(self) -> bool:
-        """True if the score bias is an inner product, which further channels of queries and keys add to the scores."""
+        """True if the score bias is an inner product, which extra channels of queries and keys can express."""
         return getattr(self.score_bias, "is_product", False) and self.lin_edge is None
 
     def _rotate(
@@ -467,12 +467,12 @@ class AttentionConv(EdgeAttention):
 class SBMAttentionConv(AttentionConv):
     r"""Attention whose heads each sample their graph from a stochastic block model of their own queries and keys.
 
-    It is an :class:`AttentionConv` with an :class:`~sbm_pyg.SBMSource` around an :class:`~sbm_pyg.SBMHead`. The
+    This layer is an :class:`AttentionConv` with an :class:`~sbm_pyg.SBMSource` around an :class:`~sbm_pyg.SBMHead`. The
     parameters of the head learn from the loss through an estimator; a :class:`~sbm_pyg.Sparsifier` trains layers at a
     low density. Cost O(N C_in H C + NKC + E (C + K)).
 
-    Sixteen consecutive queries share their draws, which is two to five times as fast as independent pairs, and trains
-    as well. For other options of the block model and of its draws, such as blocks of tokens, take
+    Sixteen consecutive queries share their draws, which is two to five times as fast as independent draws, and trains
+    as well. For other options of the block model and of its draws, such as blocks of tokens, use
     :func:`~sbm_pyg.make_attention`, or an :class:`AttentionConv` with a source that you construct::
 
         make_attention("sbm", 32, 16, 2, block_size=16, degree_corrected=True)
@@ -486,12 +486,12 @@ class SBMAttentionConv(AttentionConv):
         num_clusters: Number of communities K of each head's block model.
         target_density: Density that the pairs of each head compete for, in (0, 1], see :class:`~sbm_pyg.SBMSource`; 1
             is dense attention. None: probabilities are those of the block model.
-        window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: to
-            itself, so that no query is without a key. None: no edge is forced, as in the paper.
+        window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: each
+            token attends to itself, so that no query is without a key. None: no edge is forced, as in the paper.
         estimator: How the loss reaches the block model: an :class:`~sbm_pyg.training.estimators.Estimator`, or its
-            name. ``"local"``, the effect of each edge on the loss; ``"distill"``, also dense attention on a few query
-            rows; ``"mask"``, as in the authors' code; ``"paper"``, eq. 9; ``"relaxed"`` or ``"concrete"``, a soft mask
-            over all pairs in training, O(NM); ``"none"``. None: ``"local"``, or ``"mask"`` if the normalizer is not
+            name. ``"local"`` uses the effect of each edge on the loss; ``"distill"`` adds dense attention on some rows;
+            ``"mask"`` follows the authors' code, ``"paper"`` eq. 9; ``"relaxed"`` and ``"concrete"`` use a soft mask
+            over all pairs, O(NM); ``"none"`` trains nothing. None: ``"local"``, or ``"mask"`` if the normalizer is not
             softmax. With ``"mask"`` and ``"paper"``, 0.01 is added to all probabilities in training, as in the paper.
         is_causal, normalizer, score_bias, rotary, dropout, concat, bias: As :class:`AttentionConv`.
 
@@ -506,9 +506,9 @@ class SBMAttentionConv(AttentionConv):
         >>> out.shape, choice.graph.density.shape, choice.probability
         (torch.Size([30, 16]), torch.Size([2, 2]), SBM(2 sequences, 2 heads, 30 queries, 30 keys, 4 blocks))
 
-    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As there, the layer has no output
-    projection. Unlike in their code, scores are scaled, the softmax sees sampled edges only, evaluation adds no
-    exploration, and each token attends to itself, which ``window=None`` leaves to the draws, as in the paper.
+    Reference: Cho et al., "Transformers meet Stochastic Block Models", NeurIPS 2022. As in the paper, there is no
+    output projection. Unlike in the authors' code, scores are scaled, the softmax runs over sampled edges only,
+    evaluation adds no exploration, and each token attends to itself unless ``window=None``.
     """
 
     def __init__(
@@ -539,7 +539,7 @@ class SBMAttentionConv(AttentionConv):
 
 
 def _no_bias(query: Tensor, key: Tensor, graph: AttentionGraph) -> None:
-    """The score bias of a call whose scores include it."""
+    """Score bias of a call whose scores already include the bias: None for all edges."""
 
 
 def block_model(
@@ -554,7 +554,7 @@ def block_model(
 ) -> SBMSource:
     """The block model of an attention layer, with the options of :class:`SBMHead` and :class:`SBMSource`.
 
-    By default the estimator sets the exploration, and 16 queries share their draws where the method can. With
+    By default the estimator sets the exploration, and 16 queries share their draws if ``method`` supports it. With
     ``parameterization="linear"`` the head is a :class:`~sbm_pyg.sources.linear_sbm.LinearSBMHead`.
     """
     of_head = {name: options.pop(name) for name in HEAD_OPTIONS & {*options}}

@@ -1,4 +1,4 @@
-"""Calibration: sources of a trained model learn from its dense attention, while all else is frozen.
+"""Calibration: sources of a trained model learn from its dense attention, while other parameters are frozen.
 
 In: a model whose attention has sources, and a few batches. Out: the same model, with sources that have learned, and the
 density of each head. Not here: how attention gets sources (``replace``), the loss (``gradients``), and training with a
@@ -58,13 +58,13 @@ class CalibratedSource(NamedTuple):
     layer: str
     """Name of the first layer with the source, as in ``model.named_modules()``."""
     loss_before: float
-    """The loss before. Graphs of a block model are expected to lose this part of the attention outside of forced edges.
-    For other learned sources it is the cross-entropy between dense attention and normalized probabilities, and NaN for
-    those that have nothing to learn."""
+    """The loss before calibration. For a block model it is the part of the attention outside of forced edges that its
+    graphs are expected to lose; for other learned sources, the cross-entropy between dense attention and normalized
+    probabilities; for sources without parameters, NaN."""
     loss: float
     """The same afterwards."""
     kept_before: float
-    """Part of the dense attention weights on edges of graphs of the target density, before."""
+    """Part of the dense attention weights on edges of graphs of the target density, before calibration."""
     kept: float
     """The same afterwards."""
 
@@ -85,32 +85,31 @@ def calibrate(
     """Fit the sources of a trained model to the keys that its dense attention attends to.
 
     The model is frozen and needs no labels. It runs densely once over the batches, and queries and keys of each layer
-    are stored. From these the target density is divided among the heads of the whole model, so that the keys with the
-    largest weights of each head together keep most of the attention: heads that attend to many keys get more. Each
-    learned source then begins with them where it can, see :meth:`~sbm_pyg.LearnedSource.start_from`, and
-    learns from them alone, by Adam: block models raise :func:`~sbm_pyg.gradients.kept_attention` at the density of each
-    head, others lower :func:`~sbm_pyg.gradients.row_distillation`. So a step costs a part of one layer,
-    and not a forward and a backward pass of the model. Afterwards the model attends sparsely.
+    are stored. From these the target density is divided among the heads of the whole model, so that the largest weights
+    of all heads together keep most of the attention: heads that attend to many keys get more edges. Each learned source
+    is then initialized by :meth:`~sbm_pyg.LearnedSource.start_from`, and trained by Adam on the stored queries and
+    keys: block models raise :func:`~sbm_pyg.gradients.kept_attention` at the density of each head, other sources lower
+    :func:`~sbm_pyg.gradients.row_distillation`. So a step costs a part of one layer, and not a forward and a backward
+    pass of the model. Afterwards the model attends sparsely.
 
     Args:
         model: A module with :class:`AttentionConv` layers, such as a model of transformers, PyG or torch after
-            :func:`replace_attention`. It is changed in place, and stays in its mode.
-        batches: What the model is called with: a dict by ``model(**batch)``, a tuple or list by ``model(*batch)``, all
-            else by ``model(batch)``. Some 8,000 tokens of the text, or graphs, that the model is meant for will do, in
-            sequences of the length that it is meant for: a block model that is calibrated on 1,024 tokens may draw two
-            to five times its density of edges at 2,048. The last batch measures and does not train, unless it is the
-            only one.
-        density: Target density of the sources afterwards, in (0, 1). None: each keeps its own.
+            :func:`replace_attention`. The model is changed in place, and stays in training or evaluation mode.
+        batches: Inputs of the model: a dict is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, any
+            other object as ``model(batch)``. Some 8,000 tokens of typical text or graphs are enough, in sequences of
+            the typical length: a block model that is calibrated on 1,024 tokens may draw two to five times its density
+            of edges at 2,048. The last batch measures and does not train, unless it is the only one.
+        density: Target density of the sources afterwards, in (0, 1). None: each source keeps its own density.
         by_head: Whether to divide the density among the heads, by :attr:`~sbm_pyg.DensitySource.head_budgets`. None:
-            for sources that rank keys by scores of pairs, which are ``"top_k"``, indexers and block models with
-            ``candidates``, and not for graphs that are drawn alone, which did not gain by it.
-        steps: Steps of each source, on some 1,024 tokens each. 0: sources only begin with the queries and keys.
+            True for sources that rank keys by scores of pairs, which are ``"top_k"``, indexers and block models with
+            ``candidates``; False for sources that only draw edges, which did not gain by it.
+        steps: Steps of each source, on some 1,024 tokens each. 0: sources are initialized and not trained.
         learning_rate: Largest rate of Adam, which rises and falls in one cycle.
         forward: Function that calls the model with a batch, in place of the rules above.
-        directory: Folder with a file for each source that is done; a call with the same model, batches and options goes
-            on from there, and gives the same bits on the same machine. Tokens that do not fit into half of the
-            available memory are stored there, too, for as long as the call runs. None: there are no such files, and
-            these tokens go to the system's folder of temporary files.
+        directory: Folder with a file for each finished source; a call with the same model, batches and options
+            continues from these files, and gives the same bits on the same machine. Tokens that do not fit into half of
+            the available memory are also stored there during the call. None: no files are kept, and these tokens are
+            stored in the system's folder of temporary files.
         seed: Seed of the order, the rows and the clusters.
         progress: Show progress bars, with the part of the attention that graphs of the target density keep.
 
@@ -119,8 +118,9 @@ def calibrate(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The model has no source to fit, or one without a target density below 1; there are no batches, or
-            they do not reach each source; a number is out of range; or the directory is that of another calibration.
+        ValueError: The model has no source to fit, or a source without a target density below 1; there are no batches,
+            or a source is never called on them; a number is out of range; or the directory belongs to another
+            calibration.
 
     Example:
         >>> import torch
@@ -199,7 +199,7 @@ def _divides(source: object, by_head: bool | None) -> bool:
 
 
 class _StoredCall(NamedTuple):
-    """A call of a layer: what its source saw, and what its scores are made of."""
+    """A stored call of a layer: the tokens of its source, and the inputs of its scores."""
 
     vectors: tuple[Tensor, ...] | Path  # queries and keys, and those of the scores if they are others
     layout: tuple[Any, ...]  # of Tokens
@@ -217,7 +217,7 @@ class _StoredCall(NamedTuple):
 
 
 class _Store:
-    """The calls of each source. Vectors are on disk from where they fill half of the memory."""
+    """The calls of each source. Vectors are stored on disk once they fill half of the memory."""
 
     def __init__(self, sources: list[DensitySource], folder: Path) -> None:
         self.calls: dict[DensitySource, list[_StoredCall]] = {source: [] for source in sources}
@@ -243,13 +243,13 @@ class _Store:
         self.calls[source].append(_StoredCall(path if path.exists() else vectors, layout, call.scale, call.score_bias))
 
     def marks(self) -> list[float]:
-        """A number of each call of the first source, which tells batches apart."""
+        """One number from each call of the first source, by which batches are recognized."""
         calls = next(iter(self.calls.values()))
         return [float(call.read(0)[0].query[:, -1].double().sum()) for call in calls]
 
 
 class _Recorder(Estimator):
-    """Stores dense calls, in the place of the estimator of a layer."""
+    """Stores dense calls of a layer, in place of its estimator."""
 
     def __init__(self, store: _Store) -> None:
         self.store = store
@@ -317,10 +317,10 @@ def _attending_densely(model: nn.Module, layers: list[AttentionConv], recorder: 
 def _divide_density(
     calls: Mapping[DensitySource, list[_StoredCall]], density: float | None, progress: bool
 ) -> dict[DensitySource, Tensor]:
-    """Budgets of the heads of each source that has them, ``[H]``, with which largest weights keep most attention.
+    """Budgets of the heads of each source, ``[H]``, for which the largest weights keep most attention.
 
-    What a head keeps by its largest weights is a concave function of their number. So the best division takes the
-    steepest parts of all these functions.
+    The attention that the largest weights of a head keep is a concave function of their number. So the best division
+    takes the steepest parts of the functions of all heads.
     """
     sources = [source for source in calls if density or source.target_density]
     curves = []
@@ -349,7 +349,7 @@ def _divide_density(
 
 
 def _kept_by_density(source: DensitySource, call: _StoredCall) -> Tensor:
-    """Pairs of some rows of a call, and the attention outside of forced edges that their largest weights keep.
+    """Pairs of some rows of a call, and the attention that the largest weights outside of forced edges keep.
 
     ``[H, 1 + G]``, for the G densities.
     """
@@ -365,7 +365,7 @@ def _kept_by_density(source: DensitySource, call: _StoredCall) -> Tensor:
 
 
 def _weights_of_rows(call: _StoredCall, rows: float) -> tuple[Tokens, Tensor, AttentionGraph]:
-    """The tokens of a call, some rows of all their pairs, and the attention weights of these, ``[E]``."""
+    """The tokens of a call, the graph of some full rows, and the attention weights of its edges, ``[E]``."""
     tokens, how = call.read(0)
     scored = how["scored"] or tokens
     graph = sample_rows(tokens, min(rows, MEASURED_PAIRS / _pairs_of_rows(tokens)))
@@ -387,7 +387,7 @@ def _calibrated(
     seed: int,
     bar: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The state of a calibrated copy of a source, and the numbers of its row."""
+    """The state of a calibrated copy of a source, and the values of its row of results."""
     source = copy.deepcopy(source).float().eval()
     source.schedule = None
     if density is not None:
@@ -408,7 +408,7 @@ def _calibrated(
 
 
 def _train(source: LearnedSource, examples: list[_StoredCall], steps: int, rate: float, seed: int, bar: Any) -> None:
-    """Begin with the queries and keys of some calls, and take steps of Adam."""
+    """Initialize a source from the queries and keys of some calls, and train it by Adam."""
     _start(source, examples, seed)
     random = torch.Generator().manual_seed(seed % 2**63)
     parameters = [parameter.requires_grad_() for parameter in source.parameters()]
@@ -427,7 +427,7 @@ def _train(source: LearnedSource, examples: list[_StoredCall], steps: int, rate:
 
 
 def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
-    """The loss over some rows of some 1,024 tokens of a call: the attention that graphs of a block model lose."""
+    """Loss over some rows of about 1,024 tokens of a call; for a block model, the attention that is lost."""
     tokens, how = call.read(seed)
     part = min(1.0, TOKENS_OF_STEP / max(tokens.num_keys, 1))
     if getattr(call.score_bias, "is_of_batch", False):  # it reads numbers of tokens, which a part of them lacks
@@ -444,7 +444,7 @@ def _loss(source: LearnedSource, call: _StoredCall, seed: int) -> Tensor:
 
 
 def _pairs_of_rows(tokens: Tokens) -> float:
-    """Pairs of as many rows of each sequence as the square root of its length, at least 1."""
+    """All pairs of sampled rows of each sequence; their number is the square root of its length, at least 1."""
     length = tokens.query_ptr.diff()
     pairs = count_pairs(tokens.query_ptr, tokens.key_ptr, tokens.is_causal) / length.clamp(min=1).sqrt()
     return max(float(pairs.sum()), 1.0)
@@ -452,7 +452,7 @@ def _pairs_of_rows(tokens: Tokens) -> float:
 
 @torch.no_grad()
 def _start(source: LearnedSource, calls: list[_StoredCall], seed: int) -> None:
-    """Begin with the queries and keys of the first tokens."""
+    """Initialize a source from the queries and keys of the first tokens."""
     sides: list[tuple[Tensor, Tensor]] = []
     for call in calls:
         tokens, _ = call.read(0)
@@ -482,7 +482,7 @@ def _held_out_numbers(source: DensitySource, call: _StoredCall) -> tuple[float, 
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write what a calibration is, or compare it with what has been written."""
+    """Write the settings of a calibration, or compare them with settings that were written before."""
     if not path.exists():
         _write(path, json.dumps(settings, indent=1))
         return
@@ -496,7 +496,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _save(path: Path, state: Mapping[str, Tensor], numbers: list[float]) -> None:
-    """Write the files of a source; the one that says that it is done comes last."""
+    """Write the files of a source; the file that marks the source as finished is written last."""
     _write(path.with_suffix(".json"), json.dumps(numbers))
     draft = path.with_suffix(".draft")
     save_file({name: x.contiguous() for name, x in state.items()}, draft)

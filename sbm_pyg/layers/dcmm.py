@@ -1,6 +1,6 @@
-r"""A block model as score bias: the DCMM-Transformer's, over any graph.
+r"""The block model of the DCMM-Transformer as a score bias, over any graph.
 
-In: queries and keys of each head, and a graph. Out: a number for each edge, which attention adds to its score. Not
+In: queries and keys of each head, and a graph. Out: a bias for each edge, which attention adds to its score. Not
 here: block models that choose the graph (``sbm``), and attention.
 
 An :class:`~sbm_pyg.SBM` decides which pairs attend; this block model decides how strongly. The two can be combined.
@@ -33,7 +33,7 @@ class DCMM(NamedTuple):
     key_membership: Tensor
     """Memberships of the keys, ``[H, M, K]``."""
     block_matrix: Tensor
-    """Affinities ``[H, K, K]`` in (0, 1); ``[u, v]`` is that of queries in community u to keys in community v."""
+    """Affinities ``[H, K, K]`` in (0, 1); ``[u, v]`` links queries in community u to keys in community v."""
     query_degree: Tensor
     r"""Degrees of the queries :math:`\theta`, ``[H, N]``, non-negative."""
     key_degree: Tensor
@@ -43,8 +43,8 @@ class DCMM(NamedTuple):
     def entropy(self) -> Tensor:
         r"""Mean entropy of the memberships over tokens and heads, a scalar in nats, at most :math:`\ln K`.
 
-        Keys count only if they have memberships of their own. The authors add 0.1 times the entropy to the loss, so
-        that each token belongs to few communities.
+        Keys count only if their memberships are computed separately. The authors add 0.1 times the entropy to the loss,
+        so that each token belongs to few communities.
         """
         member = self.query_membership
         if self.key_membership is not member:
@@ -110,22 +110,22 @@ class DCMMBias(nn.Module):
     with memberships :math:`\pi_i = \operatorname{softmax}_K(W q_i + w)`, degrees :math:`\theta_i =
     \operatorname{ReLU}(\langle v, q_i \rangle + c)`, block matrices B that are the sigmoid of free entries, and one
     learnable scale :math:`\lambda`. All heads share W and v; each has its own B. The bias is differentiable and chooses
-    no graph: pass it as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over
-    :func:`~sbm_pyg.sources.patterns.full` that is the published layer; over any other graph, its restriction to the
-    edges. Cost O(N K (C + K) + E K) per head. Memory is O(E) over edges, and O(N K) over all pairs, whose biases are
-    computed for some rows at a time, and again in the backward pass. Without the tanh a bias is an inner product, which
-    K more channels of queries and keys add to the scores of any graph.
+    no graph: pass it as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Over :func:`~sbm_pyg.sources.patterns.full`
+    this is the published layer; over any other graph, the published layer restricted to the edges. Cost O(N K (C + K) +
+    E K) per head. Memory is O(E) over edges. Over all pairs it is O(N K): biases are computed for some rows at a time,
+    and again in the backward pass. Without the tanh a bias is an inner product, which K more channels of queries and
+    keys add to the scores of any graph.
 
     Args:
         channels: Channels of a head C.
         heads: Number of heads H.
         num_clusters: Number of communities K.
         degree: Function that makes degrees positive: ``"relu"``, as in the authors' code, with which half of the
-            degrees are 0 at the start and have no gradient; ``"sigmoid"``, as in its help text; or ``"softplus"``.
+            degrees start at 0 and get no gradient; ``"sigmoid"``, as in the help text of that code; or ``"softplus"``.
         squash: Apply the tanh, which is in the authors' code but not in their figure.
         symmetric: B is the sigmoid of a symmetric matrix, as the affinities of an undirected network.
-        tied: Keys have the memberships and degrees of the same tokens as queries, as published; this needs the same
-            tokens on both sides. Otherwise keys have linear maps of their own.
+        tied: Keys have the memberships and degrees of the same tokens as queries, as published; queries and keys must
+            be the same tokens. Otherwise keys use separate linear maps.
         scale: Initial :math:`\lambda`.
         entropy_weight: Weight, at least 0, of the mean entropy of the memberships of a sequence, an auxiliary loss in
             training that the training loop adds (:func:`sbm_pyg.auxiliary_loss`). The authors use 0.1.
@@ -249,11 +249,11 @@ class DCMMBias(nn.Module):
 
     @property
     def is_product(self) -> bool:
-        """True without the tanh; the biases are then inner products of :meth:`factors`."""
+        """True if there is no tanh, so that biases are inner products of the two :meth:`factors`."""
         return not self.squash
 
     def factors(self, query: Tensor, key: Tensor, query_ptr: Tensor, key_ptr: Tensor) -> BiasFactors:
-        """Numbers of the tokens from which the biases of all pairs follow.
+        """Features of the tokens from which the biases of all pairs are computed.
 
         Args:
             query: ``[H, N, C]``.
@@ -263,8 +263,8 @@ class DCMMBias(nn.Module):
 
         Returns:
             For each query its degree times the scale, and its affinities to the communities, ``[H, N, 1+K]``; for each
-            key its degree and its memberships, ``[H, M, 1+K]``. Without the tanh their products, ``[H, N, K]`` and
-            ``[H, M, K]``.
+            key its degree and its memberships, ``[H, M, 1+K]``. Without the tanh, degrees times affinities or
+            memberships, ``[H, N, K]`` and ``[H, M, K]``.
 
         Raises:
             TypeError, ValueError: As :meth:`predict`.

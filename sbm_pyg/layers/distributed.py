@@ -27,35 +27,35 @@ class HeadParallel(torch.nn.Module):
     r"""Divides the tokens of a batch among processes, and the heads of its attention: sequence parallelism by heads.
 
     Each of P processes holds :math:`n_r` of the N tokens, and all parameters of the layer, which must be equal: make
-    them after the same ``torch.manual_seed``. It projects its tokens, sends the queries, keys and values of each head
-    to the process with this head, attends with H / P heads over all N tokens, and gets the outputs of its own tokens
-    back. Output, graph and gradients are those of one process, up to rounding: heads do not depend on each other, and
-    random words are numbered by the heads of the whole layer.
+    them after the same ``torch.manual_seed``. A process projects its tokens, sends the queries, keys and values of each
+    head to the process with this head, attends with H / P heads over all N tokens, and gets the outputs of its own
+    tokens back. Output, graph and gradients are those of one process, up to rounding: heads do not depend on each
+    other, and random words are numbered by the heads of the whole layer.
 
-    In a forward pass a process sends :math:`n_r H \frac{P-1}{P} 3 C + (N - n_r) \frac{H}{P} C` numbers to others. In a
-    backward pass, as many gradients come back. Memory and time of attention are those of H / P heads; those of all else
-    are those of :math:`n_r` tokens.
+    In a forward pass a process sends :math:`n_r H \frac{P-1}{P} 3 C + (N - n_r) \frac{H}{P} C` numbers to other
+    processes. In a backward pass, as many gradients come back. Attention takes the memory and time of H / P heads, and
+    the rest of the layer takes those of :math:`n_r` tokens.
 
-    **Gradients.** The sum over processes of the gradients of a parameter is the gradient of the sum of their losses.
-    :class:`~torch.nn.parallel.DistributedDataParallel` and ``fully_shard`` average them; so let each process take the
-    mean over its own tokens, or scale its loss by P. :func:`~sbm_pyg.auxiliary_loss` is a mean over the heads of this
-    process: its mean over processes is the auxiliary loss of one process, as it enters the average. All processes must
-    make the same calls, with gradients or all without.
+    **Gradients.** The sum over processes of the gradients of a parameter is the gradient of the sum of all losses.
+    :class:`~torch.nn.parallel.DistributedDataParallel` and ``fully_shard`` average gradients; so let each process take
+    the mean over its own tokens, or scale its loss by P. :func:`~sbm_pyg.auxiliary_loss` is a mean over the heads of
+    this process, so its mean over processes is the auxiliary loss of a single process. All processes must make the same
+    calls, with gradients or all without.
 
-    **Sources.** In a copy of the layer, tensors of all heads are replaced by views of those of this process. Which
-    tensors these are is declared by their modules: ``head_dims`` is a dict from the name of a parameter or a buffer, or
-    of a ``ParameterList``, to the dimension of the heads. Other tensors are shared by all heads. A module with an
+    **Sources.** In a copy of the layer, tensors of all heads are replaced by views of the heads of this process.
+    Modules declare these tensors by the attribute ``head_dims``, a dict from the name of a parameter or a buffer, or of
+    a ``ParameterList``, to the dimension of the heads. Other tensors are shared by all heads. A module with an
     attribute ``heads``, and a score bias, need ``head_dims``, even if it is empty; in the copy, ``heads`` is H / P. A
     module that keeps the number of heads elsewhere defines ``take_heads(count, total)``, which is called on its copy.
-    In training, persistent buffers of heads, such as running means, are gathered after each call. So each process has
-    all of them, and any one can save a checkpoint.
+    In training, persistent buffers of heads, such as running means, are gathered after each call. So each process holds
+    the buffers of all heads, and any process can save a checkpoint.
 
-    Dropout, the noise of the estimator "concrete", and what a source draws from torch's default generator have the law,
-    but not the values, of one process. Start these generators differently on each process.
+    Dropout, the noise of the estimator "concrete", and draws of a source from torch's default generator follow the same
+    distribution as on one process, with other values. Seed torch's default generator differently on each process.
 
     Args:
         conv: The layer, with a source. H is a multiple of P. Its ``state_dict`` is that of the layer on one process.
-        process_group: The P processes. None: all of them.
+        process_group: The group of the P processes. None: all processes.
 
     Raises:
         TypeError: ``conv`` is not an :class:`~sbm_pyg.AttentionConv`.
@@ -132,8 +132,8 @@ class HeadParallel(torch.nn.Module):
         """Attend, together with all processes of the group.
 
         Args:
-            x: The tokens of this process, ``[n_r, C_in]``. The batch are those of all processes, in the order of their
-                ranks; processes may have different numbers, and a sequence may belong to several.
+            x: The tokens of this process, ``[n_r, C_in]``. The batch is the tokens of all processes, in the order of
+                ranks; processes may hold different numbers of tokens, and parts of a sequence.
             ptr: Offsets of the sequences in the batch, ``[B+1]`` int64, from 0 to N; the same on all processes. None:
                 one sequence.
             positions: Position of each token of the batch for ``rotary``, ``[N]``. None: counted from 0 in each
@@ -145,7 +145,7 @@ class HeadParallel(torch.nn.Module):
             return_choice: Also return the :class:`Choice` of these heads.
 
         Returns:
-            The output of the tokens of this process, or a tuple of it and what was asked for, in this order.
+            The output of the tokens of this process, or a tuple of output, graph and choice, as requested.
 
         Raises:
             TypeError: The tokens are of another type than the layer.
@@ -210,7 +210,7 @@ class HeadParallel(torch.nn.Module):
         self, module: torch.nn.Module, name: str, memo: dict[int, torch.nn.Module],
         buffers: list[tuple[Tensor, Tensor, int]], shared: set[int],
     ) -> torch.nn.Module:  # fmt: skip
-        """A copy of a module and its children, with views of tensors of heads; ``shared`` modules are not copied."""
+        """Copy a module and its children, with views of the tensors of heads; ``shared`` modules are not copied."""
         if id(module) in shared:
             return module
         if id(module) in memo:
@@ -266,7 +266,7 @@ class HeadParallel(torch.nn.Module):
 
     @torch.no_grad()
     def _gather(self, buffer: Tensor, view: Tensor, dim: int) -> None:
-        """Fill a buffer with the heads of all processes. ``view`` was a part of it, perhaps in another dtype."""
+        """Fill a buffer with the heads of all processes. ``view`` holds the heads of this process, in any dtype."""
         view = view.contiguous()
         parts = [torch.empty_like(view) for _ in range(self.processes)]
         distributed.all_gather(parts, view, group=self.process_group)
@@ -310,5 +310,5 @@ def _group(group: Any) -> Any:
 
 
 def _check_gathered(tensor: Tensor | None, name: str) -> None:
-    """Raise ValueError if a parameter is in shards."""
+    """Raise ValueError if a parameter is sharded."""
     checks.require(not hasattr(tensor, "full_tensor"), name, "to be gathered", "a shard of it", _SHARD_ABOVE)

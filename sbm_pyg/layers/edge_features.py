@@ -27,12 +27,12 @@ SortedEdges = tuple[Tensor, Tensor, Tensor | None]
 
 
 def rows_of(edge_index: Tensor, num_queries: int, num_keys: int) -> SortedEdges:
-    """Edges ``[2, E]``, which may be repeated, by their queries. Cost O(E + N), once for each tensor.
+    """Sort edges ``[2, E]``, which may be repeated, by their queries. Cost O(E + N), once for each tensor.
 
-    A sorted :class:`~torch_geometric.EdgeIndex` brings its own order, and keeps it.
+    A sorted :class:`~torch_geometric.EdgeIndex` stores its order, which is reused.
 
     Raises:
-        TypeError, ValueError: They are not edges between these tokens.
+        TypeError, ValueError: The tensor does not hold edges between these tokens.
     """
     if torch.compiler.is_compiling():
         return _sort(edge_index, num_queries, num_keys)
@@ -52,14 +52,14 @@ def _sort(edge_index: Tensor, num_queries: int, num_keys: int) -> SortedEdges:
 
 
 def is_plain(lin: Module | None) -> bool:
-    """True if a projection of features is no more than its weight: no adapter, no hooks, and its width is known."""
+    """True if a projection of features is a plain matrix product: no adapter, no hooks, and a known width."""
     if not isinstance(lin, Linear) or type(lin).forward is not Linear.forward or lin.in_channels < 0:
         return False
     return not (lin._forward_pre_hooks or lin._forward_hooks)
 
 
 class _Reorder(torch.autograd.Function):
-    """``x[order]`` for a permutation: the gradient of an indexed row would be added up, at three times the cost."""
+    """``x[order]`` for a permutation. The backward pass of plain indexing adds gradients, at three times the cost."""
 
     @staticmethod
     def forward(x: Tensor, order: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def reorder(x: Tensor | None, order: Tensor | None) -> Tensor | None:
-    """Numbers of edges in the order of the rows; they are so if there is no order."""
+    """Values per edge in the order of the rows; without an order, the values are returned unchanged."""
     if x is None or order is None:
         return x
     return x.index_select(0, order) if torch.compiler.is_compiling() else _Reorder.apply(x, order)
@@ -88,13 +88,13 @@ def attend_over_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over rows that all heads share; projected features of an edge are added to its key and its value.
 
-    Cost O(E H (C + D)) time and O(E (H + D)) memory, since a projected feature is never made.
+    Cost O(E H (C + D)) time and O(E (H + D)) memory, since projected features are never stored.
 
     Args:
         query, key, value: ``[N, H, C]``, ``[M, H, C]`` and ``[M, H, C]``.
         rowptr, col: Offsets of the queries ``[N+1]``, and the key of each edge ``[E]``.
         feature: Features of the edges, ``[E, D]``, or None.
-        weight: Their projection, ``[H*C, D]``.
+        weight: Projection of the features, ``[H*C, D]``.
         bias: Added to the logits, ``[E, H]``.
         keep: Factor of the weights in the sums, ``[E, H]``, such as dropout.
 
@@ -119,7 +119,7 @@ def attend_with_features(
     query: Tensor, key: Tensor, value: Tensor, rowptr: Tensor, col: Tensor, scale: float, feature: Tensor,
     weight: Tensor, shared: bool, bias: Tensor | None, keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same over a graph that has rows for each head, for tokens ``[H, N, C]``.
+    """As :func:`attend_over_rows`, over a graph with rows for each head, for tokens ``[H, N, C]``.
 
     Args:
         rowptr, col: Offsets of the queries of all heads ``[H*N+1]``, and the key of each edge ``[E]``.

@@ -1,7 +1,7 @@
 """PyG's graph transformer layer with ragged attention.
 
-In: nodes of a batch of graphs and their edges. Out: nodes. Not here: attention (``attention``), its form for padded
-tensors (``multihead``), and these layers in place of those of a model (``replace``).
+In: nodes of a batch of graphs and their edges. Out: nodes. Not here: attention (``attention``), attention for padded
+tensors (``multihead``), and the replacement of layers in a model (``replace``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SparseGPSConv(GPSConv):
     .. math:: x' = y + \operatorname{MLP}(y), \qquad y = (x + \operatorname{conv}(x)) + (x + W \operatorname{attn}(x))
 
     with a norm after each of the three sums. Attention is an :class:`~sbm_pyg.AttentionConv` with any source. It never
-    leaves a graph of the mini-batch, and makes no dense batch: its cost is the sum of the costs of the graphs, and does
-    not depend on the largest. Over full graphs it equals :class:`~torch_geometric.nn.conv.GPSConv` with
-    ``attn_type="multihead"``, except for the dropout of attention weights, which draws other numbers.
+    leaves a graph of the mini-batch, and makes no dense batch: the cost is the sum of the costs of the graphs, and does
+    not depend on the largest graph. Over full graphs it equals :class:`~torch_geometric.nn.conv.GPSConv` with
+    ``attn_type="multihead"``, except for the dropout of attention weights, which uses other random numbers.
 
     Args:
         channels: Channels of the nodes.
@@ -56,7 +56,7 @@ class SparseGPSConv(GPSConv):
             ``{"num_clusters": 16, "dropout": 0.1}``.
 
     Raises:
-        TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`, or options of one come with it.
+        TypeError: ``attn`` is not an :class:`~sbm_pyg.AttentionConv`, or is passed with options of one.
         ValueError: ``attn`` takes other channels, or an argument is out of range.
 
     Shapes:
@@ -73,8 +73,8 @@ class SparseGPSConv(GPSConv):
         >>> layer(torch.randn(5, 32), edge_index, batch, edge_attr=torch.randn(3, 4)).shape
         torch.Size([5, 32])
 
-    Reference: Rampasek et al., "Recipe for a General, Powerful, Scalable Graph Transformer", NeurIPS 2022. There
-    attention is dense, or linear in the nodes.
+    Reference: Rampasek et al., "Recipe for a General, Powerful, Scalable Graph Transformer", NeurIPS 2022. In that
+    paper attention is dense, or linear in the nodes.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class SparseGPSConv(GPSConv):
 
     @classmethod
     def from_gps(cls, gps: GPSConv, **options: Any) -> SparseGPSConv:
-        """Construct a layer from one of PyG, with copies of the projections of its attention and its other modules.
+        """Construct a layer from PyG's layer: projections of the attention are copied, other modules are shared.
 
         Args:
             gps: PyG's layer, with ``attn_type="multihead"``.
-            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``source=None``
-                attention is over all pairs of a graph.
+            **options: ``source`` and its options, as in :class:`SBMMultiheadAttention`. With ``source=None`` attention
+                runs over all pairs of a graph.
 
         Raises:
             TypeError: ``gps`` is not a layer of PyG with attention of torch.
@@ -140,12 +140,12 @@ class SparseGPSConv(GPSConv):
         return made.train(gps.training)
 
     def to_gps(self) -> GPSConv:
-        """PyG's layer with copies of the projections of attention, and the other modules; undoes :meth:`from_gps`.
+        """Undo :meth:`from_gps`: PyG's layer, with copies of the projections of attention, and the other modules.
 
         Attention is then dense: the source, and options that torch's layer does not have, are dropped.
 
         Raises:
-            ValueError: Attention has other sizes than torch's layer can have.
+            ValueError: Attention has sizes that torch's layer does not support.
         """
         attn, width = self.attn, self.attn.heads * self.attn.out_channels
         what = f"with concatenated heads of {self.channels} channels together, as PyG's layer has"
@@ -182,8 +182,8 @@ class SparseGPSConv(GPSConv):
             edge_index: Edges of the data, for ``conv``.
             batch: Graph of each node, ``[N]`` int64, ascending. None: one graph, such as a sample of a large one.
             attn_kwargs: Further arguments of the call of ``attn``, see :meth:`AttentionConv.forward`: ``{"seed": 0}``,
-                or ``{"edge_index": expander}`` to attend over a given graph. ``ptr`` in place of ``batch`` is for
-                attention alone.
+                or ``{"edge_index": expander}`` to attend over a given graph. ``ptr``, in place of ``batch``, reaches
+                only attention.
             **kwargs: Further arguments of the call of ``conv``, such as ``edge_attr``.
 
         Raises:
@@ -200,7 +200,7 @@ class SparseGPSConv(GPSConv):
         return out if self.norm3 is None else self._normalize(out, self.norm3, batch)
 
     def _add(self, x: Tensor, h: Tensor, norm: nn.Module | None, batch: Tensor | None) -> Tensor:
-        """Sum with the residual, normalized."""
+        """Add the residual, and normalize the sum."""
         h = dropout(h, self.dropout, self.training) + x
         return h if norm is None else self._normalize(h, norm, batch)
 

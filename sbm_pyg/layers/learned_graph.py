@@ -1,8 +1,8 @@
 r"""``LearnedGraph``: a graph source for any layer of PyG that takes ``edge_weight``, trained by the loss of the task.
 
 In: node features, and optionally edges to keep or candidates. Out: ``edge_index`` and ``edge_weight``, whose gradient
-goes on to the edge probabilities of the source. Not here: graph sources (``sources``), the convolutions, and attention,
-which has a layer of its own (``attention``).
+goes on to the edge probabilities of the source. Not here: graph sources (``sources``), the convolutions, and the
+attention layer (``attention``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PATIENCE = 16
 class LearnedGraph(nn.Module):
     r"""Learns ``edge_index`` for any graph convolution that takes ``edge_weight``.
 
-    A source gives each pair of nodes a probability, and a graph is drawn: independently, each pair is an edge or not.
-    In training, a few other pairs, the *probes*, are added with weight 0, while edges have weight 1. A convolution that
-    multiplies messages by their weights then computes the same output as without probes. The backward pass gives the
-    gradient of each weight, and so, to first order,
+    A source gives each pair of nodes a probability, and a graph is drawn: each pair is an edge independently with its
+    probability. In training, a few pairs that are not edges, the *probes*, are added with weight 0, while edges get
+    weight 1. A convolution that multiplies messages by their weights then computes the same output as without probes.
+    The backward pass gives the gradient of each weight, and so, to first order,
 
     .. math:: \frac{\partial L}{\partial w_{ij}} \approx L(\text{with edge } ij) - L(\text{without}) ,
 
@@ -47,33 +47,33 @@ class LearnedGraph(nn.Module):
     :func:`~sbm_pyg.training.gradients.attach_local_expectation`. In evaluation mode there are no probes and all weights
     are 1.
 
-    Where this is exact depends on the layer; docs/guides/learned_graph.md has the bias of each.
+    The layer decides where this is exact; docs/guides/learned_graph.md lists the bias for each layer.
 
     * Sums of messages, as in ``GraphConv``, ``SimpleConv`` and ``TAGConv(normalize=False)``: the gradient is unbiased
       if the loss is linear in each edge, as a linear loss of one or two linear layers. Otherwise it is a first-order
       approximation.
     * Degrees normalized by the weights, as in ``GCNConv``, ``ChebConv``, ``TAGConv`` and ``ARMAConv``: it is a
-      first-order approximation, since an edge also changes the weights of others. Without self-loops, a probe of a
+      first-order approximation, since an edge also changes the weights of other edges. Without self-loops, a probe of a
       node without edges counts as 0.
-    * Means, maxima and attention over messages: a probe of weight 0 changes the output of training. The guide has
+    * Means, maxima and attention over messages: a probe of weight 0 changes the output of training. The guide shows
       other forms of means and attention.
     * Layers without ``edge_weight``, as ``GATConv``, ``GINEConv`` and ``SAGEConv``: nothing learns, and the module
-      warns after 16 training calls in a row without a gradient. The guide has a hook for those that sum messages.
-    * Layers that keep their first graph, as ``GCNConv(cached=True)``: leave out ``cached``, since they ignore all later
-      graphs.
+      warns after 16 training calls in a row without a gradient. The guide shows a hook for layers that sum messages.
+    * Layers that keep their first graph, as ``GCNConv(cached=True)``: leave out ``cached``, since a cached layer
+      ignores all later graphs.
 
-    Cost: that of the source, messages along E + E' pairs in place of E, and O((E + E') K) for the probabilities, with
-    E' the probes. A source of one head is needed, and edges are directed, from source to target.
+    Cost: the source, messages along E + E' pairs in place of E, and O((E + E') K) for the probabilities, where E' is
+    the number of probes. A source of one head is needed, and edges are directed, from source to target.
 
     Args:
         source: A source with probabilities: :class:`~sbm_pyg.SBMSource`,
-            :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. It sees the
-            features of all nodes as one head. A source that selects edges by rank is for evaluation, or frozen.
-            Self-loops of the source are left out, those of its window too, unless they are ``candidates`` of the call
-            or its edges to ``keep``. Or the number of channels C: ``SBMSource(SBMHead(C), target_density=0.1)``.
+            :class:`~sbm_pyg.sources.indexer.IndexerSource` with ``select="bernoulli"``, or your own. The source gets
+            the features of all nodes as one head. A source that selects edges by rank works only in evaluation mode or
+            frozen. Self-loops of the source and of its window are left out, unless ``candidates`` or ``keep`` of the
+            call contain them. An int C stands for ``SBMSource(SBMHead(C), target_density=0.1)``.
         heads: 1, as a convolution has one graph.
-        probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all of
-            them. With 0, pairs without an edge get no gradient.
+        probes: Mean number of probes per node in training, in [0, inf]. A node with fewer candidates probes all its
+            candidates. With 0, pairs without an edge get no gradient.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -96,12 +96,12 @@ class LearnedGraph(nn.Module):
         True
 
     Reference: Titsias and Lazaro-Gredilla, "Local Expectation Gradients for Black Box Variational Inference", NeurIPS
-    2015; docs/concepts.md derives the weights. There the expectation over one variable is exact; here it is computed
-    to first order, from one pass for all pairs.
+    2015; docs/concepts.md derives the weights. In that paper the expectation over one variable is exact; here it is
+    computed to first order, from one pass for all pairs.
     """
 
     eval_seed: int | None = 0
-    """Seed of calls without one in evaluation mode, or None for a number of torch's default generator."""
+    """Seed of calls without ``seed`` in evaluation mode. With None, torch's default generator draws a seed."""
 
     def __init__(self, source: GraphSource | int, heads: int = 1, *, probes: float = 8.0) -> None:
         super().__init__()
@@ -155,18 +155,18 @@ class LearnedGraph(nn.Module):
         Args:
             x: Node features ``[N, C]``.
             keep: Edges that the graph always has, in addition to the drawn ones: an ``edge_index``, any other adjacency
-                of PyG, or an :class:`AttentionGraph`. They send no gradient to the source. With the edges of a data
-                set, the source adds edges to them.
+                of PyG, or an :class:`AttentionGraph`. Kept edges send no gradient to the source. With the edges of a
+                data set, the source adds edges to the data.
             candidates: Pairs that may be edges, in the same forms. None: all pairs of different nodes of a graph. With
-                the edges of a data set, the source thins them. All options of the source keep their meaning among these
-                pairs: a target density is a part of them, a budget counts them; a window is added. Needs a
-                :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource` with a target
-                density still scores all pairs.
+                the edges of a data set, the source thins the data. All options of the source apply to these pairs: a
+                target density is a fraction of the candidates, a budget counts candidates; a window is added. The
+                source must be a :class:`~sbm_pyg.LearnedSource`. An :class:`~sbm_pyg.sources.indexer.IndexerSource`
+                with a target density still scores all pairs.
             ptr: Offsets of the graphs of a batch, ``[B+1]`` int64, as ``batch.ptr`` of PyG. None: one graph.
             batch: Instead of ``ptr``, the graph of each node, ``[N]`` int64.
             seed: Fixes the edges and the probes. None: in training from torch's default generator, in evaluation mode
-                :attr:`eval_seed`. In training, pass another one at each step: running means take calls with equal seeds
-                for one step.
+                :attr:`eval_seed`. In training, pass a different seed at each step: running means count calls with equal
+                seeds as one step.
             sequence_ids: Number of each graph, ``[B]``; see :func:`~sbm_pyg.sample_edges`. With ``seed``, a graph gets
                 the same edges in any batch.
             return_graph: Also return the chosen :class:`AttentionGraph`, without probes.
@@ -174,10 +174,10 @@ class LearnedGraph(nn.Module):
                 ``choice.probability.expected_density().mean()``.
 
         Returns:
-            ``(edge_index, edge_weight)``, and what was asked for, in the order graph, choice. Without gradients, and in
-            evaluation mode, these are the edges of the graph and ones. At a target density of 1, as in the dense phase
-            of a :class:`~sbm_pyg.Sparsifier`, all candidates are edges, O(N^2) unless they are given, and the source
-            learns nothing.
+            ``(edge_index, edge_weight)``, and the requested extras, in the order graph, choice. Without gradients, and
+            in evaluation mode, the result is the edges of the graph with weights 1. At a target density of 1, as in the
+            dense phase of a :class:`~sbm_pyg.Sparsifier`, all candidates are edges, O(N^2) without ``candidates``, and
+            the source learns nothing.
 
         Raises:
             TypeError: An argument has the wrong type, or the source cannot score candidates.
@@ -205,7 +205,7 @@ class LearnedGraph(nn.Module):
         return edge_index, edge_weight, *extras
 
     def _choose(self, tokens: Tokens) -> Choice:
-        """The choice of the source among all pairs, without those of a node and itself."""
+        """The choice of the source among all pairs of different nodes."""
         choice = self.source(tokens)
         dense, choice = not choice.is_stored, choice.stored()
         if choice.probability is None and not dense:
@@ -289,15 +289,15 @@ def edge_weights(
 ) -> Tensor:  # fmt: skip
     """Weights 1 of edges and 0 of probes, ``[E + E']``, whose gradient goes on to the probabilities.
 
-    The gradient of a probability is that of the weight of its pair, times the weight of its effect in
-    :func:`.attach_local_expectation`. Cost O(E + E').
+    The gradient of a probability is the gradient of the weight of its pair, multiplied by the weight that
+    :func:`.attach_local_expectation` gives to its effect. Cost O(E + E').
 
     Args:
         graph: The graph, of one head.
         probes: Pairs that are not edges.
         prob: Probabilities of the edges ``[E]`` and of the probes ``[E']``.
-        chance: Probability of a pair of each target to be a probe, ``[N]``.
-        forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient.
+        chance: Probability with which a pair becomes a probe, for each target, ``[N]``.
+        forced: Edges that exist regardless of p, ``[E]`` bool. Forced edges send no gradient.
         exploration: Added to each probability when the graph was drawn.
         dtype: Type of the weights. None: that of the probabilities.
     """
@@ -307,10 +307,10 @@ def edge_weights(
 
 
 class _Weights(torch.autograd.Function):
-    """Weights: 1 for edges, 0 for probes. The backward pass turns their gradients into gradients of the probabilities.
+    """Makes weights 1 of edges and 0 of probes. Backward, gradients of weights become gradients of probabilities.
 
-    Gradients that are not finite count as 0: degrees normalized without self-loops have no slope at a node without
-    edges.
+    Gradients that are not finite count as 0: degrees normalized without self-loops are not differentiable at a node
+    without edges.
     """
 
     @staticmethod

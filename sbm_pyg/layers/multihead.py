@@ -39,15 +39,15 @@ class SBMMultiheadAttention(nn.Module):
     .. math:: \operatorname{MultiHead}(Q, K, V) = \Big(\Big\Vert_h \operatorname{attention}_h(Q, K, V)\Big) W^\top + b
 
     with the attention of :class:`AttentionConv`, whose softmax runs over the edges of each query. Padding is removed
-    before attention and added after it, so its values do not matter. Cost O(N E_q^2 + NKC + E (C + K)) on the N real
-    tokens, independent of the padded length, with a block model.
+    before attention and added after it, so its values do not matter. With a block model, the cost is O(N E_q^2 + NKC +
+    E (C + K)) for N real tokens, independent of the padded length.
 
     Args:
         embed_dim: Channels of queries and of the output, a multiple of ``num_heads``.
         num_heads: Number of heads H.
         dropout: Probability that an attention weight is dropped in training.
         bias: Biases in the four projections.
-        add_bias_kv, add_zero_attn: Not supported; False.
+        add_bias_kv, add_zero_attn: Not supported; must be False.
         kdim: Channels of the keys; ``embed_dim`` if None.
         vdim: Channels of the values; ``embed_dim`` if None.
         batch_first: Batched tensors are ``[B, L, channels]``; otherwise ``[L, B, channels]``, as in torch.
@@ -57,11 +57,11 @@ class SBMMultiheadAttention(nn.Module):
             :mod:`~sbm_pyg.sources.patterns` such as ``"window"``; a rule of :mod:`~sbm_pyg.sources.selectors` such as
             ``"top_k"``; or your own, see :func:`~sbm_pyg.register_source`. None: no source, and attention is dense
             unless the call passes a graph.
-        **options: Of the source and of :class:`AttentionConv`, such as ``num_clusters`` of a block model,
+        **options: Options of the source and of :class:`AttentionConv`, such as ``num_clusters`` of a block model,
             ``estimator``, ``window`` or ``score_bias``, see :func:`~sbm_pyg.make_attention`.
 
     Raises:
-        TypeError: A size is not an integer, a flag not a bool, ``dtype`` not floating, or an option unknown.
+        TypeError: A size is not an integer, a flag is not a bool, ``dtype`` is not floating, or an option is unknown.
         ValueError: ``embed_dim`` is not a multiple of ``num_heads``, or an argument is out of range or not supported.
 
     Shapes:
@@ -77,8 +77,8 @@ class SBMMultiheadAttention(nn.Module):
 
     Reference: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Cho et al., "Transformers meet Stochastic
     Block Models", NeurIPS 2022. Unlike in torch's layer, the output of padded queries in self-attention is zero,
-    weights are those before dropout, masks only forbid pairs and do not add to scores, and the output of a query
-    without keys is the bias of the output projection in place of NaN.
+    weights are returned before dropout, masks only forbid pairs and do not add to scores, and the output of a query
+    without keys is the bias of the output projection instead of NaN.
     """
 
     in_proj_bias = None
@@ -135,7 +135,7 @@ class SBMMultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention, **options: Any) -> SBMMultiheadAttention:
-        """Construct a layer with copies of the projections of a torch layer; copies of frozen ones are frozen.
+        """Construct a layer with copies of the projections of a torch layer; copies of frozen projections are frozen.
 
         Args:
             attention: Torch's layer.
@@ -167,7 +167,7 @@ class SBMMultiheadAttention(nn.Module):
         return made.train(attention.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The layer of torch with copies of the projections, the inverse of :meth:`from_torch`; frozen ones are frozen.
+        """Torch's layer with copies of the projections, frozen if they are; the inverse of :meth:`from_torch`.
 
         Attention is then dense: the source, and options that torch's layer does not have, are dropped.
         """
@@ -211,7 +211,7 @@ class SBMMultiheadAttention(nn.Module):
 
     @property
     def _weight(self) -> Tensor:
-        """The weight of the query projection, or the first parameter of one that was wrapped."""
+        """The weight of the query projection, or the first parameter of a wrapped projection."""
         lin = self.conv.lin_query
         return cast(Tensor, lin.weight) if hasattr(lin, "weight") else next(lin.parameters())
 
@@ -240,14 +240,14 @@ class SBMMultiheadAttention(nn.Module):
                 the call is self-attention, and padding is removed from the queries too.
             value: Likewise, S tokens of ``vdim`` channels.
             key_padding_mask: ``[B, S]`` (or ``[S]``): True, or minus infinity, at padded keys; False, or 0, at real
-                ones. A sequence may be all padding: its queries have no keys.
-            need_weights: Return the weights, for another O(E C), and O(B L S) memory, or O(B H L S) without averaging.
+                keys. A sequence may consist of padding; its queries then attend to no key.
+            need_weights: Return the weights, at another O(E C), and O(B L S) memory, or O(B H L S) without averaging.
             attn_mask: ``[L, S]`` or ``[B*H, L, S]``: True, or minus infinity, where a query must not attend; False, or
                 0, elsewhere. These edges are removed from the graph after sampling.
             average_attn_weights: Average the weights over the heads.
-            is_causal: Without ``attn_mask``, no query attends to a later key. With it, a hint that the mask is the
-                causal one; it is ignored if it is wrong. A layer made with the option ``is_causal`` is causal in each
-                call, whatever this argument and the mask are.
+            is_causal: Without ``attn_mask``, no query attends to a later key. With ``attn_mask``, a hint that the mask
+                is causal; a wrong hint is ignored. A layer made with the option ``is_causal`` is causal in each call,
+                for any value of this argument and of the mask.
             graph: The graph to attend over, of H heads or one; nodes are the real tokens (see :func:`~sbm_pyg.unpad`).
             seed: Fixes the sampled graph and the dropout, as in :meth:`AttentionConv.forward`. None: in evaluation mode
                 ``conv.eval_seed``, and in training a number of torch's default generator.
@@ -258,7 +258,7 @@ class SBMMultiheadAttention(nn.Module):
 
         Returns:
             The output, shaped as the query, and the weights before dropout or None: ``[B, L, S]``, or ``[B, H, L, S]``
-            without averaging, and no B for one sequence, with 0 where there is no edge; and, with ``return_graph``, the
+            without averaging, without B for one sequence, and 0 where there is no edge. With ``return_graph``, also the
             graph.
 
         Raises:
@@ -425,7 +425,7 @@ class SBMMultiheadAttention(nn.Module):
 def _paired_parameters(
     attention: nn.MultiheadAttention, lins: Sequence[nn.Module], out_proj: nn.Linear
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """The parameters of a layer of torch, and those of separate projections that hold the same numbers."""
+    """Pairs of a parameter of torch's layer and the parameter with the same values in separate projections."""
     weights, biases = ([getattr(lin, name) for lin in lins] for name in ("weight", "bias"))
     apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
     pairs = [
@@ -575,7 +575,7 @@ class PaddedBatch:
         return AttentionGraph._trusted(rowptr, col, *sizes, is_causal)
 
     def weights(self, graph: AttentionGraph, alpha: Tensor, average: bool, sparse: bool, batched: bool) -> Tensor:
-        """Weights of the edges: ``[B, L, S]``, averaged over heads, or ``[B, H, L, S]``; without B if not batched."""
+        """Weights of the edges: ``[B, L, S]``, averaged over heads, or ``[B, H, L, S]``; without B for one sequence."""
         batch, length, keys = *self.query.shape, self.key.length
         apart = graph.heads == 1 or (not average and batch == 1)  # edges are sorted, with one edge a pair
         size = [batch] * batched + [graph.heads] * (not average) + [length, keys]

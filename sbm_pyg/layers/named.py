@@ -40,8 +40,8 @@ SET = (
 class NamedSource(NamedTuple):
     """The functions that make a source from plain options.
 
-    ``make(channels, heads, **options)`` returns it. A ``make`` with an argument ``estimator`` gets that of the layer.
-    Options are the arguments of the callables in ``takes``, or any if it is None. ``sizes`` are defaults of this name.
+    ``make(channels, heads, **options)`` returns the source; an argument ``estimator`` of ``make`` gets the estimator of
+    the layer. Options are the arguments of the callables in ``takes``; None: any. ``sizes`` are defaults of this name.
     """
 
     make: SourceFactory
@@ -50,7 +50,7 @@ class NamedSource(NamedTuple):
 
 
 def _with(kind: Callable[..., GraphSource], part: Callable[..., Any], **sizes: int) -> NamedSource:
-    """Return a function that makes a source around a scorer or a rule, and passes each the options that it has."""
+    """Return a function that makes a source around a scorer or a rule, and gives each callable its own options."""
 
     def make(channels: int, heads: int, **options: Any) -> GraphSource:
         if isinstance(part, type):
@@ -84,7 +84,7 @@ _OWN: dict[str, NamedSource] = {}
 
 
 def source_names() -> list[str]:
-    """The names of the sources of this library, and then those that were registered."""
+    """The names of the sources of this library, followed by the registered names."""
     return [*SOURCES, *_OWN]
 
 
@@ -96,8 +96,8 @@ def register_source(name: str, make: SourceFactory) -> None:
     Args:
         name: The name.
         make: ``make(channels, heads, **options)`` returns a :class:`~sbm_pyg.GraphSource` for queries and keys
-            ``[H, N, C]``; a class with such a constructor will do. Options are those that the model is given. An
-            argument ``estimator`` gets that of the layer.
+            ``[H, N, C]``; a class with such a constructor works too. Options are the options of the model. An argument
+            ``estimator`` gets the estimator of the layer.
 
     Raises:
         TypeError: ``name`` is not a str, or ``make`` cannot be called.
@@ -116,7 +116,7 @@ def register_source(name: str, make: SourceFactory) -> None:
 
 
 def options_of(source: str) -> set[str] | None:
-    """The options that :func:`make_attention` knows for a source; None for a user's, which may take any."""
+    """The options that :func:`make_attention` accepts for a source; None for a registered source (any options)."""
     takes = (SOURCES | _OWN)[source].takes
     if takes is None:
         return None
@@ -124,7 +124,7 @@ def options_of(source: str) -> set[str] | None:
 
 
 def required_options(source: str) -> set[str]:
-    """The options of a source that have no default."""
+    """The options of a source that need a value."""
     _, takes, sizes = (SOURCES | _OWN)[source]
     parameters = [option for part in takes or () for option in inspect.signature(part).parameters.values()]
     required = {option.name for option in parameters if option.default is option.empty}
@@ -132,7 +132,7 @@ def required_options(source: str) -> set[str]:
 
 
 def check_known(what: str, options: Iterable[str], names: Collection[str], error: type[Exception] = TypeError) -> None:
-    """Refuse options that a source or its layer does not have; ``what`` names them."""
+    """Raise ``error`` for options that a source or its layer does not accept; ``what`` names the options."""
     unknown = [name for name in options if name not in names]
     if unknown:
         hint = " Give the density to a Sparsifier." if {"density", "target_density"} <= {*unknown, *names} else ""
@@ -150,8 +150,8 @@ def make_attention(
             a rule such as ``"top_k"``; or a name of yours, see :func:`register_source`. None: no source; each call then
             needs a graph.
         in_channels, out_channels, heads: As :class:`AttentionConv`.
-        **options: Of the source and of the layer; each goes to the one that has it. Of ``"sbm"``: the options of
-            :class:`~sbm_pyg.SBMHead` and of :class:`~sbm_pyg.SBMSource`. ``probes`` is that of the estimator
+        **options: Options of the source and of the layer, passed on by name. ``"sbm"`` takes the options of
+            :class:`~sbm_pyg.SBMHead` and of :class:`~sbm_pyg.SBMSource`. ``probes`` sets the probes of the estimator
             ``"local"`` or ``"distill"``.
 
     Raises:

@@ -27,14 +27,14 @@ MIN_ALPHA = 1.01  # lower bound of a learned alpha: closer to 1, 1 / (alpha - 1)
 class Entmax(nn.Module):
     r"""alpha-entmax over segments, with a learned alpha for each head.
 
-    Alpha sets the sparsity of a head's attention. At :math:`\alpha = 1.5` and above, most weights are exactly 0; as
-    :math:`\alpha \to 1`, entmax becomes softmax. A learned alpha is :math:`\alpha = 1.01 + 0.99\,\sigma(a)` with a
+    Alpha sets the sparsity of the attention of a head. At :math:`\alpha = 1.5` and above, most weights are exactly 0;
+    as :math:`\alpha \to 1`, entmax becomes softmax. A learned alpha is :math:`\alpha = 1.01 + 0.99\,\sigma(a)` with a
     parameter :math:`a`, so it stays between 1.01 and 2. Its gradient is exact. Cost as
     :func:`sbm_pyg.ops.segment_entmax`.
 
     Args:
         heads: Number of heads H.
-        alpha: Initial alpha of all heads, or a list of H of them: in (1.01, 2) if learnable, else in (1, 4].
+        alpha: Initial alpha of all heads, or a list of H values: in (1.01, 2) if learnable, else in (1, 4].
         learnable: Alpha is the parameter ``raw_alpha`` ``[H]``. Otherwise it is the buffer ``fixed_alpha`` ``[H]``.
 
     Raises:
@@ -51,8 +51,8 @@ class Entmax(nn.Module):
         >>> conv.normalizer.alpha
         tensor([1.3000, 1.3000], grad_fn=<AddBackward0>)
 
-    Reference: Correia, Niculae and Martins, "Adaptively Sparse Transformers", EMNLP 2019. There :math:`\alpha = 1 +
-    \sigma(a)`, which rounds to 1 for small a.
+    Reference: Correia, Niculae and Martins, "Adaptively Sparse Transformers", EMNLP 2019. In that paper :math:`\alpha =
+    1 + \sigma(a)`, which rounds to 1 for small a.
     """
 
     raw_alpha: nn.Parameter
@@ -99,7 +99,7 @@ class Entmax(nn.Module):
     def forward(
         self, src: Tensor, index: Tensor | None = None, ptr: Tensor | None = None, num_nodes: int | None = None
     ) -> Tensor:
-        """Weights, with the arguments of :func:`torch_geometric.utils.softmax`.
+        """Compute the weights. Arguments are those of :func:`torch_geometric.utils.softmax`.
 
         Args:
             src: Scores, ``[E, H]``, or ``[E]`` of one head.
@@ -123,7 +123,7 @@ class Entmax(nn.Module):
 
 
 def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
-    """Refuse anything but a name or an :class:`Entmax`, and one with another number of heads."""
+    """Raise an error unless ``normalizer`` is a name or an :class:`Entmax` with this number of heads."""
     checks.kind("normalizer", normalizer, str | Entmax, "a name or an Entmax", f"Names are {[*NAMES]}.")
     if isinstance(normalizer, str):
         checks.one_of("normalizer", normalizer, NAMES)
@@ -135,7 +135,7 @@ def check_normalizer(normalizer: Any, heads: int | None = None) -> None:
 
 
 def alpha_of(normalizer: str | Entmax) -> float | Tensor:
-    """The alpha of a normalizer: a number, or ``[H]`` if each head has one. Softmax has alpha 1."""
+    """The alpha of a normalizer: one number, or ``[H]`` with one alpha per head. Softmax is alpha 1."""
     return ALPHAS[normalizer] if isinstance(normalizer, str) else normalizer.alpha
 
 
@@ -145,9 +145,9 @@ def attend_by_entmax(
 ) -> Tensor:  # fmt: skip
     """Attention over the edges of each query with alpha-entmax in place of softmax, ``[H, N, C']``.
 
-    Logits are those of :func:`sbm_pyg.ops.edge_attention`, weights those of :func:`sbm_pyg.ops.segment_entmax`. Most
-    weights are 0. Edges with a positive weight, the support, are found first, without a gradient. The rest of the
-    forward pass, and the whole backward pass, goes over the support alone. Cost O(E C + E' C') forward and O(E' (C +
+    Logits are computed as in :func:`sbm_pyg.ops.edge_attention`, and weights as in :func:`sbm_pyg.ops.segment_entmax`.
+    Most weights are 0. The edges with a positive weight, the support, are found first, without a gradient. The rest of
+    the forward pass, and the whole backward pass, runs over the support only. Cost O(E C + E' C') forward and O(E' (C +
     C')) backward, with E' the edges of the support.
 
     Args:
@@ -189,7 +189,7 @@ def normalize(
     ptr: Tensor | None = None,
     num_nodes: int | None = None,
 ) -> Tensor:
-    """Weights of edges, ``[E, H or 1]``. If one column holds all heads, their rows follow each other."""
+    """Weights of edges, ``[E, H or 1]``. In one column, the edges of all heads follow each other."""
     if normalizer == "softmax":
         return edge_softmax(logit, index, ptr, num_nodes)
     alpha = alpha_of(normalizer)

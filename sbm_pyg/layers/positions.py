@@ -1,6 +1,6 @@
 r"""Relative positions in attention: rotary embeddings of queries and keys, and linear score biases.
 
-In: queries and keys of each head, and their positions. Out: rotated queries and keys, or a number for each pair. Not
+In: queries and keys of each head, and their positions. Out: rotated queries and keys, or a bias for each pair. Not
 here: position embeddings that are added to tokens (``models``), and attention.
 """
 
@@ -20,18 +20,18 @@ __all__ = ["ALiBi", "Rotary"]
 class Rotary(nn.Module):
     r"""Rotary position embedding: rotates queries and keys, so that scores depend on relative positions.
 
-    Channels c and :math:`c + D / 2` of a vector at position t are a point in the plane, which is rotated by the angle
+    Channels c and :math:`c + D / 2` of a vector at position t form a point in the plane, which is rotated by the angle
     :math:`t \, b^{-2 c / D}` for :math:`c < D / 2`. Values are not rotated. There are no parameters. Cost O(H N D).
 
     Args:
         base: The b of the angles, above 1.
-        channels: Number of rotated channels D, even; the other channels of a head stay as they are. None: all.
+        channels: Number of rotated channels D, even; other channels of a head stay unchanged. None: all.
         grid_width: Tokens per row of an image whose rows follow one another: position t is row t // grid_width and
-            column t % grid_width. The first D / 4 angles are :math:`b^{-4 c / D}` times the row, and the others the
-            same times the column, so that scores depend on both displacements; D is a multiple of 4. Images have few
-            rows, and a base of about 100 suits them. None: tokens stand on a line.
-        for_source: Graph sources see the rotated queries and keys. If False, they see them without positions, and only
-            attention rotates them.
+            column t % grid_width. The first D / 4 angles are :math:`b^{-4 c / D}` times the row, and the last D / 4
+            angles are the same factors times the column, so that scores depend on both displacements; D is a multiple
+            of 4. For images, which have few rows, a base of about 100 is suitable. None: positions are one-dimensional.
+        for_source: Graph sources see the rotated queries and keys. If False, sources see unrotated queries and keys,
+            and only attention uses rotated ones.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -45,8 +45,8 @@ class Rotary(nn.Module):
         >>> conv(torch.randn(30, 16), ptr=torch.tensor([0, 10, 30])).shape  # positions are counted in each sequence
         torch.Size([30, 16])
 
-    Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Pairs of channels are
-    those of GPT-NeoX and Llama: the first half of the channels with the second half, in place of neighbors.
+    Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Channels are paired as
+    in GPT-NeoX and Llama: the first half of the channels with the second half, instead of neighbors.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Rotary(nn.Module):
 
         Args:
             x: Queries or keys, ``[*, N, C]``.
-            position: Position of each, ``[N]`` or broadcastable to ``[*, N]``.
+            position: Position of each token, ``[N]`` or broadcastable to ``[*, N]``.
 
         Raises:
             TypeError, ValueError: A shape or type does not fit, or the number of channels is odd.
@@ -93,7 +93,7 @@ class Rotary(nn.Module):
         """Return how many channels are rotated in heads of ``channels`` channels.
 
         Raises:
-            ValueError: It is odd, or no multiple of 4 for a grid, or there are fewer.
+            ValueError: The number is odd, or no multiple of 4 for a grid, or above ``channels``.
         """
         width = channels if self.channels is None else self.channels
         if self.grid_width is not None and width % 4:
@@ -116,9 +116,9 @@ class ALiBi(nn.Module):
 
     .. math:: b_{hij} = - 2^{-8 h / H} \, |i - j|
 
-    for head h from 1 to H, if H is a power of 2. Otherwise the first heads have the slopes of the next lower power of
-    2, and the others have slopes between them, as in the authors' code. There are no parameters. Pass it as
-    ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost
+    for head h from 1 to H, if H is a power of 2. Otherwise the first heads use the slopes of the next lower power of 2,
+    and the remaining heads use slopes between these, as in the authors' code. There are no parameters. Pass this module
+    as ``score_bias`` of :class:`~sbm_pyg.AttentionConv`. Positions are counted from the start of both sequences. Cost
     O(E).
 
     Args:
@@ -149,7 +149,7 @@ class ALiBi(nn.Module):
         self.register_buffer("slope", self._slopes(torch.get_default_device()), persistent=False)
 
     slope: Tensor
-    """Slope of each head, ``[H]``, in the widest dtype of the device, whichever the layer has."""
+    """Slope of each head, ``[H]``, in the widest dtype of the device, in a layer of any dtype."""
 
     def _slopes(self, device: torch.device) -> Tensor:
         power = 2 ** (self.heads.bit_length() - 1)  # the next lower power of 2
@@ -157,7 +157,7 @@ class ALiBi(nn.Module):
         return torch.exp2(-8 / power * torch.where(count < power, count + 1, count - power + 0.5))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ALiBi:
-        """Recompute the slopes, which conversions round and `to_empty` leaves without values."""
+        """Recompute the slopes after a conversion, which may round slopes, or drop their values (`to_empty`)."""
         super()._apply(fn, recurse)
         self.slope = self._slopes(self.slope.device)
         return self

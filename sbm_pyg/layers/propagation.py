@@ -1,7 +1,7 @@
 """Attention over the edges of a graph as message passing: one fused op, and PyG's edge-by-edge path.
 
 In: queries, keys and values of all heads, and a graph. Out: tokens and, on request, the weight of each edge. The
-edge-by-edge path runs when hooks or explainers of PyG need it; it defines what the fused op computes. Not here:
+edge-by-edge path runs if hooks or explainers of PyG need messages; it defines the result of the fused op. Not here:
 projections, and graph sources (``attention``).
 """
 
@@ -64,8 +64,8 @@ class EdgeAttention(MessagePassing):
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         """Keep PyG's own `propagate` for explainers.
 
-        PyG replaces `propagate` of the class by a faster one and keeps the previous one for explainers. In a subclass
-        the previous one may be the fast one of its base, which does not support explainers.
+        PyG replaces `propagate` of the class by a faster method and keeps the previous method for explainers. In a
+        subclass the previous method may be the fast method of the base class, which does not support explainers.
         """
         super()._set_jittable_templates(raise_on_error)
         type(self)._orig_propagate = _PROPAGATE
@@ -128,7 +128,7 @@ class EdgeAttention(MessagePassing):
             )
 
     def _check_edge_attr(self, edge_attr: Tensor | None, edge_index: Any, value: Tensor) -> None:
-        """Check that a layer with ``edge_dim``, and no other, gets features for the edges of a given graph."""
+        """Check that edge features are passed, for a given graph, if and only if the layer has an ``edge_dim``."""
         if edge_attr is None or self.lin_edge is None:
             got, layer = ("none", "one") if edge_attr is None else ("some", "none")
             raise ValueError(
@@ -159,10 +159,10 @@ class EdgeAttention(MessagePassing):
         whole_graph: AttentionGraph,
         graph: AttentionGraph,
     ) -> tuple[Tensor, bool]:
-        """Features of the edges of ``graph``, the allowed ones of the ``whole_graph``, in its order.
+        """Features of the edges of ``graph``, which are the allowed edges of ``whole_graph``, in their order.
 
         Returns:
-            ``[E, D]``; or ``[E / H, D]`` if all heads have the same edges. And whether they have.
+            The features, ``[E, D]``, or ``[E / H, D]`` if all heads share the edges; and whether heads share the edges.
         """
         if graph.block_size != 1:
             raise ValueError(
@@ -192,11 +192,11 @@ class EdgeAttention(MessagePassing):
     def _edges_as_keys(
         self, graph: AttentionGraph, key: Tensor, value: Tensor, feature: Tensor
     ) -> tuple[AttentionGraph, Tensor, Tensor]:
-        """The same attention with a key and a value for each edge, to which its projected features are added.
+        """The inputs of equal attention with one key and value per edge, to which the projected features are added.
 
         Returns:
-            The graph from edges to queries, and keys and values ``[H, E, C]``: those of head h are the same as its own
-            where it has an edge, and are not used elsewhere.
+            The graph from edges to queries, and keys and values ``[H, E, C]``. An edge uses only its entries in its own
+            head.
         """
         assert self.lin_edge is not None
         edge = self.lin_edge(feature).unflatten(1, (self.heads, -1)).transpose(0, 1)  # [H, E, C]
@@ -244,11 +244,11 @@ class EdgeAttention(MessagePassing):
         dropout: float,
         return_weights: bool,
     ) -> tuple[Tensor, Any, AttentionCall]:
-        """Attend over the allowed edges, with what the estimator adds before and after.
+        """Attend over the allowed edges, with the estimator's steps before and after attention.
 
         Returns:
-            The output ``[N, H, C']``, the attention weights as PyG's layers return them, if they are asked for, and the
-            call with the graph attended over and its score bias.
+            The output ``[N, H, C']``, the attention weights in the form of PyG's layers, if requested, and the call
+            with the final graph and its score bias.
         """
         estimator = self.estimator if call.choice.probability is not None else NoEstimator()
         graph_before, choice = call.choice.graph, call.limit(estimator.prepare(call.choice, self.training))
@@ -294,7 +294,7 @@ class EdgeAttention(MessagePassing):
         return estimator.attach(out.transpose(0, 1), call).transpose(0, 1), weights, call
 
     def _call_hooks(self, hooks: dict[int, Callable[..., Any]], result: Any, *arguments: Any) -> Any:
-        """The result after the hooks that PyG keeps for a step, each of which may replace it."""
+        """Call the hooks that PyG stores for a step, and return the result, which each hook may replace."""
         for hook in hooks.values():
             changed = hook(self, *arguments, result)
             result = result if changed is None else changed
@@ -312,7 +312,7 @@ class EdgeAttention(MessagePassing):
         """Attention weights as PyG's layers return them, for weights ``[E, H or 1]`` of the edges of the graph.
 
         Args:
-            position: Where the graph has each edge of the caller, or None if it is the caller's graph.
+            position: Index in the graph of each edge of the caller, or None if the caller passed the graph.
             is_in_order: Whether the weights are in the order of the edges of the caller.
         """
         if position is None:
@@ -337,9 +337,9 @@ class EdgeAttention(MessagePassing):
     ) -> tuple[Tensor, Tensor]:
         """PyG's own propagation: the output ``[N, H, C']``, and the weights ``[E, H or 1]``.
 
-        An explainer is to see the edges of the caller in their order; ``position`` is where the graph has them. Where
-        all heads share them, it sees the caller's own ``edge_index``: then heads are channels. Else each head has its
-        own edges, and so its own nodes.
+        An explainer must see the edges of the caller in the caller's order; ``position`` is the index of these edges in
+        the graph. If all heads share the edges, the explainer sees the caller's ``edge_index``, with heads as channels.
+        Otherwise each head gets separate edges and nodes.
         """
         distinct = graph.num_edges if edge_index is None else graph.num_edges // self.heads
         if position is not None and position.numel() != distinct:
@@ -405,7 +405,7 @@ class EdgeAttention(MessagePassing):
     ) -> Tensor:
         """Weighted values of the edges, ``[E, H or 1, C]``: the reference for the fused path.
 
-        Numbers per edge, ``gate``, ``score_bias`` and ``keep``, are ``[E, H or 1]`` or None. Weights before dropout,
+        Values per edge, ``gate``, ``score_bias`` and ``keep``, are ``[E, H or 1]`` or None. Weights before dropout,
         ``[E, H or 1]``, are added to the list ``weights``.
         """
         logit = (query_i * key_j).sum(-1) * self.scale  # [E, H or 1]
@@ -425,20 +425,20 @@ class EdgeAttention(MessagePassing):
 def _dropout_factor(
     rowptr: Tensor, col: Tensor, heads: int, num_keys: int, dropout: float, seed: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Factor of each edge under dropout, ``[E]``, the same as that of the fused path; None without dropout."""
+    """Dropout factor of each edge, ``[E]``, equal to the factor in the fused path; None without dropout."""
     if dropout == 0:
         return None
     return dropout_mask(rowptr, col, heads, num_keys, dropout, seed).to(dtype) / (1 - dropout)
 
 
 def has_hooks(conv: MessagePassing) -> bool:
-    """True if hooks of PyG want to see messages, or their sums, one by one."""
+    """True if hooks of PyG are registered on messages or on their sums."""
     steps = ("propagate", "message", "aggregate")
     return any(getattr(conv, f"_{step}_forward{kind}_hooks") for step in steps for kind in ("_pre", ""))
 
 
 def channel_pair(in_channels: Any) -> tuple[int, int]:
-    """Channels of keys and of queries."""
+    """Numbers of input channels of keys and of queries."""
     pair = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
     wrong = [size for size in pair if isinstance(size, bool) or not isinstance(size, Integral) or size < -1 or not size]
     if len(pair) != 2 or wrong:
@@ -450,14 +450,14 @@ def channel_pair(in_channels: Any) -> tuple[int, int]:
 
 
 def converts(tokens: Tensor, weight: Tensor) -> bool:
-    """True if autocast converts both to one type; it does not convert float64."""
+    """True if autocast converts both dtypes to one dtype, which requires that neither is float64."""
     return torch.is_autocast_enabled(tokens.device.type) and torch.float64 not in (tokens.dtype, weight.dtype)
 
 
 def owned(out: Tensor, heads: int) -> Tensor:
     """Copy the output ``[N, H*C]`` if it is a view, since an activation may overwrite it in place.
 
-    Otherwise it may be a view of what a kernel saved for the backward pass.
+    Without the copy, the activation could change a tensor that a kernel saved for the backward pass.
     """
     is_view = heads == 1 if torch.compiler.is_compiling() else out._is_view()
     return out.clone() if is_view and out.requires_grad else out

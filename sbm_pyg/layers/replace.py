@@ -1,7 +1,7 @@
 """Sparse attention in place of dense attention in a model, and back.
 
 In: a model of torch, PyG or Hugging Face. Out: the same model with other attention layers, and their names. Not here:
-the layers (``multihead``, ``gps``), and what Hugging Face's models get (``integrations/hugging_face``).
+the layers (``multihead``, ``gps``), and attention of Hugging Face's models (``integrations/hugging_face``).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options: Any) -> list[str]:
     """Give the attention of a model a graph source, in place. All trained weights stay.
 
-    * A model of ``transformers``, or a model that contains some: each self-attention gets a source, and
+    * A model of ``transformers``, or a model that contains such models: each self-attention gets a source, and
       ``attn_implementation="sbm"`` is selected. The config then contains the options, so ``save_pretrained`` and
       ``from_pretrained`` save and load weights and sources together. Attention in a window and cross attention stay
       dense. ``from_pretrained(folder, attn_implementation="sbm", sbm={"num_clusters": 16})``, after an import of
-      ``sbm_pyg.integrations.hugging_face``, does the same as a model is loaded.
+      ``sbm_pyg.integrations.hugging_face``, does the same when a model is loaded.
     * Any other model: each :class:`torch_geometric.nn.TransformerConv` becomes a :class:`~sbm_pyg.TransformerConv`,
       which computes the same faster, with the same parameters. Its edges come from the data, so it gets no source.
       Each :class:`torch.nn.MultiheadAttention` becomes an :class:`SBMMultiheadAttention`, and each
       :class:`~torch_geometric.nn.conv.GPSConv` of PyG, which would not call such a layer, a :class:`SparseGPSConv`,
-      with copies of the projections. Make the optimizer after this call, unless there are only the former.
+      with copies of the projections. Make the optimizer after this call, unless all are ``TransformerConv``.
 
     The outputs stay those of the dense model: the target density of a new block model or indexer is 1, dense
     attention, unless you pass another. A :class:`~sbm_pyg.Sparsifier` then trains the sources and makes the model
-    sparse. A second call replaces the sources alone; :func:`restore_attention` makes attention dense again.
+    sparse. A second call replaces only the sources; :func:`restore_attention` makes attention dense again.
 
     Args:
         model: Module that contains the layers, such as a :class:`torch.nn.TransformerEncoder` or a
@@ -53,7 +53,7 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
             an :class:`~sbm_pyg.sources.indexer.IndexerSource`, which scores all pairs with small heads and chooses by
             rank; a pattern of :mod:`~sbm_pyg.sources.patterns` such as ``"window"``, for self-attention alone; a rule
             of :mod:`~sbm_pyg.sources.selectors` such as ``"top_k"``; or your own, see :func:`register_source`.
-            None: none, so that attention stays dense unless a call of a layer passes a graph.
+            None: no source, so that attention stays dense unless a call of a layer passes a graph.
         **options: Of the source and of :class:`AttentionConv`, see :func:`~sbm_pyg.make_attention`. For
             ``transformers``: numbers, strings, lists and dicts; the model sets sizes, dropout and causality.
 
@@ -62,9 +62,9 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown or one that the model sets.
-        ValueError: ``model`` has no attention that can be replaced, or is such a layer itself; a layer shares weights
-            with other modules, or has hooks, parametrizations or a ``forward`` of its own; ``source`` is unknown, or an
-            option is out of range.
+        ValueError: ``model`` contains no attention that can be replaced, or is itself an attention layer; a layer
+            shares weights with other modules, or has hooks, parametrizations or a ``forward`` of its own; ``source`` is
+            unknown, or an option is out of range.
 
     Example:
         >>> from sbm_pyg import Sparsifier
@@ -144,13 +144,13 @@ def replace_attention(model: nn.Module, *, source: str | None = "sbm", **options
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Undo :func:`replace_attention`: make attention dense again, in place. All trained weights but the sources' stay.
+    """Undo :func:`replace_attention`: make attention dense again, in place. Only weights of sources are lost.
 
     Each :class:`SBMMultiheadAttention` becomes a :class:`torch.nn.MultiheadAttention`, and each :class:`SparseGPSConv`
     a :class:`~torch_geometric.nn.conv.GPSConv`, with copies of the projections, and each
     :class:`~sbm_pyg.TransformerConv` that of PyG; the model then needs this library no
-    longer. A model of ``transformers`` selects the attention of before again, or after loading its default. Sources,
-    and what they have learned, are dropped. Make the optimizer after this call.
+    longer. A model of ``transformers`` selects its previous attention again, or after loading its default attention.
+    Sources and their trained parameters are dropped. Make the optimizer after this call.
 
     Args:
         model: Module that contains the layers.
@@ -160,8 +160,8 @@ def restore_attention(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It contains no such layer, or is one itself, or a layer has hooks, or computes what the layers of
-            torch and PyG do not: it is causal, or has a score bias, rotary embeddings or another normalizer.
+        ValueError: ``model`` contains no such layer, or is itself such a layer; or a layer has hooks, or an option that
+            torch and PyG do not support: causality, a score bias, rotary embeddings, another normalizer.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
@@ -219,7 +219,7 @@ def _joined(parent: str, child: str) -> str:
 
 
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with a source, made by :func:`replace_attention`, under all names that they have."""
+    """Return the layers that :func:`replace_attention` made, under all their names."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, SBMMultiheadAttention | SparseGPSConv)}
 

@@ -1,7 +1,7 @@
 """PyG's graph transformer layer, with fused kernels for attention over given edges and their features.
 
-In: nodes, edges and edge features. Out: nodes. Not here: graphs that a source chooses (``attention``), and these layers
-in place of those of a model (``replace``).
+In: nodes, edges and edge features. Out: nodes. Not here: graphs that a source chooses (``attention``), and the
+replacement of layers in a model (``replace``).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ __all__ = ["TransformerConv"]
 class TransformerConv(_PyG):
     r"""PyG's :class:`torch_geometric.nn.TransformerConv`, several times as fast, in less memory.
 
-    Arguments, parameters, ``state_dict``, outputs and gradients are those of PyG's layer. So is the dropout of a seed.
-    PyG stores a key and a value for each edge, O(E H C) numbers. Here, with :math:`W_e` the projection of features,
+    Arguments, parameters, ``state_dict``, outputs and gradients are those of PyG's layer, and a seed gives the same
+    dropout. PyG stores a key and a value for each edge, O(E H C) numbers. Here, with :math:`W_e` the projection of
+    features,
 
     .. math:: q_i \cdot (k_j + W_e e_{ij}) = q_i \cdot k_j + (W_e^\top q_i) \cdot e_{ij}, \qquad
         \sum_j a_{ij} (v_j + W_e e_{ij}) = \sum_j a_{ij} v_j + W_e \sum_j a_{ij} e_{ij},
 
-    so an edge only ever meets its D features: O(E (H + D)) numbers, forward and backward. Sums have a fixed order, so
-    results repeat to the bit on one machine. They are taken in float32 where tokens are bfloat16 or float16. Edges are
-    sorted by their targets once for each ``edge_index`` object; a sorted :class:`~torch_geometric.EdgeIndex` brings its
-    own order.
+    so each edge needs only its D features: O(E (H + D)) numbers, forward and backward. Sums run in a fixed order, so
+    results repeat to the bit on one machine. Sums are in float32 for tokens in bfloat16 or float16. Edges are sorted by
+    their targets once for each ``edge_index`` object; the order of a sorted :class:`~torch_geometric.EdgeIndex` is
+    reused.
 
-    Explainers, hooks on messages, other aggregations than sums, ``flow="target_to_source"``, decomposed layers and
-    subclasses with their own messages run PyG's code. Devices without a kernel compute by plain torch operations.
-    ``torch.jit.script`` takes PyG's layer only.
+    PyG's code runs for explainers, hooks on messages, other aggregations than sums, ``flow="target_to_source"``,
+    decomposed layers and subclasses with their own messages. Devices without a kernel compute by plain torch
+    operations. ``torch.jit.script`` takes PyG's layer only.
 
     Args:
         in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight: As PyG's layer.
@@ -49,8 +50,7 @@ class TransformerConv(_PyG):
 
     Raises:
         TypeError: In a call, the nodes are of another type than the layer.
-        ValueError: In a call, an edge names a node that does not exist, or the number of features is not that of the
-            edges.
+        ValueError: In a call, an edge names a node that does not exist, or there are not as many features as edges.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ class TransformerConv(_PyG):
 
     @classmethod
     def from_pyg(cls, conv: _PyG) -> Self:
-        """The layer with the parameters of a layer of PyG, which both then share.
+        """Make a layer that shares the parameters of a layer of PyG.
 
         Raises:
             TypeError: ``conv`` is not such a layer.
@@ -105,11 +105,11 @@ class TransformerConv(_PyG):
         return _as(cls, conv)
 
     def to_pyg(self) -> _PyG:
-        """The layer of PyG with the parameters of this layer, which both then share."""
+        """Make a layer of PyG that shares the parameters of this layer."""
         return _as(_PyG, self)
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        """Keep :meth:`propagate` as it is: PyG would generate one for each class."""
+        """Keep :meth:`propagate`, which PyG would replace by a generated method."""
 
     def _needs_messages(self, edge_attr: OptTensor) -> bool:
         """True if PyG's code for single messages must run."""
@@ -133,7 +133,7 @@ class TransformerConv(_PyG):
         Args:
             x: Nodes ``[N, C_in]``, or the pair (sources, targets).
             edge_index: Edges ``[2, E]`` from row 0 to row 1, in any order and repeated at will; or a transposed sparse
-                adjacency, whose values are the edge features if there are no others.
+                adjacency, whose values are the edge features unless ``edge_attr`` is passed.
             edge_attr: Features of the edges ``[E, D]``.
             return_attention_weights: Any bool: also return ``(edge_index, alpha)`` with the weights ``[E, H]`` before
                 dropout; a ``SparseTensor`` comes back with ``alpha`` as its values.
@@ -182,13 +182,13 @@ class TransformerConv(_PyG):
 
 
 def _edge_values(adjacency: Tensor | SparseTensor) -> OptTensor:
-    """The features that a sparse adjacency holds, or None; single numbers are not features."""
+    """The features that a sparse adjacency holds, or None; values of one dimension are not features."""
     values = to_edge_index(adjacency)[1]
     return None if values.dim() == 1 else values
 
 
 def _as(kind: Any, conv: _PyG) -> Any:
-    """A layer of another class with the parameters, buffers, hooks and options of a layer."""
+    """Make a layer of another class that shares parameters, buffers, hooks and options with a layer."""
     layer = object.__new__(kind)
     state = {name: x.copy() if isinstance(x, dict) else x for name, x in conv.__dict__.items()}
     state.pop("propagate", None)  # that of an explainer

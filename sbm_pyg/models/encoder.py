@@ -44,7 +44,7 @@ class EncoderTrace:
     """The graph of each layer of an encoder in one forward pass.
 
     Args:
-        choices: The graph of each layer and its probabilities; None for a layer without a graph (full attention).
+        choices: The graph of each layer and its probabilities; None for a layer of full attention, which has no graph.
         shape: Numbers of sequences and heads, (B, H).
         device: Device of the densities if no layer has a graph; torch's default if None.
 
@@ -82,8 +82,8 @@ class EncoderTrace:
     def expected_density(self) -> Tensor:
         """Mean edge probability of each layer, ``[L, B, H]``, differentiable, before probabilities are cut at 1.
 
-        A graph without probabilities counts with its density, full attention with 1. For a source
-        with a target density it is about that target; :attr:`density` is the density of the graphs that were drawn.
+        A graph without probabilities counts with its density, and full attention with 1. For a source with a target
+        density the value is close to that target; :attr:`density` is the density of the graphs that were drawn.
         """
 
         def density(choice: Choice) -> Tensor:
@@ -94,15 +94,15 @@ class EncoderTrace:
     def density_loss(self, floor: float = 0.0) -> Tensor:
         """Mean expected density over layers, sequences and heads, a scalar to weight and add to the loss.
 
-        This is the regulariser of Cho et al., section 5.2, without its noise: the paper penalises sampled edges, and
-        this their expectation, which is differentiable in O(NK + K^2) without the straight-through estimator. It is for
-        sources without a target density. With one, the number of edges is fixed, and this loss cannot lower it: lower
-        the target instead.
+        This is the regulariser of Cho et al., section 5.2, without its noise: the paper penalizes sampled edges, and
+        this loss penalizes their expectation, which is differentiable in O(NK + K^2) without the straight-through
+        estimator. Use it for sources without a target density. A target density fixes the number of edges, which this
+        loss cannot lower: lower the target instead.
 
         Args:
-            floor: Density in [0, 1] up to which a head costs nothing; the excess counts. With 0, as in the paper, all
-                edges have a price from the first step, and training may remove them before the model has learned to use
-                them.
+            floor: Density in [0, 1] up to which a head adds no loss; only the excess counts. With 0, as in the paper,
+                all edges are penalized from the first step, and training may remove edges before the model has learned
+                to use them.
 
         Raises:
             ValueError: ``floor`` is out of range.
@@ -127,7 +127,7 @@ def attention_names() -> list[str]:
 def _make_attention(
     name: str, channels: int, head_channels: int, heads: int, is_causal: bool, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Construct an attention layer by name, and pass each option to the layer, source or bias that has it."""
+    """Construct an attention layer by name, and pass each option to the layer, source or bias that takes it."""
     of_bias = {*inspect.signature(DCMMBias).parameters}
     if name == "full":
         names: set[str] | None = {*inspect.signature(FullAttention).parameters}.difference(named.SET, named.GIVEN)
@@ -157,7 +157,7 @@ class SequenceEncoder(Pretrained):
         channels: Width of the tokens between layers.
         num_layers: Number of layers L.
         heads: Attention heads per layer H.
-        head_channels: Channels per head C; ``channels // heads`` if None, which ``heads`` has to divide.
+        head_channels: Channels per head C; ``channels // heads`` if None; ``heads`` must then divide ``channels``.
         ffn_channels: Width of the feed-forward network; ``2 * channels`` if None.
         max_length: Length of the longest sequence, the number of learned position embeddings.
         dropout: Dropout on embeddings and on the two residual branches of each layer, in [0, 1).
@@ -170,10 +170,10 @@ class SequenceEncoder(Pretrained):
             return_choice=True)``, with a given graph as second argument, and returns ``[N, H*C]`` and a
             :class:`Choice` or None.
         attention_options: Keyword arguments of the named attention, of its source and of its bias, e.g.
-            ``{"num_clusters": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not among them: heads
-            are concatenated.
+            ``{"num_clusters": 16, "dropout": 0.1}`` or ``{"k": 8, "window": 2}``. ``concat`` is not allowed, since
+            heads are always concatenated.
         in_channels: Channels of the features that replace token numbers; None for token numbers.
-        is_causal: No token attends to a later one. A factory makes causal layers itself.
+        is_causal: No token attends to a later token. A factory must make causal layers itself.
         position_encoding: ``"learned"`` adds an embedding of the position to each token; ``"rotary"`` rotates queries
             and keys (:class:`Rotary`), and ``"alibi"`` subtracts the distance from scores (:class:`ALiBi`), in named
             attention only; ``"none"``. Without learned embeddings, sequences may have any length.
@@ -282,7 +282,7 @@ class SequenceEncoder(Pretrained):
         self.norm = nn.LayerNorm(channels)
 
     eval_seed: int | None = 0
-    """Seed of calls without one in evaluation mode; see :attr:`AttentionConv.eval_seed`."""
+    """Seed of calls without ``seed`` in evaluation mode; see :attr:`AttentionConv.eval_seed`."""
 
     def forward(
         self,
@@ -302,20 +302,20 @@ class SequenceEncoder(Pretrained):
             tokens: Token numbers, ``[N]`` or ``[N, 1]`` int64, or features ``[N, in_channels]``: the ``x`` of PyG's
                 data.
             ptr: Offsets of the sequences, ``[B+1]`` int64; one sequence if None.
-            batch: The same as a sequence number per token, ``[N]``.
+            batch: Instead of ``ptr``, the sequence number of each token, ``[N]``.
             edge_index: Graph that every layer attends over, as :class:`AttentionConv` takes it; if None, the source of
-                each layer chooses one.
+                each layer chooses a graph.
             positions: Position of each token in its sequence, ``[N]`` int64, at least 0 and, if embeddings are learned,
                 below ``max_length``; counted from 0 if None. Pass them if tokens were removed from a sequence.
-            seed: Fixes the graphs that layers sample, each with other words. None: in evaluation mode
+            seed: Fixes the graphs that layers sample; layers use different random words. None: in evaluation mode
                 :attr:`eval_seed`, so that calls repeat, and in training numbers of torch's default generator.
             sequence_ids: Number of each sequence, ``[B]``. With ``seed``, a sequence gets the same graphs in any batch.
             return_trace: Also return an :class:`EncoderTrace`.
 
         Raises:
             TypeError: Token numbers, positions or the seed are not integers.
-            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position outside it
-                or not needed, or a graph does not fit the tokens or the layers.
+            ValueError: A token is outside the vocabulary, a sequence longer than ``max_length``, a position is out of
+                range or not needed, or a graph does not fit the tokens or the layers.
         """
         tokens = self.check_tokens(tokens)
         ptr = resolve_ptr(tokens.size(0), ptr, batch, device=tokens.device)
@@ -345,7 +345,7 @@ class SequenceEncoder(Pretrained):
     def check_tokens(self, tokens: Tensor) -> Tensor:
         """Check type and shape of the tokens; return ``[N]`` integers, or features ``[N, in_channels]``.
 
-        The forward pass checks that the vocabulary has them.
+        The forward pass checks that the vocabulary contains the tokens.
 
         Raises:
             TypeError, ValueError: The type or shape is wrong.

@@ -93,10 +93,10 @@ class SequenceClassifier(_PoolingHead):
 
 
 class PairClassifier(_PoolingHead):
-    """One label per pair of sequences, from ``[x0, x1, x0 * x1, x0 - x1]`` of their mean-pooled encodings.
+    """One label per pair of sequences, from ``[x0, x1, x0 * x1, x0 - x1]`` of the mean-pooled encodings.
 
     Args:
-        encoder: The encoder, shared by both.
+        encoder: The encoder, shared by both sequences.
         num_classes: Number of classes.
         pool_length: As for :class:`SequenceClassifier`.
 
@@ -120,7 +120,7 @@ class PairClassifier(_PoolingHead):
     ) -> Any:
         """Logits, or logits and one :class:`EncoderTrace`: the layers over the first sequences, then over the second.
 
-        Each argument but ``seed`` and ``sequence_ids`` is a pair of those of :meth:`SequenceEncoder.forward`.
+        Each argument but ``seed`` and ``sequence_ids`` is a pair of arguments of :meth:`SequenceEncoder.forward`.
         ``sequence_ids`` lie in ``0 .. 2**31-1``; n becomes 2 n for the first sequences and 2 n + 1 for the second.
 
         Raises:
@@ -179,8 +179,8 @@ class TokenClassifier(_Head):
 class MaskedLM(_Head):
     r"""A distribution over the vocabulary for each token, which trains an encoder to predict masked tokens.
 
-    A linear layer with GELU and a layer norm, as in BERT. Logits are the products with the token embeddings of the
-    encoder, divided by :math:`\sqrt{channels}`, plus a bias of each token. Cost O(M channels num_tokens) for M
+    The head is a linear layer with GELU and a layer norm, as in BERT. Logits are the products with the token embeddings
+    of the encoder, divided by :math:`\sqrt{channels}`, plus a bias of each token. Cost O(M channels num_tokens) for M
     tokens to predict, in addition to the encoder.
 
     Args:
@@ -200,7 +200,7 @@ class MaskedLM(_Head):
         >>> loss = torch.nn.functional.cross_entropy(model(inputs, ptr, target_mask=target_mask), tokens[target_mask])
 
     Reference: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019.
-    Unlike there, logits are divided, since token embeddings start with standard deviation 1.
+    Unlike in BERT, logits are divided, since token embeddings start with standard deviation 1.
     """
 
     def __init__(self, encoder: SequenceEncoder) -> None:
@@ -246,9 +246,9 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask random tokens, for a :class:`MaskedLM` to predict them.
 
-    Each token becomes a target with the same probability, independently; at least one random token does. The mask
-    replaces a part of the targets, random tokens replace another part, and the others stay. Call it anew for each
-    batch. Cost O(N).
+    Each token becomes a target independently with the same probability; at least one token becomes a target. The mask
+    replaces a part of the targets, random tokens replace another part, and the remaining targets stay. Call this
+    function again for each batch. Cost O(N).
 
     Args:
         tokens: Token numbers, ``[N]`` or any other shape, int64.

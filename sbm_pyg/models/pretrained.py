@@ -55,10 +55,10 @@ class Pretrained(
 ):
     """Base class of the models of this library, which are saved to and loaded from a folder or the Hugging Face Hub.
 
-    It is :class:`huggingface_hub.PyTorchModelHubMixin`: the arguments of the constructor are recorded when a model is
-    constructed, so subclasses have nothing to define. They are saved if they are numbers, strings, lists, dicts or
-    other :class:`Pretrained` modules; those of ``*args`` are not recorded. ``model.push_to_hub("owner/name")`` uploads
-    a model, and ``from_pretrained("owner/name")`` downloads it.
+    It is a :class:`huggingface_hub.PyTorchModelHubMixin`: the arguments of the constructor are recorded when a model is
+    constructed, so subclasses need no code. Arguments are saved if they are numbers, strings, lists, dicts or other
+    :class:`Pretrained` modules; ``*args`` are not recorded. ``model.push_to_hub("owner/name")`` uploads a model, and
+    ``from_pretrained("owner/name")`` downloads it.
 
     Example:
         >>> import tempfile
@@ -82,15 +82,15 @@ class Pretrained(
         """Save the model to a folder: its options, its weights in their dtypes, and a model card.
 
         Args:
-            save_directory: The folder. Files of a model in it are replaced, but for the card ``README.md``, which you
-                may edit.
-            **options: Those of :meth:`huggingface_hub.ModelHubMixin.save_pretrained`. ``model_card_kwargs`` is a dict
-                of what the card states: ``task``, a text, and ``results``, numbers by name.
+            save_directory: The folder. Files of a model in the folder are replaced, except the card ``README.md``,
+                which you may edit.
+            **options: Options of :meth:`huggingface_hub.ModelHubMixin.save_pretrained`. ``model_card_kwargs`` is a dict
+                with the content of the card: ``task``, a text, and ``results``, a dict of numbers.
 
         Raises:
             TypeError: An argument of the constructor is not plain data, such as an attention factory.
-            ValueError: A part of the state has no values (a lazy parameter, one on the device ``meta``, a shard) or is
-                no tensor, or its module is compiled or parametrized.
+            ValueError: A part of the state has no values (a lazy parameter, a tensor on the device ``meta``, a shard)
+                or is not a tensor, or its module is compiled or parametrized.
         """
         options["config"] = _config(self)
         _check_plain(type(self).__name__, options["config"])
@@ -109,15 +109,15 @@ class Pretrained(
         """Load a model from a folder or from the Hub, in evaluation mode and in the dtypes of the saved weights.
 
         Nothing is unpickled or executed. The state of torch's random generators does not change. Weights are copied
-        into memory that torch allocates, whose alignment decides how matrix products are rounded, so outputs equal
-        those of the saved model to the bit. Memory: the model, and the largest of its weights.
+        into memory that torch allocates, whose alignment decides how matrix products are rounded, so outputs equal the
+        outputs of the saved model to the bit. Memory: the model, and the largest of its weights.
 
         Args:
             pretrained_model_name_or_path: A folder that :meth:`save_pretrained` wrote, which is read without network,
                 or the name of a repository on the Hub.
-            **options: Those of :meth:`huggingface_hub.ModelHubMixin.from_pretrained`, such as ``revision``;
-                ``map_location``, the device of the weights; ``strict=False`` to load weights that fit in part; and
-                arguments of the constructor, in place of the saved ones.
+            **options: Options of :meth:`huggingface_hub.ModelHubMixin.from_pretrained`, such as ``revision``;
+                ``map_location``, the device of the weights; ``strict=False`` to load weights of which only a part fits;
+                and arguments of the constructor, which replace saved arguments.
 
         Raises:
             ValueError: A file of the folder is missing or damaged, or options or weights do not fit the class.
@@ -152,7 +152,7 @@ class Pretrained(
 
 
 def _encode(value: Any) -> Any:
-    """An argument as plain data, copied since the caller may change it; other objects stay as they are."""
+    """An argument as plain data, copied since the caller may change it; other objects are returned unchanged."""
     if isinstance(value, Pretrained):
         return {CLASS: type(value).__name__, **_config(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Given pairs among which a source chooses: their random words, and their probabilities.
+"""Candidates are given pairs among which a source chooses: their random words and their probabilities.
 
 In: tokens, a graph of pairs, and probabilities of all pairs. Out: drawn graphs, and the probabilities of the pairs. Not
 here: what a source does with them (:meth:`~sbm_pyg.LearnedSource.choose_among`), and the layer that passes them
@@ -48,7 +48,7 @@ class CandidateProbability(EdgeProbability):
     Args:
         probability: Probabilities of all pairs.
         candidates: The candidates.
-        density: Mean probability over the candidates of each sequence, or None for that of ``probability``.
+        density: Mean probability over the candidates of each sequence. None keeps ``probability`` unscaled.
         budget: Largest expected number of keys of a query; gradients treat the factor as a constant. None: no limit.
     """
 
@@ -85,7 +85,7 @@ class CandidateProbability(EdgeProbability):
         return p if self.factor is None else p * self.factor.to(p.dtype)[graph.edge_row]
 
     def _mean(self, p: Tensor) -> Tensor:
-        """Average one number per candidate over the candidates of each sequence, ``[B]``."""
+        """Mean over the candidates of each sequence of one value per candidate, ``[B]``."""
         count = self.candidates.edges_per_sequence[:, 0]
         sequence = torch.repeat_interleave(count, output_size=self.candidates.num_edges)
         return upcast(p).new_zeros(count.numel()).index_add(0, sequence, upcast(p)) / count.clamp(min=1)

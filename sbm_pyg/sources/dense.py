@@ -30,14 +30,14 @@ __all__ = ["BiasFactors", "DenseChoice", "attend_densely", "attend_padded", "sam
 
 
 class BiasFactors(NamedTuple):
-    """A score bias of all pairs that follows from numbers of their tokens, so that no array of all pairs is stored."""
+    """A score bias that is computed from features of the query and the key, so that no array of all pairs is stored."""
 
     of_query: Tensor
-    """Numbers of each query, ``[H, N, D]``."""
+    """Features of each query, ``[H, N, D]``."""
     of_key: Tensor
-    """Numbers of each key, ``[H, M, D']``."""
+    """Features of each key, ``[H, M, D']``."""
     of_pairs: PairFunction
-    """Function of both to the biases, see :func:`.attend_by_rows`."""
+    """Function that maps features of queries and keys to score biases, see :func:`.attend_by_rows`."""
 
 
 @torch.compiler.disable  # it branches on the lengths of sequences
@@ -47,8 +47,8 @@ def attend_densely(
 ) -> Tensor:  # fmt: skip
     """Attention over all pairs of each sequence, ``[H, N, C']``.
 
-    Torch's scaled dot-product attention attends; with :class:`BiasFactors`, :func:`.attend_by_rows`. Sequences of equal
-    length are one batch; others are padded in groups of similar length.
+    Calls torch's scaled dot-product attention, or :func:`.attend_by_rows` if ``bias`` is :class:`BiasFactors`.
+    Sequences of equal length form one batch; sequences of different lengths are padded in groups of similar length.
 
     Args:
         query, key, value: ``[H, N, C]``, ``[H, M, C]`` and ``[H, M, C']``.
@@ -56,8 +56,8 @@ def attend_densely(
         scale: Factor of the scores; None: :math:`C^{-1/2}`.
         is_causal: No query attends to a later key; positions count from the start of both sequences.
         dropout: Probability that a weight is dropped, by torch's default generator.
-        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``; or what such
-            biases follow from; or None.
+        bias: Function from the numbers of queries and keys of a sequence to score biases, ``[H, L, S]``; or
+            :class:`BiasFactors`; or None.
     """
     if not torch.compiler.is_compiling() and 0 in (query.size(1), key.size(1)):
         return query.new_zeros(*query.shape[:2], value.size(2)) + value[:, :0].sum()
@@ -125,13 +125,13 @@ def attend_padded(
 
 
 def _equal_lengths(ptr: Tensor, count: int) -> bool:
-    """True if all sequences have the same length. Offsets on a device give False, since reading them would wait."""
+    """True if all sequences have the same length; always False on a GPU, where reading the offsets would wait."""
     length, remainder = divmod(count, ptr.numel() - 1)
     return not remainder and can_read_without_sync(ptr) and bool((ptr.diff() == length).all())
 
 
 def sample_rows(tokens: Tokens, rows: float, block_size: int = 1) -> AttentionGraph:
-    """The graph in which a sample of the queries of each sequence attend to all their keys, and others to none.
+    """The graph in which sampled queries of each sequence attend to all their keys, and the other queries to no key.
 
     Args:
         tokens: The tokens.
@@ -169,7 +169,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 class DenseChoice(Choice):
-    """All pairs. Torch's dense kernel attends, and edges are stored only when :attr:`graph` is first used.
+    """The choice of all pairs. Torch's dense kernel attends, and the first use of :attr:`graph` stores the edges.
 
     Args:
         tokens: Queries and keys.
@@ -200,7 +200,7 @@ class DenseChoice(Choice):
 
     @property
     def density(self) -> Tensor:
-        """Ones, ``[B, H]``, and zeros in sequences without pairs."""
+        """Density, ``[B, H]``, which is 1, or 0 for a sequence without pairs."""
         tokens = self.tokens
         pairs = count_pairs(tokens.query_ptr, tokens.key_ptr)
         return pairs.clamp(max=1).to(checks.widest(pairs.device))[:, None].expand(self.shape)

@@ -27,7 +27,7 @@ def sync_statistics(model: torch.nn.Module, process_group: Any = None) -> torch.
     In training, each call of an :class:`~sbm_pyg.SBMSource` with a target density, or of a
     :class:`~sbm_pyg.sources.selectors.RoutingSource`, then sums its statistics over the processes. The state is that of
     one process with the whole batch. All processes must make the same calls, as with :class:`~torch.nn.SyncBatchNorm`.
-    Without synchronization each process has its own state, or that of the first process if
+    Without synchronization each process keeps its own state, or gets the state of the first process if
     :class:`~torch.nn.parallel.DistributedDataParallel` copies buffers.
 
     Args:
@@ -53,7 +53,7 @@ class FollowingSource(torch.nn.Module):
     Statistics of calls with the same seed, which are parts of one batch, are summed. They update the state when the
     next seed arrives, so all parts of a batch use the same state. A call during a backward pass is a repetition by
     activation checkpointing: it uses the state of the first call, and its statistics do not count. The state, ``seen``
-    and ``last_seed`` are buffers; training and loading keep the first two in 32 bits or more, whatever the model has.
+    and ``last_seed`` are buffers; training and loading keep the first two in at least 32 bits, in any model.
     """
 
     state_name: str
@@ -81,9 +81,9 @@ class FollowingSource(torch.nn.Module):
         super()._load_from_state_dict(*arguments)
 
     def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
-        """Return the state after an update with these statistics, in a new tensor.
+        """Return a new tensor, the state after an update with the given statistics.
 
-        It is unchanged where they are empty, and where ``counts``, ``[]`` bool, is False.
+        The state stays unchanged where the statistics are empty, and where ``counts``, ``[]`` bool, is False.
         """
         raise NotImplementedError
 

@@ -107,11 +107,11 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, query: Tensor, key: Tensor, *, scale: float) -> None:
-        r"""Begin with the D main directions of the scores of a trained layer, instead of with random parameters.
+        r"""Initialize the parameters from a trained layer: the D main directions of its scores replace random values.
 
         Two small heads of opposite signs make scores that are linear, :math:`\mathrm{ReLU}(u) - \mathrm{ReLU}(-u) = u`,
-        which approximate ``scale`` times the scores of the layer best in the mean square; with one small head, only
-        positive ones. Further small heads start with a weight of 0.
+        which approximate ``scale`` times the scores of the layer best in the mean square. With one small head, only
+        positive scores are approximated. Further small heads start with a weight of 0.
 
         Args:
             query, key: Queries ``[H, N, C]`` and keys ``[H, M, C]``.
@@ -134,7 +134,7 @@ class Indexer(nn.Module):
     def _score_rows(self, query: Tensor, key: Tensor) -> Tensor:
         """Scores of a few queries ``[B, H, L, C]`` with keys of groups of heads ``[B, G, S, C]``, ``[B, H, L, S]``.
 
-        The projection of keys is applied to the queries, so that keys are read as they are.
+        The projection of the keys is applied to the queries instead, so that keys are read without being projected.
         """
         rows = query.transpose(0, 1).flatten(1, 2)  # [H, B*L, C]
         small, weight, _ = self(rows, rows[:, :0])
@@ -153,7 +153,7 @@ class Indexer(nn.Module):
 class KeyScorer(nn.Module):
     r"""Scores keys with a perceptron, independently of the query: :math:`I_{ij} = b^\top \mathrm{ReLU}(A k_j + a)`.
 
-    All queries then rank keys equally; in a causal graph each one ranks the keys up to its position.
+    All queries then rank the keys in the same order; in a causal graph each query ranks the keys up to its position.
 
     Args:
         channels: Channels of a head of the attention C.
@@ -164,7 +164,7 @@ class KeyScorer(nn.Module):
         TypeError, ValueError: A size is not an int or below 1.
 
     Shapes:
-        - as :class:`Indexer`, with two small heads of one channel, so that a score can have any sign.
+        - the same as for :class:`Indexer`, with two small heads of one channel, so that scores can have either sign.
 
     Reference: the key selection of "HAX", NeurIPS 2025, which ranks keys by such a score.
     """
@@ -293,7 +293,7 @@ class IndexProbability(EdgeProbability):
         return degree[graph.edge_row] * (score - self.log_total.flatten()[graph.edge_row]).exp()
 
     def log_on(self, graph: AttentionGraph) -> Tensor:
-        """As :meth:`EdgeProbability.log_on`; with degrees these are the scores, which need no sum over all keys."""
+        """As :meth:`EdgeProbability.log_on`. With degrees this returns the scores, which need no sum over all keys."""
         return self.score(graph) if self.degree is not None else super().log_on(graph)
 
     @property
@@ -379,7 +379,7 @@ class IndexProbability(EdgeProbability):
         return graph
 
     def _reduce_rows(self, rule: RowReduction) -> Tensor:
-        """Reduce the scores of each query's pairs to one number, ``[H, N]``, differentiable."""
+        """Reduce the scores of all pairs of a query to one value, ``[H, N]``, differentiable."""
         if rule not in self._known:
             with torch.no_grad():
                 parts = []
@@ -400,14 +400,14 @@ def _tiles(tokens: Tokens) -> Iterator[PairTile]:
 
 
 def _tile_scores(tokens: Tokens, tile: PairTile, small: int) -> tuple[Tensor, Tensor]:
-    """Scores of the pairs of a tile, and the mask of possible pairs; others have the lowest finite score."""
+    """Scores of the pairs of a tile, and the mask of allowed pairs. Forbidden pairs get the lowest finite score."""
     scores = index_scores(tokens.query[:, tile.query], tokens.key[:, tile.key.clamp(min=0)], small)
     possible = tile.possible & ~scores.isnan()
     return scores.masked_fill_(~possible, torch.finfo(scores.dtype).min), possible
 
 
 class RowReduction(NamedTuple):
-    """A reduction of the scores ``[H, b, r, L]`` of each row and the bias of each head, and its slope in each score."""
+    """A reduction of rows of scores ``[H, b, r, L]``, given a bias per head, and its derivative in each score."""
 
     value: Callable[[Tensor, Tensor | None], Tensor]
     slope: Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -429,13 +429,13 @@ _PROBABILITY_SUM = RowReduction(lambda scores, bias: _probability(scores, bias).
 
 
 def _in_order(parts: list[tuple[PairTile, Tensor]]) -> Tensor:
-    """Gather numbers of tiles ``[H, b, r]`` in the order of the queries, ``[H, N]``."""
+    """Gather row values of tiles, ``[H, b, r]``, in the order of the queries, ``[H, N]``."""
     token = torch.cat([tile.query[tile.valid] for tile, _ in parts])
     return torch.cat([value[:, tile.valid] for tile, value in parts], 1)[:, token.argsort()]
 
 
 class _Reduced(torch.autograd.Function):
-    """Attach to numbers of rows a backward pass to all pairs, which recomputes the scores tile by tile."""
+    """Attaches a backward pass to the reduced rows; it recomputes the scores of all pairs tile by tile."""
 
     @staticmethod
     def forward(
@@ -477,11 +477,11 @@ class IndexerSource(LearnedSource):
 
     Args:
         scorer: An :class:`Indexer`, a :class:`KeyScorer`, or a module like them.
-        select: ``"top_k"``: each query attends to the keys of its largest scores. These get no gradients of the task
-            loss; the estimator ``"imitate"``, the default of the layer, trains them. ``"bernoulli"``: each pair is an
-            edge with its probability, see :class:`IndexProbability`, which the task loss trains. Training takes some 15
-            times as long.
-        k: Keys of each query with ``"top_k"``, at least 1; with a target density, the least number of them. None: 1.
+        select: ``"top_k"``: each query attends to the keys of its largest scores. The scores get no gradient of the
+            task loss; the estimator ``"imitate"``, the default of the layer, trains them. ``"bernoulli"``: each pair is
+            an edge with its probability, see :class:`IndexProbability`, and the task loss trains the scores. A training
+            step then takes some 15 times as long.
+        k: Keys of each query with ``"top_k"``, at least 1; with a target density, the least number of keys. None: 1.
         target_density: Density that the keys of each query compete for, in (0, 1]; 1 is dense attention. A
             :class:`~sbm_pyg.Sparsifier` sets it. None: with ``"top_k"`` 1, or ``k`` keys if there is a ``k``; with
             ``"bernoulli"`` pairs do not compete.
@@ -559,13 +559,13 @@ class IndexerSource(LearnedSource):
         self._reset_bias()
 
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
-        """Begin with the main directions of a trained layer, if the scorer can, as :class:`Indexer` does."""
+        """Initialize the scorer from a trained layer, if it has a method ``start_from`` as :class:`Indexer` does."""
         start: Any = getattr(self.scorer, "start_from", None)
         if start is not None:
             start(query, key, scale=scale)
 
     def predict(self, tokens: Tokens) -> IndexProbability:
-        """The probabilities of all pairs, at the target density if there is one."""
+        """The probabilities of all pairs, with the target density if it is set."""
         count = self._count(tokens)
         degree = None if count is None else count.to(torch.promote_types(tokens.query.dtype, torch.float32))
         query, weight, key = self.scorer(tokens.query, tokens.key)

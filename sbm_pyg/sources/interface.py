@@ -33,12 +33,12 @@ MIN_PROBABILITY = 1e-9  # lower clamp of probabilities before a logarithm
 
 
 def min_probability(p: Tensor) -> float:
-    """Lower clamp of probabilities before a logarithm, at which the dtype still represents the slope."""
+    """Lower bound of probabilities before a logarithm, whose slope at this bound the dtype can represent."""
     return max(MIN_PROBABILITY, torch.finfo(p.dtype).tiny)
 
 
 def log_probability(p: Tensor, least: float | None = None) -> Tensor:
-    """Logarithm of probabilities, in float32 or better; those below ``least``, :func:`min_probability`, count as it."""
+    """Logarithm, in float32 or better, of probabilities clamped to ``least`` (None: :func:`min_probability`)."""
     return upcast(p).clamp(min=min_probability(p) if least is None else least).log()
 
 
@@ -59,8 +59,8 @@ class EdgeProbability(ABC):
     def log_on(self, graph: AttentionGraph) -> Tensor:
         """Logarithm of the probability of each edge, up to a term for each query, ``[E]``, differentiable.
 
-        By default that of :meth:`on`, and minus infinity where it is 0. Override it if another form is cheaper or more
-        precise.
+        By default the logarithm of :meth:`on`, which is minus infinity at probability 0. Override this method if
+        another form is cheaper or more precise.
         """
         p = self.on(graph)
         return log_probability(p).masked_fill(p == 0, -torch.inf)
@@ -86,7 +86,7 @@ class EdgeProbability(ABC):
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """``(rate [H, N, K], member [H, M, K])`` with ``p_ij = <rate_i, member_j>``, or None if p has no such form.
 
-        Kernels use them to compute probabilities together with the scores.
+        Kernels use the two factors to compute probabilities together with the scores.
         """
         return None
 
@@ -110,12 +110,12 @@ class Choice:
 
     Args:
         graph: The graph.
-        probability: Probabilities of the pairs, or None if nothing was drawn.
+        probability: Probabilities of the pairs, or None if the source draws nothing at random.
         forced: True for edges that exist regardless of their probability, ``[E]`` bool; None if no edge is forced. For
             a :class:`~sbm_pyg.BlockGraph`, this mask and ``probability`` refer to the edges of ``graph.blocks``.
-        exploration: What the source added to each probability before drawing, in [0, 1].
-        independent: Whether each edge was drawn with its probability, independently of the others of its query. False:
-            the graph follows from the probabilities in another way, for example by rank.
+        exploration: Number that the source added to each probability before drawing, in [0, 1].
+        independent: Whether each edge was drawn with its probability, independently of the other edges of its query.
+            False: the graph follows from the probabilities in another way, for example by rank.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range.
@@ -146,7 +146,7 @@ class Choice:
         return self.graph.num_sequences, self.graph.heads
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Raise ValueError if the graph is over other tokens."""
+        """Raise ValueError if the graph is not over the given tokens."""
         graph, sizes = self.graph, (tokens.num_queries, tokens.num_keys)
         other_size = (graph.num_queries, graph.num_keys) != sizes or graph.query_ptr.device != tokens.query_ptr.device
         if other_size or not graph.same_offsets(tokens.query_ptr, tokens.key_ptr):
@@ -162,7 +162,7 @@ class Choice:
 
     @property
     def is_stored(self) -> bool:
-        """False if the choice attends without edges, and :attr:`graph` is made only on request."""
+        """False if the choice attends without stored edges, and builds :attr:`graph` only on request."""
         return True
 
     def stored(self) -> Choice:
@@ -224,7 +224,7 @@ class Choice:
                 the same blocks, causal if the choice is.
 
         Raises:
-            TypeError, ValueError: It is not such a graph.
+            TypeError, ValueError: ``pattern`` is not such a graph.
         """
         check_graph(pattern, "pattern")
         graph, forced = self.graph.union(pattern)
@@ -250,8 +250,8 @@ class Choice:
 class GraphSource(torch.nn.Module, ABC):
     """Chooses the graph that an attention layer runs over. Subclasses define :meth:`forward`.
 
-    If a batch has no query or no key, the graph has no edge, and :meth:`forward` is not called. Sequences without
-    tokens in a batch with others reach it.
+    If a batch has no query or no key, the graph has no edge, and :meth:`forward` is not called. Empty sequences in a
+    batch that has tokens do reach :meth:`forward`.
 
     A source is a module: it may have parameters, which are trained through the probabilities of its :class:`Choice`.
     Tokens are validated when they are made, and each call checks that the returned graph is over them. So a source need
@@ -272,10 +272,10 @@ class GraphSource(torch.nn.Module, ABC):
     """Each token attends to tokens at this distance or less, and so to itself, whatever the source chooses, where
     queries and keys are the same tokens. None: no edge is forced."""
     num_sinks: int = 0
-    """Each token also attends to so many first tokens of its sequence, as to those of the window."""
+    """Number of first tokens of each sequence that every token also attends to, under the condition of the window."""
     method: str = "bernoulli"
-    """How edges are drawn, ``"bernoulli"``, ``"fastrg"`` or, by rank, ``"top_k"``. It decides the estimators that
-    fit."""
+    """How edges are chosen, ``"bernoulli"``, ``"fastrg"`` or, by rank, ``"top_k"``. It decides which estimators can
+    train the source."""
 
     def __call__(self, tokens: Tokens) -> Choice:
         """Call :meth:`forward`, and check what it returns.
@@ -322,7 +322,7 @@ class GraphSource(torch.nn.Module, ABC):
         Args:
             query, key: As for :meth:`_row_rule`.
             last: Positions of the new tokens.
-            kept: What the last call has returned, if the cache still holds its keys.
+            kept: Return value of the last call for the next one, if the cache still holds its keys.
             seed: Seed of the draws.
 
         Returns:
@@ -352,8 +352,8 @@ class SourceGraph(BaseTransform):
 
     Args:
         source: Any source, used in the mode it is in: in evaluation mode it adds no exploration.
-        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for each. Give
-            a source that draws a pattern, such as ``PatternSource(random, ...)``, the same ``heads``, so that each
+        heads: Heads H. The features ``[N, H*C]`` are divided among them; a graph of one head is repeated for all heads.
+            Give a source that draws a pattern, such as ``PatternSource(random, ...)``, the same ``heads``, so that each
             head draws its own.
         is_causal: No node attends to a later one.
         seed: Integer of 64 bits that fixes random choices. None: each call draws one from torch's default generator.
@@ -401,7 +401,7 @@ class SourceGraph(BaseTransform):
         return x.unflatten(1, (self.heads, -1)).transpose(0, 1)
 
     def _ones(self, data: Data) -> Tensor:
-        """Ones in place of features that are not read, ``[H, N, 1]``."""
+        """Ones in place of features that the source does not read, ``[H, N, 1]``."""
         checks.require(data.num_nodes is not None, "data", "to have nodes", data.num_nodes, "Set `x` or `num_nodes`.")
         device = next((value.device for value in data.to_dict().values() if isinstance(value, Tensor)), None)
         return torch.ones(1, 1, 1, device=device).expand(self.heads, data.num_nodes, 1)
@@ -411,7 +411,7 @@ class SourceGraph(BaseTransform):
 
 
 def check_probability(probability: object) -> None:
-    """Raise TypeError unless it is an :class:`EdgeProbability`."""
+    """Raise TypeError unless the argument is an :class:`EdgeProbability`."""
     way_out = "An SBM is one; others are subclasses of `sbm_pyg.EdgeProbability`."
     checks.kind("probability", probability, EdgeProbability, "an EdgeProbability", way_out)
 
@@ -428,7 +428,7 @@ def check_finite(name: str, tokens: Tokens, *made: Tensor) -> None:
 
 
 def check_over(graph: AttentionGraph, name: str, probability: EdgeProbability, tokens: Any) -> None:
-    """Check that a graph has the heads, tokens and sequences of the probabilities, as ``tokens`` has them."""
+    """Check that a graph has the heads, tokens and sequences of ``tokens``, which are those of the probabilities."""
     check_graph(graph, name)
     sizes, graph_sizes = ((record.heads, record.num_queries, record.num_keys) for record in (tokens, graph))
     owner = type(probability).__name__

@@ -1,4 +1,4 @@
-"""Attention from a few new tokens whose earlier keys are in a cache, if rows choose keys independently.
+"""Attention from a few new tokens to keys in a cache, for sources whose queries choose keys independently.
 
 In: padded queries, keys and values, and how the source chooses. Out: the output. Not here: the scores (``selectors``,
 ``indexer``), and rows that are drawn or need a graph (:class:`~sbm_pyg.Tokens` with ``at_end``).
@@ -22,12 +22,12 @@ __all__ = ["LastRows", "RowRule", "scores_of_groups"]
 
 
 class RowRule(NamedTuple):
-    """The keys of a token: those of its largest scores, near tokens, and first tokens."""
+    """Rule for the keys of a token: the keys of its largest scores, near tokens, and first tokens."""
 
     scores: Tensor | None
     """Scores ``[B, H, L, S]``, which may be overwritten; None if no key is chosen by its score."""
     k: int | None
-    """Keys by score, as in :class:`~sbm_pyg.sources.selectors.TopKSource`, and their density."""
+    """Number of keys chosen by score, and their density, as in :class:`~sbm_pyg.sources.selectors.TopKSource`."""
     density: float | Tensor | None
     window: int | None
     num_sinks: int
@@ -69,7 +69,7 @@ class LastRows:
     ) -> tuple[Tensor, Tensor | None]:
         """The output ``[B, H, L, C']``, and the logarithm of the sum of exponentials ``[B, H, L]`` or None.
 
-        The heads of a group are rows over its keys, which are read where they lie.
+        The heads of a group become rows over the keys of the group, so that the keys are not copied.
 
         Args:
             rule: How keys are chosen.
@@ -101,7 +101,7 @@ class LastRows:
     def _products_of_one(self, rule: RowRule, heads: int) -> tuple[Tensor, Tensor]:
         """The products of one new token with its keys, ``[B*H, 1, k]``, and the keys, ``[B*H, k]``.
 
-        A key that is both near and among the largest has one product of minus infinity.
+        A key that is chosen twice, as near and by score, gets a product of minus infinity once.
         """
         assert rule.scores is not None
         scores, near = rule.scores.flatten(0, 2), self.near(rule.window, rule.num_sinks)[0, 0]  # [B*H, S], [S]
@@ -178,7 +178,7 @@ class LastRows:
         return schemas.segment_top_k(rule.scores.flatten(), self._ends(count.numel()), count)
 
     def by_head(self, pairs: Tensor, heads: int) -> Tensor:
-        """Numbers of new tokens ``[B or 1, L, ...]`` for each head, ``[B, H, L, ...]``."""
+        """Repeat values of new tokens, ``[B or 1, L, ...]``, for each head, ``[B, H, L, ...]``."""
         return pairs[:, None].expand(self.shape[0], heads, *pairs.shape[1:])
 
     def _ends(self, rows: int) -> Tensor:

@@ -39,7 +39,7 @@ FEW_KEYS = 4
 
 
 def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Tokens:
-    """Tokens of a sample of the sequences, at least one. Those with more than ``longer_than`` keys come first."""
+    """Tokens of a sample of sequences, at least one. Sequences with over ``longer_than`` keys are taken first."""
     batch = tokens.query_ptr.numel() - 1
     count = math.ceil(batch * part)
     if count == batch:
@@ -61,15 +61,15 @@ def sample_sequences(tokens: Tokens, part: float, longer_than: int = 1) -> Token
 
 
 def factor_for_density(p: Tensor, head: Tensor, heads: int, density: float | Tensor) -> Tensor:
-    """Factor for the probabilities of each head, ``[H]``, after which they have a given mean when cut at 1.
+    """Factor for the probabilities of each head, ``[H]``, that gives them a required mean after they are cut at 1.
 
-    It is at most the mean over 0.001, as with :class:`~sbm_pyg.SBMSource`.
+    The factor is at most the required mean divided by 0.001, as in :class:`~sbm_pyg.SBMSource`.
 
     Args:
-        p: Probabilities of pairs, ``[E]``. They are constants.
+        p: Probabilities of pairs, ``[E]``; no gradient reaches them.
         head: Head of each pair, ``[E]`` int64.
         heads: Number of heads H.
-        density: The mean, in (0, 1], one number or ``[H]``.
+        density: The required mean, in (0, 1], one number or ``[H]``.
     """
     p, zeros, tiny = p.detach(), p.new_zeros(heads), torch.finfo(p.dtype).tiny
     mean = torch.as_tensor(density, dtype=p.dtype, device=p.device)
@@ -87,19 +87,19 @@ class Schedule(NamedTuple):
     """Settings of a :class:`~sbm_pyg.Sparsifier` for a source that it trains."""
 
     sparsifier: int
-    """Number of the Sparsifier, of the last one if several were made for the source."""
+    """Number that identifies the Sparsifier; the last Sparsifier, if several were made for the source."""
     density: float | None
     """Target density of calls in training mode, for dense steps and trial steps. None is that of evaluation."""
     is_dense_phase: bool
-    """Whether not all steps are sparse yet."""
+    """Whether some training steps are still dense."""
 
 
 class DensitySource(GraphSource):
     """A source with a target density, which :class:`~sbm_pyg.Sparsifier` changes during training.
 
     At a target density of 1 every pair is an edge: the layer attends by torch's dense kernel, and nothing is chosen.
-    ``state_dict`` contains the density of evaluation, which is empty for a number of keys ``k`` without one. Subclasses
-    define :meth:`choose`. The density is None until it is set. To be dense without a Sparsifier, set
+    ``state_dict`` contains the density of evaluation, as an empty tensor for a source with ``k`` keys and no density.
+    Subclasses define :meth:`choose`. The density is None until it is set. To be dense without a Sparsifier, set
     ``self.target_density = 1.0`` in ``__init__``.
 
     Example:
@@ -120,9 +120,9 @@ class DensitySource(GraphSource):
     A head whose product is above 1 is dense. :func:`~sbm_pyg.calibrate` sets them, and ``state_dict`` contains them.
     """
     has_head_budgets: ClassVar[bool] = False
-    """Whether :meth:`choose` gives heads the densities that budgets say."""
+    """Whether :meth:`choose` follows the density budget of each head."""
     schedule: Schedule | None = None
-    """What a :class:`~sbm_pyg.Sparsifier` has set for training; ``state_dict`` does not contain it."""
+    """Training settings of a :class:`~sbm_pyg.Sparsifier`, which ``state_dict`` does not contain."""
     _density: float | None = None
     _checked_density: float | None = None  # whose number of keys has been looked at
 
@@ -138,10 +138,10 @@ class DensitySource(GraphSource):
         return DenseChoice(tokens) if self.target_density == 1 else self.choose(tokens)
 
     def _warn_of_few_keys(self, tokens: Tokens) -> None:
-        """Warn, once for a target density, if it leaves fewer than four keys to a query, in the mean over these tokens.
+        """Warn once per target density if queries get fewer than four keys on average over these tokens.
 
-        Edges of a window and to sinks count, and the least number of keys ``k``. Offsets are read at the first sparse
-        call alone.
+        The average includes edges of a window and to sinks, and the least number of keys ``k``. Offsets are read only
+        at the first sparse call.
         """
         density = self.target_density
         if density in (None, 1, self._checked_density) or torch.compiler.is_compiling() or not can_read(tokens.key_ptr):
@@ -166,7 +166,7 @@ class DensitySource(GraphSource):
     def target_density(self) -> float | None:
         """Density of the graphs among all allowed pairs, in (0, 1], or None. It may change between calls.
 
-        To set it sets that of training and of evaluation.
+        Setting this attribute sets the densities of training and of evaluation.
         """
         scheduled = self.schedule.density if self.training and self.schedule is not None else None
         return self._density if scheduled is None else scheduled
@@ -186,7 +186,7 @@ class DensitySource(GraphSource):
         self._prepare()
 
     def _densities(self, device: torch.device) -> float | Tensor | None:
-        """The target density, or that of each head where they differ, ``[H, 1]``, on a device."""
+        """The target density as one number, or ``[H, 1]`` on a device if heads have different densities."""
         density, budgets = self.target_density, self.head_budgets
         if density is None or budgets is None:
             return density
@@ -264,13 +264,13 @@ class LearnedSource(DensitySource):
 
     @property
     def _detaches(self) -> bool:
-        """True if probabilities send no gradient to queries and keys: by the option, or in the dense phase."""
+        """True if probabilities send no gradient to queries and keys, by ``detach`` or in the dense phase."""
         return self.detach or (self.schedule is not None and self.schedule.is_dense_phase)
 
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
-        """Begin with the queries and keys of a trained layer, without a step of training.
+        """Initialize the parameters from queries and keys of a trained layer, without a training step.
 
-        By default parameters stay as they are. :func:`~sbm_pyg.calibrate` calls it.
+        By default parameters stay unchanged. :func:`~sbm_pyg.calibrate` calls this method.
 
         Args:
             query, key: Queries ``[H, N, C]`` and keys ``[H, M, C]``.
@@ -282,9 +282,9 @@ class LearnedSource(DensitySource):
         """Set statistics that training updates to their values over some tokens. By default do nothing."""
 
     def choose_among(self, tokens: Tokens, candidates: Candidates) -> Choice:
-        """Choose among given pairs of one head, with a target density, a budget and numbers of keys among them.
+        """Choose among given pairs of one head; target density, budget and number of keys refer to these pairs.
 
-        At a target density of 1 all of them are edges. Cost: the prediction, and O(E K) for E pairs.
+        At a target density of 1 all given pairs are edges. Cost: the prediction, and O(E K) for E pairs.
         """
         if self.target_density == 1:
             return Choice(candidates.graph)
@@ -303,7 +303,7 @@ class LearnedSource(DensitySource):
 
     @property
     def _drawn(self) -> float:
-        """Number of edges to draw for each edge of the graph."""
+        """Number of edges that are drawn for each edge that the graph keeps."""
         return 1.0
 
     @property

@@ -30,9 +30,9 @@ class LinearSBMHead(torch.nn.Module):
     .. math:: Y = \operatorname{softmax}_K(q A + a), \quad Z = \sigma(k B + b), \quad p_{ij} = \langle Y_i, Z_j \rangle
 
     A query chooses one community, and a key is in any number of them, as with the ``"overlapping"`` memberships of
-    :class:`~sbm_pyg.SBMHead`. Unlike there, queries, keys and heads share no parameters. So :meth:`start_from` can
-    begin with the clusters of a trained model: :math:`p_{ij}` is then large where the center of the cluster of query i
-    has a large score with key j. Cost O(N C K) per head.
+    :class:`~sbm_pyg.SBMHead`. Unlike in :class:`~sbm_pyg.SBMHead`, queries, keys and heads share no parameters. So
+    :meth:`start_from` can begin with the clusters of a trained model: :math:`p_{ij}` is then large where the center of
+    the cluster of query i has a large score with key j. Cost O(N C K) per head.
 
     Args:
         channels: Channels per head C.
@@ -97,16 +97,16 @@ class LinearSBMHead(torch.nn.Module):
 
     @torch.no_grad()
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, density: float, seed: int = 0) -> None:
-        r"""Begin with k-means clusters of the queries of a trained layer, instead of with random parameters.
+        r"""Initialize the parameters from k-means clusters of the queries of a trained layer.
 
         A query belongs to its nearest center :math:`c_u`, and a key to the communities whose centers score it high,
-        :math:`\sigma(2 \, \text{scale} \, \langle c_u, k \rangle + b_u)`. The bias gives each community the same part
-        of the keys. Cost O(H n K C) for n tokens, at most 4,096 that are drawn at random.
+        :math:`\sigma(2 \, \text{scale} \, \langle c_u, k \rangle + b_u)`. The bias :math:`b_u` gives each community the
+        same fraction of the keys. Cost O(H n K C) for n tokens, of which at most 4,096 are used, drawn at random.
 
         Args:
             query, key: Queries ``[H, N, C]`` and keys ``[H, M, C]``.
             scale: Factor of the scores.
-            density: Part of the keys in each community, in (0, 1).
+            density: Fraction of the keys in each community, in (0, 1).
             seed: Seed of the clusters.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -124,7 +124,7 @@ class LinearSBMHead(torch.nn.Module):
 
 
 def _some_tokens(x: Tensor, generator: torch.Generator) -> Tensor:
-    """At most ``MOST_TOKENS`` random tokens of ``[H, N, C]``."""
+    """Select at random at most ``MOST_TOKENS`` of the tokens of ``[H, N, C]``."""
     if x.size(1) <= MOST_TOKENS:
         return x
     return x[:, torch.randperm(x.size(1), generator=generator)[:MOST_TOKENS].to(x.device)]

@@ -29,7 +29,7 @@ def detached(tokens: Tokens) -> Tokens:
     """Detach the tokens, for a rule that reads their values.
 
     Raises:
-        TypeError, ValueError: They are not :class:`~sbm_pyg.Tokens`, or do not hold values.
+        TypeError, ValueError: The argument is not :class:`~sbm_pyg.Tokens`, or does not hold values.
     """
     check_record(tokens)
     require_values(tokens.query, "query")
@@ -65,10 +65,10 @@ def grouped(tokens: Tokens, query_group: Tensor, key_group: Tensor, groups: int)
 
 
 def show_nan(tokens: Tokens, graph: AttentionGraph) -> AttentionGraph:
-    """Join tokens that are not finite, for a rule that may leave them without edges.
+    """Add edges to tokens that are not finite, for a rule that may choose no edges to or from these tokens.
 
-    Dense attention makes NaN of them, and a sparse layer would be silent. So each such query attends to its first key,
-    and each query to the first such key that it may attend to.
+    Dense attention returns NaN for such tokens, while a sparse layer might hide them. So each non-finite query attends
+    to its first key, and each query attends to the first non-finite key that it may attend to.
 
     Args:
         graph: The graph of the rule.
@@ -96,7 +96,7 @@ def graph_of_best(tokens: Tokens, k: int | Tensor, query: Tensor, weight: Tensor
 
     Args:
         k: Keys of each query, at least 1; one number, ``[N]`` or ``[H, N]`` int64.
-        query, weight, key: Of that op.
+        query, weight, key: As in the op ``index_top_k``.
     """
     if not isinstance(k, Tensor):
         k = min(checks.integer("k", k, 1, "It is the number of keys of each query."), tokens.num_keys)
@@ -169,7 +169,7 @@ def expand_ranges(row: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, Tens
 
 
 def check_centroids(centroids: Tensor, x: Tensor, name: str = "query", width: str = "C") -> Tensor:
-    """Check the heads and width of centroids, and return them for each head in the dtype of the tokens."""
+    """Check the heads and width of centroids, and return centroids for each head in the dtype of the tokens."""
     checks.tensors(centroids=centroids)
     checks.shape("centroids", centroids, (None, None, x.size(2)), f"[H, K, {width}]", f"They are as wide as '{name}'.")
     checks.floating(centroids=centroids)
@@ -210,13 +210,13 @@ def select_pairs(
 ) -> tuple[Tensor, Tensor]:
     """The pairs that a rule keeps by their scores, computed tile by tile.
 
-    The check of memory counts ``most`` keys per query if it is given, else the pairs found so far.
+    The check of memory counts ``most`` keys per query, or the pairs found so far if ``most`` is None.
 
     Args:
         keep: The rule.
         score: Computes the scores.
         most: Largest number of keys that the rule keeps for a query, one number or ``[N]``; None if it is unknown.
-        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the number of leading ones that each
+        among: Vectors in place of the keys ``[H, M', C]``, their offsets, and the number of first vectors that each
             query may choose, ``[N]``. None: the keys.
 
     Returns:
@@ -240,13 +240,13 @@ def select_pairs(
 
 
 def number_of_keys(k: int | None, density: float | Tensor | None, allowed: Tensor) -> int | Tensor:
-    """Keys of each query: k, or ``ceil(density * allowed)`` and at least k of them, as ``allowed`` or as broadcast.
+    """Keys of each query: k, or ``max(k, ceil(density * allowed))``, in the shape of ``allowed`` or broadcast.
 
-    The product is corrected for floating-point error first, so that 0.55 of 100 is 55.
+    The product is first corrected for floating-point error, so that density 0.55 of 100 keys gives 55 keys.
 
     Args:
         k: Number of keys, at least 1. None: 1.
-        density: Part of the keys that a query may attend to, in (0, 1], one number or one for each head, ``[H, 1]``.
+        density: Fraction of the keys that a query may attend to, in (0, 1], one number or ``[H, 1]`` for the heads.
             None: k keys.
         allowed: Number of keys that each query may attend to, ``[N]`` int64.
     """

@@ -1,14 +1,14 @@
 """Fixed graphs of tokens: full, window, global, random, BigBird, and the three patterns of the universality proof.
 
 In: a number of tokens ``n``, or the offsets ``ptr`` of a ragged batch; then every sequence gets the pattern of its own
-length. Out: an :class:`~sbm_pyg.AttentionGraph` whose queries and keys are the same tokens, and the same as a
-source. Not here: graphs that depend on the values of the tokens (``sampling``, ``selectors``, ``sparsefinder``), and
-the transform of PyG ``Data`` (:class:`~sbm_pyg.SourceGraph`).
+length. Out: an :class:`~sbm_pyg.AttentionGraph` whose queries and keys are the same tokens, and a source with this
+graph. Not here: graphs that depend on the values of the tokens (``sampling``, ``selectors``, ``sparsefinder``), and the
+transform of PyG ``Data`` (:class:`~sbm_pyg.SourceGraph`).
 
 Patterns combine by union: ``window(n, 3) | global_tokens(n, 1)``. In all but :func:`random` and :func:`bigbird` a query
-attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. None makes
-an ``n x n`` array, unless its graph is that dense. In every formula r is the position of a token in its sequence,
-counted from 0, and n the length of that sequence.
+attends to consecutive keys: they cost O(N + E) time and memory, E the edges of all heads, and sort nothing. No pattern
+makes an ``n x n`` array, unless its graph has about that many edges. In every formula r is the position of a token in
+its sequence, counted from 0, and n the length of that sequence.
 
 References: Beltagy, Peters, Cohan: Longformer, 2020. Zaheer et al.: Big Bird, 2020. Cho et al.: Transformers meet
 Stochastic Block Models, 2022.
@@ -80,7 +80,7 @@ def window(
 ) -> AttentionGraph:  # fmt: skip
     """Each token attends to itself, to the tokens at most ``size`` positions away, and to the first ``num_sinks``.
 
-    An edge where :math:`|r_i - r_j| \\le size` or :math:`r_j < num\\_sinks`. Tokens near an end have fewer keys.
+    A pair is an edge if :math:`|r_i - r_j| \\le size` or :math:`r_j < num\\_sinks`. Tokens near an end have fewer keys.
     Longformer (section 3.1) and BigBird give the window as w = ``2 * size``. ``window(n, n, is_causal=True)`` is the
     usual causal mask, and ``window(n, size, num_sinks=4, is_causal=True)`` the pattern of StreamingLLM.
 
@@ -114,8 +114,8 @@ def global_tokens(
 ) -> AttentionGraph:  # fmt: skip
     """The first ``num_global`` tokens of a sequence attend to all of it, and all of it attends to them.
 
-    An edge where :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to themselves.
-    As in Longformer (section 3.1), without its second projection for these edges, and BigBird (section 2).
+    A pair is an edge if :math:`r_i < num\\_global` or :math:`r_j < num\\_global`. Other tokens do not attend to
+    themselves. Longformer (section 3.1, with a second projection for these edges) and BigBird (section 2) use it.
 
     Args:
         num_global: Number of global tokens, at least 0. A sequence with no more tokens gets its full graph.
@@ -149,7 +149,7 @@ def random(
 ) -> AttentionGraph:
     """Each token attends to ``num_keys_per_query`` distinct tokens of its sequence, uniformly at random.
 
-    As in BigBird (section 2). All :math:`\\binom{n}{k}` sets of keys are equally likely, and may contain the query.
+    BigBird (section 2) uses it. All :math:`\\binom{n}{k}` sets of keys are equally likely, and may contain the query.
     Queries and heads draw independently. Keys are drawn with replacement; repeated keys of a query are drawn again. If
     k > n/2, the keys to leave out are drawn instead, so each draw is new with a probability of at least 1/2. Expected
     cost: O(E log E) time and O(E) memory. Probabilities have a resolution of :math:`2^{-32}`. The random words are
@@ -197,12 +197,12 @@ def bigbird(
     query_ptr: Ptr = None,
     device: Device = None,
 ) -> AttentionGraph:
-    """The union of a window, global tokens and random keys, token by token.
+    """The union of a window, global tokens and random keys, over single tokens.
 
-    ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``: a random key may also be in the window
-    or global. This is the definition of BigBird's section 2 (internal transformer construction); its code works on
-    blocks of tokens, and draws random blocks outside the window and global ones. Cost: that of :func:`random`, plus O(E
-    log E).
+    The graph is ``window(n, size) | global_tokens(n, num_global) | random(n, num_random)``, so a random key may also be
+    in the window or global. This is the definition of BigBird's section 2 (internal transformer construction); the code
+    of BigBird works on blocks of tokens, and draws random blocks outside the window and the global blocks. Cost: that
+    of :func:`random`, plus O(E log E).
 
     Args:
         size: Largest distance in the window, at least 0.
@@ -237,9 +237,9 @@ def block_diagonal(
 ) -> AttentionGraph:  # fmt: skip
     """Each token attends to all tokens of its block: pattern 1 of Lemma 2 (Cho et al.).
 
-    An edge where :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens whose
-    sizes differ by 1 at most. As an SBM: Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al. counts tokens from
-    1, which makes K + 1 blocks.)
+    A pair is an edge if :math:`\\lfloor r_i K/n \\rfloor = \\lfloor r_j K/n \\rfloor`: K blocks of consecutive tokens,
+    whose sizes differ by at most 1. The SBM of this graph is Y = Z = onehot of the block, S = I. (Lemma 2 of Cho et al.
+    counts tokens from 1, which makes K + 1 blocks.)
 
     Args:
         num_blocks: Number of blocks K, at least 1. In a sequence of at most K tokens each token is a block.
@@ -269,8 +269,8 @@ def relay_keys(
 ) -> AttentionGraph:  # fmt: skip
     """Every token attends to the last ``num_relays`` tokens of its sequence: pattern 2 of Lemma 2 (Cho et al.).
 
-    An edge where :math:`r_j \\ge n - K`. As an SBM: Y = 1, Z = the relays, S = 1. The proof adds self-loops, this
-    function does not: ``relay_keys(n, num_relays) | self_loops(n)``.
+    A pair is an edge if :math:`r_j \\ge n - K`. The SBM of this graph is Y = 1, Z = the relays, S = 1. The proof adds
+    self-loops, as in ``relay_keys(n, num_relays) | self_loops(n)``; this function does not.
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
@@ -294,8 +294,8 @@ def relay_queries(
 ) -> AttentionGraph:  # fmt: skip
     """The last ``num_relays`` tokens of a sequence attend to all of it: pattern 3 of Lemma 2 (Cho et al.).
 
-    Other tokens have no keys. An edge where :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The proof
-    adds self-loops, this function does not: ``relay_queries(n, num_relays) | self_loops(n)``.
+    Other tokens have no keys. A pair is an edge if :math:`r_i \\ge n - K`, the transpose of :func:`relay_keys`. The
+    proof adds self-loops, as in ``relay_queries(n, num_relays) | self_loops(n)``; this function does not.
 
     Args:
         num_relays: Number of relays K, at least 1. A sequence with no more tokens gets its full graph.
@@ -438,7 +438,7 @@ class _Positions:
         return self.graph(degree, col, 1).expand(self.heads)
 
     def _keys(self, first: Tensor, count: Tensor, degree: Tensor) -> Tensor:
-        """The keys of consecutive ranges, for rows of these degrees in each head."""
+        """The keys of all edges, for rows that attend to ranges of consecutive keys with the given degrees."""
         width = index_type(self.num_keys)
         total = self.count(degree, self.heads, bytes_each=width.itemsize if self.heads == 1 else 2 * width.itemsize)
         return runs(first, count, total, width)
@@ -501,8 +501,8 @@ class BoundRule:
 
     Args:
         rule: The function. A call passes it one argument and the options.
-        options: Its other arguments.
-        given: Names of the arguments that calls pass in addition, if the rule has them.
+        options: Further arguments of the function.
+        given: Names of arguments that each call also passes, if the rule takes such arguments.
 
     Raises:
         TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
@@ -544,14 +544,14 @@ class BoundRule:
 class PatternSource(GraphSource):
     """Makes a fixed pattern over the offsets of each batch. It does not read the queries and keys.
 
-    With :func:`full` the layer attends densely, and no edge is stored unless it is asked for.
+    With :func:`full` the layer attends densely, and edges are stored only if the graph is used.
 
     Args:
         rule: A function of this module, or one of your own, ``rule(None, ptr=ptr, **options) -> AttentionGraph``. Each
             call also passes ``seed``, ``sequence_ids`` and ``is_causal`` of the tokens, if the rule has arguments of
-            these names, and ``query_ptr`` where the queries are the last tokens; without this argument the rule makes
-            the rows of all tokens, of which the last ones remain.
-        **options: Its other arguments, e.g. ``size=64``.
+            these names, and ``query_ptr`` where the queries are the last tokens. A rule without the argument
+            ``query_ptr`` makes the rows of all tokens, of which the last rows are kept.
+        **options: Further arguments of the rule, e.g. ``size=64``.
 
     Raises:
         TypeError: ``rule`` is not callable, does not have an option, or has another argument without a default.
@@ -565,7 +565,7 @@ class PatternSource(GraphSource):
     reads_vectors = False
     _GIVEN = ("ptr", "query_ptr", "seed", "sequence_ids", "is_causal")
     for_all_heads = False
-    """True in a copy for some heads of a layer, if one graph is for all heads. It then draws the words of head 0."""
+    """True in a copy for some heads of a layer if all heads share one graph, which is drawn as that of head 0."""
 
     def __init__(self, rule: Callable[..., AttentionGraph], **options: Any) -> None:
         super().__init__()
@@ -619,7 +619,7 @@ def check_sinks(num_sinks: int) -> int:
 def with_forced(choice: Choice, size: int | None, num_sinks: int, tokens: Tokens) -> Choice:
     """Add a window and the first tokens to the choice in each head, regardless of the probabilities.
 
-    Nothing is added if queries are not tokens of the keys.
+    Nothing is added if queries and keys are different tokens.
     """
     if (size is None and not num_sinks) or not tokens.are_same:
         return choice

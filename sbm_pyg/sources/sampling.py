@@ -77,8 +77,8 @@ def sample_edges(
     With :math:`p_{ij} = Y_i S Z_j^\top`, all pairs are independent and an edge has probability
 
     * ``"bernoulli"``: :math:`\min(1, p_{ij} + \delta)`, the probabilities of the model;
-    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, the law of the paper's Algorithm 1 with repeated edges counted
-      once. It never exceeds 0.632 for :math:`p \le 1`, so it cannot produce full attention.
+    * ``"fastrg"``: :math:`1 - e^{-(p_{ij} + \delta)}`, as in the paper's Algorithm 1 with repeated edges counted once.
+      It never exceeds 0.632 for :math:`p \le 1`, so it cannot produce full attention.
 
     Each query uses the cheapest of three methods: keys at geometric gaps, drawn with an upper bound of its
     probabilities and thinned to the exact ones; Poisson proposals by block and key, if that bound is loose; or one
@@ -90,7 +90,7 @@ def sample_edges(
     Random words come from a counter-based generator (Philox4x32-10) keyed by seed, sequence, head and query. So the
     edges of a sequence depend neither on the number of threads nor on the other sequences of the batch.
 
-    Memberships may have any size as long as probabilities stay below :math:`2^{60}`: values outside the safe range of
+    Memberships may be of any size as long as probabilities stay below :math:`2^{60}`. Values outside the safe range of
     float32 are rescaled by powers of two in float64, which does not change :math:`p_{ij}`. If the expected edges do not
     fit into the available memory, the function raises an error before sampling.
 
@@ -98,20 +98,20 @@ def sample_edges(
         sbm: The model.
         method: ``"bernoulli"`` or ``"fastrg"``.
         exploration: :math:`\delta` in [0, 1], added to every probability. The paper uses 0.01 in training, which keeps
-            the density above it.
+            the density above 0.01.
         budget: Largest expected number of keys per query and head, without exploration; see :meth:`SBM.limit`. None: no
             limit.
         clamp: Cut probabilities above 1 at 1. By default they are an error (``"bernoulli"`` only).
         seed: Integer of 64 bits that fixes the edges.
         generator: Generator to draw a seed from if ``seed`` is None. None: torch's default generator.
         sequence_ids: Number of each sequence, ``[B]`` int64 in ``0 .. 2**32-1``. None: its position in the batch. The
-            random words depend on it: with its number in the data set, a sequence has the same edges in any batch. A
-            model with heads f, f + 1, ... of a larger one draws the edges of the larger one if f, below ``2**24``, is
-            in the upper half: ``sequence_ids + (f << 32)``.
+            random words depend on this number: with its number in the data set, a sequence gets the same edges in any
+            batch. A model of heads f, f + 1, ... of a larger model draws the edges of the larger model with
+            ``sequence_ids + (f << 32)``, where f is below ``2**24``.
         row_group: Number of consecutive queries of a sequence that share their draws in each head; 1, the default,
-            draws all pairs independently. Above 1 each row keeps its exact law, but rows of one group depend on each
-            other, so the graph as a whole is not one of the model: for layers, not for statistics. Rows whose largest
-            probability is high then cost a fraction (``"bernoulli"`` only; docs/concepts.md).
+            draws all pairs independently. Above 1 each row keeps its exact distribution, but rows of one group depend
+            on each other, so the graph is not a sample of the model: for layers, not for statistics. Rows whose largest
+            probability is high then take a fraction of the time (``"bernoulli"`` only; docs/concepts.md).
 
     Returns:
         A graph over the tokens of the model, on its device; ``col`` is int32.
@@ -184,21 +184,21 @@ class SBMSource(LearnedSource, FollowingSource):
 
     Args:
         head: Module from tokens to an SBM, such as :class:`~sbm_pyg.SBMHead`.
-        method: Law of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
+        method: Distribution of the graph, ``"bernoulli"`` or ``"fastrg"``; see :func:`sample_edges`.
         exploration: Added to every probability, in training only, in [0, 1]. None: the square of the target density
             (times ``candidates``), or 0 without one.
         budget: Largest expected number of sampled keys per query and head; None for no limit.
         target_density: Density that the pairs of each attention head compete for, in (0, 1]. 1 is dense attention;
             below it, probabilities are divided by their mean and multiplied by the target. The mean is a running mean
             over batches, so that rows do not depend on each other; its gradient is that of the mean of the row's own
-            sequence. So parts of a batch have the graphs and gradients of the whole batch; see
-            :func:`~sbm_pyg.sync_statistics` for several processes. Before the first update, each query is scaled by
-            itself, as in :meth:`SBM.with_density`. Probabilities are cut at 1, so graphs may have fewer edges. None:
-            probabilities are those of the head.
+            sequence. So parts of a batch get the graphs and gradients of the whole batch; see
+            :func:`~sbm_pyg.sync_statistics` for several processes. Before the first update, each query is divided by
+            its own mean, as in :meth:`SBM.with_density`. Probabilities are cut at 1, so graphs may have fewer edges.
+            None: probabilities are those of the head.
         window: Each token always attends to tokens at this distance or less, in addition to its sampled keys. 0: each
             token attends to itself, so that no query is without a key. None: no edge is forced, as in the paper. If
             queries and keys are different tokens, as in cross attention, a window forces nothing.
-        num_sinks: Each token also attends to so many first tokens of its sequence, under the same condition.
+        num_sinks: Number of first tokens of its sequence that each token also attends to, under the same condition.
         block_size: Tokens of a block, see :class:`~sbm_pyg.BlockGraph`. Above 1, the head gets one query and one key
             for each block, and edges join blocks: all tokens of a block attend to the same keys. Probabilities,
             exploration and target density are those of pairs of blocks; ``budget``, ``window`` and ``num_sinks`` count
@@ -207,15 +207,15 @@ class SBMSource(LearnedSource, FollowingSource):
         pool: How the tokens of a block become one vector: ``"mean"``; ``"learned"``, a weighted mean with learned
             weights; or a module such as :class:`~sbm_pyg.BlockPool`.
         detach: Stop gradients from the model to queries and keys, which are then trained only through attention.
-        candidates: Number of edges that are drawn for each one that is kept, at least 1. Of its drawn keys, each query
-            keeps those with the largest dot products, one in ``candidates`` and at least one. With a target density, so
-            many times as many edges are drawn, at most all pairs, and a query with few drawn keys keeps its part of the
-            density. So the block model finds keys, and attention's own scores choose among them. Above 1, probabilities
-            are those of drawn edges, and estimators take their gradients from the kept ones, as if no other key took
-            the place of one that is missing. Not for blocks of tokens.
+        candidates: Number of edges drawn per kept edge, at least 1. Of its drawn keys, each query keeps the keys with
+            the largest dot products, one in ``candidates`` and at least one. With a target density, ``candidates``
+            times as many edges are drawn, at most all pairs, and a query with few drawn keys keeps its part of the
+            density. So the block model proposes keys, and the scores of attention choose among them. Above 1,
+            probabilities are those of drawn edges, and estimators take gradients from the kept edges, as if no other
+            key replaced a missing key. Not for blocks of tokens.
         row_group: Number of consecutive queries, or blocks of them, that share their draws; see :func:`sample_edges`.
-            Each row keeps its law, and gradients of a loss that adds over queries stay exact. 1: all pairs are
-            independent, as in the paper.
+            Each row keeps its distribution, and gradients of a loss that is a sum over queries stay exact. 1: all pairs
+            are independent, as in the paper.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -289,7 +289,7 @@ class SBMSource(LearnedSource, FollowingSource):
                 buffer.zero_()
 
     def start_from(self, query: Tensor, key: Tensor, *, scale: float, seed: int = 0) -> None:
-        """Begin with the clusters of a trained layer, if the head can, as :class:`.LinearSBMHead` does."""
+        """Initialize the head from a trained layer if it has ``start_from``, as :class:`.LinearSBMHead` does."""
         start: Any = getattr(self.head, "start_from", None)
         if start is not None and self.block_size == 1:
             density = (self.target_density or MAX_START_DENSITY) * self._drawn
@@ -298,10 +298,10 @@ class SBMSource(LearnedSource, FollowingSource):
 
     @torch.no_grad()
     def settle(self, batches: Iterable[Tokens]) -> None:
-        """Set the running mean so that graphs of some tokens have the target density, also where p is cut at 1.
+        """Set the running mean so that graphs of these tokens reach the target density after p is cut at 1.
 
-        It is then below the mean probability, to which training moves it back. Cost as that of probabilities of some
-        rows of all pairs.
+        The running mean is then below the mean probability, to which training moves it back. The cost is that of
+        computing the probabilities of some rows of all pairs.
         """
         if self.target_density is None:
             return
@@ -320,7 +320,7 @@ class SBMSource(LearnedSource, FollowingSource):
     def predict(self, tokens: Tokens) -> SBM:
         """The block model of the tokens, or of their blocks, as the head predicts it.
 
-        At a target density of 1 it also counts for the running mean.
+        At a target density of 1 the prediction also updates the running mean.
         """
         sbm = self._predict(tokens)
         if self.target_density == 1 and self._counts:
@@ -361,13 +361,13 @@ class SBMSource(LearnedSource, FollowingSource):
 
     @property
     def _drawn(self) -> float:
-        """Number of edges to draw for each edge that stays, limited by the number of pairs."""
+        """Number of edges to draw for each edge that is kept, limited by the number of pairs."""
         density = self.target_density
         return self.candidates if density is None else min(self.candidates, 1 / density)
 
     @property
     def _drawn_densities(self) -> float | Tensor | None:
-        """The density of graphs that are drawn, of which each query keeps the best edges, as :attr:`_densities`."""
+        """Density of the drawn graphs before each query keeps its best edges, as :attr:`_densities`."""
         if self.target_density is None:
             return None
         densities = self._densities(self.running_mean.device)
@@ -466,7 +466,7 @@ class SBMSource(LearnedSource, FollowingSource):
         return choice._with(graph=graph._with(rowptr, graph.col[edge], graph.heads))
 
     def _number_kept(self, degree: Tensor, allowed: Tensor) -> Tensor:
-        """Number of edges that queries keep, of ``[..., H, N]`` drawn ones among so many allowed pairs."""
+        """Number of edges that queries keep, given the numbers of drawn edges ``[..., H, N]`` and of allowed pairs."""
         densities = self._densities(degree.device)
         drawn = (1 / densities).clamp(max=self.candidates) if isinstance(densities, Tensor) else self._drawn
         count = degree.to(checks.widest(degree.device)) / drawn
@@ -480,8 +480,8 @@ class SBMSource(LearnedSource, FollowingSource):
     def _scale_to_target_density(self, sbm: SBM, density: float | Tensor, seed: int) -> tuple[SBM, Tensor]:
         """Scale the model so that, by the running mean of each head, its mean probability is ``density``.
 
-        Also returns the expected edges before scaling, and the pairs, of each head, ``[2, H]``, without sequences that
-        are not finite.
+        Also returns the numbers of expected edges before scaling and of pairs, for each head, ``[2, H]``, without
+        sequences that are not finite.
         """
         if self.running_mean.numel() != sbm.heads:
             raise ValueError(
@@ -492,9 +492,9 @@ class SBMSource(LearnedSource, FollowingSource):
         return sbm._scale_to_density(density, running if self.training else running.clone())  # which may move later
 
     def _moved(self, state: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
-        """The running mean after one step towards the mean of a batch; at first, the mean itself.
+        """The running mean after one step towards the mean of a batch; the first step sets it to that mean.
 
-        It is at most a multiple of it: a source whose probabilities fall faster than the mean would lose its edges.
+        A limit relative to the batch keeps a source from losing its edges if its probabilities fall fast.
         """
         mean = (seen[0] / seen[1]).clamp(min=MIN_MEAN_PROBABILITY).to(state.dtype)  # NaN without pairs
         moved = torch.where(state > 0, state.lerp(mean, MOMENTUM), mean).minimum(mean * MOST_LAG)
@@ -547,7 +547,7 @@ def _rescale(sbm: SBM) -> tuple[Tensor, Tensor]:
 
 
 def _check_memory(sbm: SBM, method: str, exploration: float) -> None:
-    """Raise ValueError if the expected edges do not fit into memory. Reads values only if all pairs would not fit."""
+    """Raise ValueError if memory does not hold the expected edges. Reads values only if all pairs would not fit."""
     device = sbm.query_membership.device
     bytes_each = 9  # 4-byte indices in chunks and joined
     all_pairs = sbm.heads * sbm.num_queries * sbm.num_keys
@@ -571,7 +571,7 @@ def _check_budget(budget: float | None) -> None:
 
 
 def _offsets(target: Any, source: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Offsets of the sequences of two stores, one tensor where they are the same."""
+    """Offsets of the sequences of two stores; the same tensor twice if both stores are the same."""
     ptr, stored = resolve_ptr(queries, stored_ptr(target)), stored_ptr(source)
     same = keys == queries and (stored is None or torch.equal(ptr, stored))
     return ptr, ptr if same else resolve_ptr(keys, stored)

@@ -40,19 +40,19 @@ class SBM(EdgeProbability):
     r"""A mixed-membership stochastic block model between queries and keys, for each head of each sequence.
 
     The probability that query i attends to key j in head h is :math:`p_{ij} = Y_i S Z_j^\top`, inside a sequence;
-    across sequences it is 0. Nothing here costs more than O(NK + K^2) per head unless it says so.
+    across sequences it is 0. Methods cost at most O(NK + K^2) per head unless their documentation states another cost.
 
     Args:
         query_membership: Memberships of the queries Y, ``[H, N, K]``, non-negative.
         key_membership: Memberships of the keys Z, ``[H, M, K]``, non-negative.
         block_matrix: Block matrices S, ``[H, K, K]``, non-negative; ``S[u, v]`` links query block u to key block v.
-            None: the identity, which links each block only to itself and costs no product.
+            None: the identity, which links each block only to itself and needs no matrix product.
         query_ptr: Offsets of the sequences in the queries, ``[B+1]`` int64. One sequence if None.
         key_ptr: Offsets of the sequences in the keys, ``[B+1]`` int64. If None, those of the queries (when N = M) or
             one sequence.
         is_causal: No query attends to a key at a later position: p is 0 there, and densities do not count such pairs.
-        is_strict: No query attends to the key at its own position either. Needs ``is_causal``, and queries and keys
-            with the same offsets.
+        is_strict: No query attends to the key at its own position either. This needs ``is_causal``, and queries and
+            keys with the same offsets.
 
     Raises:
         TypeError, ValueError: A shape, dtype, device or offset does not fit. Values are checked by :meth:`validate` and
@@ -85,8 +85,8 @@ class SBM(EdgeProbability):
     ``p_ij`` is the dot product of ``rate_i`` and ``Z_j``.
     """
     _membership_bound: float | None = field(init=False, default=None)
-    """Upper bound of query memberships, known by construction; key memberships and blocks then lie in [0, 1], unless a
-    value is NaN. None: no bound is known, so values are checked."""
+    """Upper bound of query memberships that holds by construction; key memberships and blocks then lie in [0, 1],
+    unless a value is NaN. None: there is no known bound, so values are checked."""
 
     def __post_init__(self) -> None:
         query, key, block = self.query_membership, self.key_membership, self.block_matrix
@@ -142,7 +142,7 @@ class SBM(EdgeProbability):
 
     @classmethod
     def _trusted(cls, query: Tensor, key: Tensor, block: Tensor | None, query_ptr: Tensor, key_ptr: Tensor) -> SBM:
-        """The model of memberships and blocks in [0, 1] that fit each other, without checks."""
+        """Make a model without checks, from memberships and blocks in [0, 1] whose shapes fit each other."""
         sbm = object.__new__(cls)
         sides = {"query_membership": query, "key_membership": key, "query_ptr": query_ptr, "key_ptr": key_ptr}
         sides |= {"rate": query} if block is None else {"rate": query @ block, "block_matrix": block}
@@ -150,7 +150,7 @@ class SBM(EdgeProbability):
         return sbm
 
     def __getattr__(self, name: str) -> Any:
-        """Make the identity block matrix when it is first read, if the model has been given none."""
+        """Make the identity block matrix on first use, if the model was made without a block matrix."""
         if name != "block_matrix" or "rate" not in self.__dict__:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
         identity = torch.eye(self.num_clusters, dtype=self.rate.dtype, device=self.rate.device)
@@ -361,13 +361,13 @@ class SBM(EdgeProbability):
     def with_density(self, density: float) -> SBM:
         r"""The model in which the keys of each query compete for a fixed density.
 
-        The rates of a query are scaled so that its expected number of keys is this part of the keys that it may attend
-        to, and at least one key:
+        The rates of a query are scaled so that its expected number of keys is the fraction :math:`\rho` of its
+        :math:`m_i` allowed keys, and at least one key:
 
         .. math:: p_{ij}' = p_{ij} \frac{\max(\rho \, m_i, 1)}{\sum_{j'} p_{ij'}} .
 
-        Gradients flow through the sum, so keys compete: one gains what others lose, and no graph becomes empty or full.
-        Products above 1 are certain edges; sample with ``clamp=True``. A query has fewer keys than that if some
+        Gradients flow through the sum, so keys compete: a key gains what other keys lose, and no graph becomes empty or
+        full. Products above 1 are certain edges; sample with ``clamp=True``. A query gets fewer keys if some of its
         probabilities exceed 1, or if its mean probability is below 0.001, the smallest divisor. Cost O(NK).
 
         Args:
@@ -390,11 +390,11 @@ class SBM(EdgeProbability):
     def _scale_to_density(self, density: float | Tensor, running: Tensor) -> tuple[SBM, Tensor]:
         """The model with the rates of each query scaled to a density, by :mod:`sbm_pyg.ops.reference.density`.
 
-        Also expected edges before scaling, and pairs, of each head, ``[2, H]``, without sequences that are not finite.
+        Also returns expected edges before scaling and pairs of each head, ``[2, H]``, without non-finite sequences.
 
         Args:
-            density: The density, or that of each head, ``[H, 1]``.
-            running: Running mean of the probabilities of each head, ``[H]``; 0: each query is scaled by itself.
+            density: The density, one number or ``[H, 1]`` for the heads.
+            running: Running mean of the probabilities of each head, ``[H]``; 0: each query is divided by its own mean.
         """
         of_heads = (1.0, density[:, 0]) if isinstance(density, Tensor) else (density, None)
         ends = (self.query_ptr, self.key_ptr, *of_heads, self.is_causal, self.is_strict)
@@ -437,7 +437,7 @@ del SBM.block_matrix  # a default value of the class, which would hide the one t
 
 
 def check_model(sbm: object) -> None:
-    """Raise TypeError unless it is an :class:`SBM`."""
+    """Raise TypeError unless the argument is an :class:`SBM`."""
     checks.kind("sbm", sbm, SBM, "an SBM", "`SBMHead` makes one, and so does `SBM(query, key, block)`.")
 
 
@@ -487,25 +487,25 @@ class SBMHead(torch.nn.Module):
     :math:`a = \operatorname{MLP}(q) C^\top`, likewise for keys. From these,
 
     * ``"paper"`` (Cho et al. 2022, eq. 5-7): :math:`Y = \sigma(a + \beta)`, and S is the softmax of :math:`C C^\top`
-      over all :math:`K^2` entries. Every probability lies below 1; one inside a block cannot exceed 1/K if S is
-      diagonal, so that reliable edges need full density.
+      over all :math:`K^2` entries. Every probability lies below 1; probabilities inside a block cannot exceed 1/K if S
+      is diagonal, so that edges with p near 1 need full density.
     * ``"mixed"``: :math:`Y = \operatorname{softmax}_K(a / \tau)`, and S the sigmoid of free entries that start larger
       on the diagonal: the mixed-membership block model of Airoldi et al. 2008.
-    * ``"assortative"``: :math:`Y` as there and :math:`S = I`, so that :math:`p_{ij}` is the probability that query and
-      key choose the same block.
+    * ``"assortative"``: :math:`Y` as in ``"mixed"`` and :math:`S = I`, so that :math:`p_{ij}` is the probability that
+      query and key choose the same block.
     * ``"overlapping"``: :math:`Y = \operatorname{softmax}_K(a / \tau)` for queries, :math:`Z = \sigma(a / \tau)` for
       keys, and :math:`S = I`. A query chooses one block, and a key is in any number of
-      blocks: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can opt out of all
-      queries, as in the paper's form but in no other.
+      blocks: :math:`p_{ij}` is the probability that the key is in the block of the query. So a key can have low
+      probability for all queries, as with ``"paper"`` and no other form.
 
     With ``degree_corrected`` each token has a degree that scales its probabilities:
     :math:`p_{ij} = \theta_i \theta'_j Y_i S Z_j^\top`. Degrees :math:`\theta_i = \sigma(\langle v, q_i \rangle + c)`
-    lie in (0, 1), so that p stays below 1; those of keys have another v and c. The :class:`SBM` contains
-    them as factors of the memberships.
+    lie in (0, 1), so that p stays below 1; degrees of keys use another v and c. The :class:`SBM` contains the degrees
+    as factors of the memberships.
 
     With ``groups`` G, a head has G models of :math:`k = K^{1/G}` blocks each, and p is the product of their
-    probabilities: a pair is an edge only if it is one in every group. The :class:`SBM` has one block for each of the
-    :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
+    probabilities: a pair is an edge only if it is an edge in every group. The :class:`SBM` has one block for each of
+    the :math:`k^G = K` ways to choose a block of each group, with the product of the memberships (docs/concepts.md).
 
     Cost O(NC^2 + NKC + K^2 C) per head; with groups O(NC^2 + NGkC + NK). The SBM then multiplies Y with S, O(NK^2),
     unless S is the identity.
@@ -515,19 +515,19 @@ class SBMHead(torch.nn.Module):
         heads: Number of heads H.
         num_clusters: Number of communities K of all groups together: a whole number to the power of ``groups``.
         cluster_init: Initial value of :math:`C`. ``"kaiming"``: normal with variance 2 / (K C), or 2 / (G k C) with
-            groups, as the authors' code has it; then S is flat and every probability at the start the same.
-            ``"orthogonal"``: unit rows, each C of them orthogonal; then diagonal entries of S start e times the others.
+            groups, as in the authors' code; all probabilities then start nearly equal. ``"orthogonal"``: unit rows,
+            every C of which are orthogonal; diagonal entries of S then start e times as large as the rest.
         parameterization: ``"paper"``, ``"mixed"``, ``"assortative"`` or ``"overlapping"``.
         initial_density: Probability of an edge before training, in (0, 1); 0.25 in the paper. It sets :math:`\beta`,
-            the free entries of S, or the bias of overlapping memberships of keys. ``"assortative"`` ignores it: it
-            starts at 1/K if memberships are equal, and higher if they are sharper.
-        temperature: :math:`\tau` of softmax memberships, at least 1e-6; sharper as it goes to 0.
-        tied: Keys also take their memberships from the queries, so that similar tokens start in the same blocks. Needs
-            the same tokens as queries and keys.
-        degree_corrected: Each query and each key also has a degree. All start equal, at the fourth root of
+            the free entries of S, or the bias of overlapping memberships of keys. ``"assortative"`` ignores it: the
+            probability starts at 1/K with equal memberships, and higher with sharper memberships.
+        temperature: :math:`\tau` of softmax memberships, at least 1e-6; memberships get sharper as it goes to 0.
+        tied: Memberships of keys are computed from the queries too, so that similar tokens start in the same blocks.
+            Queries and keys must be the same tokens.
+        degree_corrected: Each query and each key also has a degree. All degrees start at the fourth root of
             ``initial_density``.
-        groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Each starts at
-            the G-th root of ``initial_density``.
+        groups: Number of groups G, from 1 to 16, of ``"assortative"`` or ``"overlapping"`` memberships. Probabilities
+            of each group start at the G-th root of ``initial_density``.
 
     Raises:
         TypeError, ValueError: An option is unknown or out of range.
@@ -535,7 +535,7 @@ class SBMHead(torch.nn.Module):
     Shapes:
         - :class:`~sbm_pyg.Tokens` of N queries and M keys; returns an :class:`SBM` with K blocks.
 
-    The authors' code swaps the roles: its Y comes from keys and its Z from queries.
+    The authors' code exchanges queries and keys: Y comes from keys there, and Z from queries.
 
     Reference: Cho et al., NeurIPS 2022; for degrees, Karrer and Newman, "Stochastic blockmodels and community structure
     in networks", 2011.
@@ -680,8 +680,8 @@ class SBMHead(torch.nn.Module):
     def _affinities(self, x: Tensor) -> Tensor:
         """Affinities of tokens ``[H, N, C]`` to the clusters of all groups, ``[H, N, G k]``.
 
-        Second layer and clusters are folded into one linear map, which is cheap because there are few clusters, unless
-        a layer has hooks or was replaced, and must be called.
+        The second layer and the clusters are folded into one linear map, which is cheap because there are few clusters.
+        Layers that have hooks or were replaced are called instead.
         """
         if not _two_plain_layers(self.mlp):
             return self.mlp(x) @ self.clusters.mT / self._divisor
@@ -695,11 +695,11 @@ class SBMHead(torch.nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """The divisor of affinities: the temperature, which the paper does not have."""
+        """Divisor of the affinities: the temperature, or 1 with ``"paper"``."""
         return 1.0 if self.parameterization == "paper" else self.temperature
 
     def _memberships(self, affinity: Tensor, gated: bool) -> Tensor:
-        """Memberships ``[H, N, K]``: per group, a sigmoid per community if ``gated``, else a softmax."""
+        """Memberships ``[H, N, K]``: in each group, a sigmoid per community if ``gated``, else a softmax."""
         if gated:
             affinity = affinity + self.shift
         if self.groups == 1:
@@ -722,7 +722,7 @@ class SBMHead(torch.nn.Module):
 def _two_plain_layers(mlp: torch.nn.Module) -> bool:
     """True if a perceptron consists of torch's own layers without hooks, so that its parameters can be used directly.
 
-    Global hooks, as those of torch's FLOP counter, do not count.
+    Global hooks, such as those of torch's FLOP counter, are ignored.
     """
     plain = [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
     if type(mlp) is not torch.nn.Sequential or [type(layer) for layer in mlp] != plain:

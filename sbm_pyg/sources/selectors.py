@@ -1,10 +1,10 @@
 """Graphs from queries and keys by rules without parameters: largest scores, blocks, hashes, clusters.
 
-In: :class:`~sbm_pyg.Tokens`. Out: an :class:`~sbm_pyg.AttentionGraph`, and the same as a source. Not here: graphs
-that do not depend on queries and keys (``patterns``), and sources with trained parameters (``sampling``, ``indexer``).
+In: :class:`~sbm_pyg.Tokens`. Out: an :class:`~sbm_pyg.AttentionGraph`, or a source of it. Not here: graphs that do not
+depend on queries and keys (``patterns``), and sources with trained parameters (``sampling``, ``indexer``).
 
 No rule forms all pairs at once. In a causal graph no row depends on a later token, not even through a rank, a mean or a
-length. If the usual rule ranks all tokens of a sequence, the causal rule differs from it, as its docstring describes.
+length. A causal rule therefore differs from a rule that ranks all tokens of a sequence, as its docstring describes.
 Scores are matrix products of torch, so the choice between scores that are equal up to rounding depends on the
 processor.
 """
@@ -57,7 +57,7 @@ def _of_pairs(rule: Rule) -> Rule:
 def top_k(tokens: Tokens, k: int | Tensor) -> AttentionGraph:
     r"""Each query attends to the k keys of its largest scores :math:`\langle q_i, k_j \rangle`.
 
-    If it may attend to fewer than k keys, it attends to all of them. The lower key wins a tie, and NaN counts as
+    A query that may attend to fewer than k keys attends to all of them. The lower key wins a tie, and NaN counts as
     infinity. Cost O(H N M C), without an array of all pairs; on a CPU one kernel computes the scores and selects.
 
     Args:
@@ -85,10 +85,10 @@ def block_top_k(tokens: Tokens, k: int, block_size: int) -> AttentionGraph:
 
     The keys of a sequence are cut into blocks of :math:`\ell`, with scores :math:`\langle q_i, \bar k_b \rangle`. The
     lower block wins a tie. The block at the position of the query is always chosen. In a causal graph later blocks are
-    excluded, and the block of the query ends with it. Cost O(H N (M C / l + k l)).
+    excluded, and the block of the query ends at the query. Cost O(H N (M C / l + k l)).
 
     Args:
-        tokens: Queries and keys. If they are bipartite, a query has a block of its own only in a causal graph.
+        tokens: Queries and keys. Bipartite queries have a block at their own position only if causal.
         k: Blocks of each query, including its own, at least 1.
         block_size: Keys of a block, at least 1; the last block of a sequence may have fewer.
 
@@ -128,9 +128,9 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
     chunks. A query belongs to the chunk at its own sorted position, and attends to the keys of its bucket in this chunk
     and in the previous one. The graph is the union of all rounds.
 
-    If queries are keys, as in Reformer, which shares their projections, this is Reformer's graph. In a causal graph
-    each bucket is cut into chunks from its first key, since the sorted order of a sequence depends on later tokens.
-    Cost O(T H (N + M)(C S + log M) + E) with T rounds and S buckets.
+    If queries and keys are the same vectors, as with Reformer's shared projection, this is Reformer's graph. In a
+    causal graph each bucket is cut into chunks from its first key, since the sorted order of a sequence depends on
+    later tokens. Cost O(T H (N + M)(C S + log M) + E) with T rounds and S buckets.
 
     Args:
         tokens: Queries and keys. Their seed fixes the random matrices, which all sequences share.
@@ -179,12 +179,12 @@ def lsh(tokens: Tokens, num_buckets: int, chunk_size: int, *, rounds: int = 1) -
 @_of_pairs
 @torch.no_grad()
 def routing(tokens: Tokens, centroids: Tensor, size: int | None = None) -> AttentionGraph:
-    r"""The queries that are nearest to a centroid attend to the keys that are nearest to it.
+    r"""The queries nearest to a centroid attend to the keys nearest to the same centroid.
 
     Tokens and centroids are scaled to length 1. In each sequence a centroid takes the w queries and the w keys of the
     largest dot products, and each of these queries attends to each of these keys. The lower token wins a tie. A token
-    may have any number of centroids, and a query without one has no keys. Tokens that are not finite are taken last, if
-    a sequence has fewer than w others; then each query also attends to the first of them, so that NaN shows.
+    may belong to any number of centroids, and a query without a centroid gets no keys. Non-finite tokens are taken only
+    if there are fewer than w finite tokens; then each query also attends to the first non-finite token, to return NaN.
 
     These ranks depend on later tokens. So in a causal graph each query takes its nearest centroid, and attends to the w
     keys of the largest dot products with it, up to its own position, if they are finite. Cost
@@ -267,13 +267,13 @@ class SelectorSource(GraphSource):
 class TopKSource(DensitySource):
     r"""Each query attends to the keys of its largest scores :math:`\langle q_i, k_j \rangle` among all pairs.
 
-    The graph is that of :func:`top_k`. Attention over it differs from dense attention by what the other keys add, so it
-    needs no training of its own, and a dense model can take it as it is. All pairs are scored in O(H N M C), without
-    gradients; on a CPU that takes a seventh of dense attention's forward and backward pass at 4,096 tokens.
+    The graph is that of :func:`top_k`. Attention over this graph differs from dense attention only by the contribution
+    of the remaining keys, so a dense model can use this source without training. All pairs are scored in O(H N M C),
+    without gradients; on a CPU that takes a seventh of dense attention's forward and backward pass at 4,096 tokens.
 
     Args:
-        k: Keys of each query, at least 1; with a target density, the least number of them. None: 1.
-        target_density: Part of its keys that each query attends to, in (0, 1]; 1 is dense attention. A
+        k: Keys of each query, at least 1; with a target density, the least number of keys. None: 1.
+        target_density: Fraction of its keys that each query attends to, in (0, 1]; 1 is dense attention. A
             :class:`~sbm_pyg.Sparsifier` sets it. None: 1, or ``k`` keys if there is a ``k``.
         window: Each token also attends to tokens at this distance or less, and so to itself, where queries and keys are
             the same tokens. None: no window. Its edges come on top of the target density.
@@ -322,9 +322,9 @@ class TopKSource(DensitySource):
 class RoutingSource(GraphSource, FollowingSource):
     """Applies :func:`routing` with centroids that follow the tokens, as in online k-means.
 
-    In training each centroid is a moving average of the queries and keys that are nearest to it. It moves when the next
-    seed arrives, so that all parts of a batch have the same centroids; see :func:`~sbm_pyg.sync_statistics` for several
-    processes. Centroids get no gradients.
+    In training each centroid is a moving average of the queries and keys that are nearest to it. Centroids move when
+    the next seed arrives, so that all parts of a batch use the same centroids; see :func:`~sbm_pyg.sync_statistics` for
+    several processes. Centroids get no gradients.
 
     Args:
         channels: Channels of a head C.
@@ -332,7 +332,7 @@ class RoutingSource(GraphSource, FollowingSource):
         num_clusters: Centroids of each head K, at least 1.
         size: As :func:`routing`.
         decay: Weight of the old centroid in the moving average, in [0, 1].
-        window, num_sinks: As in :class:`SelectorSource`. A query without a centroid has no other keys.
+        window, num_sinks: As in :class:`SelectorSource`. A query without a centroid attends only to these keys.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -409,7 +409,7 @@ class RoutingSource(GraphSource, FollowingSource):
 
 
 def _named(source: GraphSource, names: tuple[str, ...]) -> list[str]:
-    """The options of a source that are set, as its representation shows them."""
+    """The options of a source that are not None, as text for its representation."""
     options = {name: getattr(source, name) for name in names}
     return [f"{name}={value}" for name, value in options.items() if value is not None and (name, value) != NO_SINKS]
 
@@ -419,7 +419,7 @@ def _cosines(x: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _of_all_keys(tokens: Tokens) -> Tokens:
-    """The tokens with one query per key, where queries were the last tokens; added queries are 0."""
+    """For queries that are the last tokens: the tokens with one query per key, where added queries are 0."""
     count = tokens.query_ptr.diff()
     place = pairs.runs(tokens.key_ptr[1:] - count, count, tokens.num_queries)
     query = torch.zeros_like(tokens.key).index_copy(1, place, tokens.query)

@@ -1,10 +1,10 @@
-"""Starts of sources from the queries and keys of a trained model, without a step of training.
+"""Initial parameters of sources from the queries and keys of a trained model, without a training step.
 
 In: queries ``[H, N, C]`` and keys ``[H, M, C]`` of one layer. Out: clusters, thresholds and main directions. Not here:
-the modules that begin with them (``linear_sbm``, ``indexer``), and training (``layers.calibration``).
+the modules that use these values (``linear_sbm``, ``indexer``), and training (``layers.calibration``).
 
-Scores :math:`\\langle q, k \\rangle` decide what attention does, so queries are compared by the scores that they give:
-the squared distance of two queries is the mean squared difference of their scores with the keys.
+Attention depends on the scores :math:`\\langle q, k \\rangle`, so queries are compared by their scores: the squared
+distance of two queries is the mean squared difference of their scores with the keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def clusters_of_queries(query: Tensor, key: Tensor, num_clusters: int, generator
     r"""Centers ``[H, K, C]`` of k-means clusters of the queries of each head.
 
     The distance of two queries is :math:`(q - q')^\top \Sigma (q - q')` with the covariance of the keys
-    :math:`\Sigma`. Cost O(H N K C) a round.
+    :math:`\Sigma`. Cost O(H N K C) per round.
 
     Args:
         query, key: ``[H, N, C]`` and ``[H, M, C]``.
@@ -57,11 +57,11 @@ def thresholds(score: Tensor, density: float) -> Tensor:
 
 
 def low_rank_scores(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    r"""Maps of queries and of keys ``[H, C, r]`` whose products approximate the scores best in the mean square.
+    r"""Linear maps of queries and of keys ``[H, C, r]`` whose products best approximate the scores in the mean square.
 
-    With second moments :math:`Q` of the queries and the covariance :math:`\Sigma` of the keys, they are made of the
-    largest singular vectors of :math:`Q^{1/2} \Sigma^{1/2}`. What all keys have in common adds the same to all scores
-    of a query, and is left out. Cost O(H (N C^2 + C^3)).
+    The maps are built from the largest singular vectors of :math:`Q^{1/2} \Sigma^{1/2}`, with second moments :math:`Q`
+    of the queries and the covariance :math:`\Sigma` of the keys. The mean key adds the same number to all scores of a
+    query, and is left out. Cost O(H (N C^2 + C^3)).
 
     Args:
         query, key: ``[H, N, C]`` and ``[H, M, C]``.
@@ -75,7 +75,7 @@ def low_rank_scores(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tens
 
 
 def covariance(x: Tensor, centered: bool) -> Tensor:
-    """Second moments ``[H, C, C]``, about the mean where ``centered``."""
+    """Second moments of vectors, ``[H, C, C]``, about their mean if ``centered``."""
     x = x - x.mean(1, keepdim=True) if centered else x
     return x.mT @ x / max(x.size(1), 1)
 

@@ -68,9 +68,9 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
 
     Every call of a layer adds its queries ``[H, N, C]``, its keys ``[H, M, C]``, and the edges of non-zero weight of
     the graph that it attended over, with the offsets of the sequences and ``is_causal``. If the layer attends over all
-    pairs, as with ``PatternSource(patterns.full)``, this is the ground truth of all pairs; over another graph, use
-    :func:`ground_truth_graph`. Score biases and edges that a call leaves out count as in the layer. Samples carry no
-    gradients. Cost O(E C) for the E edges that the layer attends over; only edges with a weight are kept.
+    pairs, as with ``PatternSource(patterns.full)``, the sample is the ground truth of all pairs; otherwise use
+    :func:`ground_truth_graph`. Score biases, and edges that a call leaves out, are treated as in the layer. Samples
+    carry no gradients. Cost O(E C) for the E edges that the layer attends over; only edges with a weight are kept.
 
     The context replaces the ``score_bias`` of each layer, so it works in any model: in
     :class:`~sbm_pyg.SequenceEncoder`, in :class:`~sbm_pyg.SBMMultiheadAttention`, or in your own. It restores the
@@ -86,8 +86,8 @@ def record(model: nn.Module, layers: Collection[str] | None = None) -> Iterator[
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: A layer is in training mode or has an ``edge_dim``, or its normalizer gives all edges a weight; or
-            there is no such layer.
+        ValueError: A layer is in training mode or has an ``edge_dim``, or its normalizer gives no weight of 0; or there
+            is no such layer.
 
     Example:
         >>> from sbm_pyg import patterns
@@ -156,11 +156,11 @@ class Match:
     recall: Tensor
     """Share of the ground-truth edges that are in the graph; 1 if the ground truth has no edges."""
     precision: Tensor
-    """Share of the graph's edges that are in the ground truth; 1 if the graph has none."""
+    """Share of the edges of the graph that are in the ground truth; 1 if the graph has no edges."""
     sparsity: Tensor
     """Share of the pairs that are not in the graph."""
     exact: Tensor
-    """Share of the queries with all their ground-truth edges in the graph, so that their output is the same."""
+    """Share of the queries whose ground-truth edges are all in the graph, so that their output is exact."""
 
 
 def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
@@ -206,8 +206,8 @@ def compare(ground_truth: AttentionGraph, graph: AttentionGraph) -> Match:
 def group_entropy(group: Tensor, num_groups: int, graph: AttentionGraph | None = None) -> Tensor:
     r"""Entropy of tokens, or of the keys of a query, over buckets or clusters: 0 for one group, 1 for equal groups.
 
-    With shares :math:`s_g` of K groups it is :math:`-\sum_g s_g \log s_g / \log K`, and 0 if K is 1. Without a graph
-    the shares are those of all tokens: near 1, groups are balanced, so that the graph of :func:`clustering
+    With shares :math:`s_g` of K groups the entropy is :math:`-\sum_g s_g \log s_g / \log K`, and 0 if K is 1. Without a
+    graph the shares are computed over all tokens: near 1, groups are balanced, so that the graph of :func:`clustering
     <sbm_pyg.sparsefinder.predictors.clustering>` has few edges. With a graph the result is the mean over queries with
     edges of the entropy of their keys: near 0, the keys of a query are in one group, so that one group is enough to
     find them. Cost O(E log E), or O(H M).

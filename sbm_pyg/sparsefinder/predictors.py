@@ -27,12 +27,12 @@ EXACT = "donot_use_mm_for_euclid_dist"
 def distance(tokens: Tokens, threshold: float, cap: int | None = None) -> AttentionGraph:
     r"""Each query attends to the keys at a distance of at most a threshold.
 
-    There is an edge where :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, tile by tile.
+    A pair is an edge if :math:`\|q'_i - k'_j\| \le t`. Cost O(H N M r) time, tile by tile.
 
     Args:
         tokens: Projected queries and keys.
-        threshold: The t above, at least 0.
-        cap: Largest number of keys of a query: the nearest ones, with ties to the lower key. None: no limit.
+        threshold: The threshold t, at least 0.
+        cap: Largest number of keys of a query; the nearest keys are kept, the lower key in a tie. None: no limit.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, shape or range, or memory does not hold the edges.
@@ -93,7 +93,7 @@ def buckets(x: Tensor, num_buckets: int, *, ptr: Tensor | None = None) -> Tensor
 
 @torch.no_grad()
 def clusters(x: Tensor, centroids: Tensor, top: int = 1) -> Tensor:
-    """The clusters of each token: its nearest centroids, the nearest first; the lower centroid wins a tie.
+    """The clusters of each token, which are its nearest centroids, nearest first; the lower centroid wins a tie.
 
     Cost O(H N K (r + log K)).
 
@@ -127,10 +127,10 @@ def _check_points(x: Tensor) -> None:
 def bucketing(tokens: Tokens, num_buckets: int) -> AttentionGraph:
     r"""Each query attends to the keys that share a bucket with it in any dimension.
 
-    In each dimension the queries of a sequence are ranked, and so are its keys; rank :math:`\rho` of n is in bucket
+    In each dimension the queries of a sequence are ranked, and its keys separately; rank :math:`\rho` of n is in bucket
     :math:`\lfloor \rho \beta / n \rfloor`. Buckets have equal sizes, so there are at most :math:`r \lceil n/\beta
-    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, for any tokens. Cost O(H r (N + M) log
-    (N + M) + E), where E counts an edge once for each shared bucket.
+    \rceil \lceil m / \beta \rceil \beta` edges of a head and sequence, for any tokens. Cost O(H r (N + M) log (N + M) +
+    E), where E counts an edge once for each shared bucket.
 
     Args:
         tokens: Projected queries and keys, not causal: ranks depend on later tokens.
@@ -183,8 +183,8 @@ def clustering(tokens: Tokens, centroids: Tensor, top: int = 1, cap: int | None 
         tokens: Projected queries and keys.
         centroids: Of :func:`~sbm_pyg.sparsefinder.fit_centroids`, ``[H, K, r]``, or ``[1, K, r]`` for all heads.
         top: Clusters m of a token, at most K.
-        cap: Largest number of keys of a sequence in a cluster: those nearest to its centroid, with ties to the lower
-            key. None: no limit, as needed for causal graphs, since these ranks depend on later tokens.
+        cap: Largest number of keys of a sequence in a cluster; the keys nearest to its centroid are kept, the lower key
+            in a tie. None: no limit, as causal graphs need, since these ranks depend on later tokens.
 
     Raises:
         TypeError, ValueError: As :func:`distance`; or the tokens are causal and there is a cap.
@@ -217,7 +217,7 @@ def _nearest_clusters(x: Tensor, centroids: Tensor, top: int) -> tuple[Tensor, T
 
 
 def _capped(cluster: Tensor, far: Tensor, tokens: Tokens, clusters: int, cap: int) -> Tensor:
-    """The clusters of each key, ``[H, M, m]``; keys beyond the nearest ``cap`` get ``clusters``, which has no query."""
+    """The clusters of each key, ``[H, M, m]``; keys beyond the nearest ``cap`` get the number ``clusters`` (unused)."""
     _, order, rank = _ranked(tokens, cluster, far, clusters, tokens.key_sequence)
     return torch.where(torch.empty_like(rank).scatter_(0, order, rank).view_as(cluster) < cap, cluster, clusters)
 
@@ -243,20 +243,20 @@ def block_bigbird(
     * ``by="shared"``: each block is assigned to its nearest centroid. A query block attends to the k key blocks of its
       centroid that are nearest to it.
 
-    Ties go to the lower block or centroid. The window and global blocks are added. Global blocks are never chosen; with
-    ``"shared"``, neither are blocks in the window, so that each block gets k more. The two rules are two readings of
-    the authors' slides, which describe each in one line. Cost O(H (N + M) r + H n (K r + log n) + E) for n blocks and K
-    centroids.
+    Ties go to the lower block or centroid. The window and global blocks are added. Global blocks are never chosen;
+    ``"shared"`` does not choose blocks in the window either, so that each block gets k more blocks. The two rules
+    interpret the authors' slides, which describe each rule in one line. Cost O(H (N + M) r + H n (K r + log n) + E) for
+    n blocks and K centroids.
 
     Args:
         tokens: Projected queries and keys, not causal: means of blocks hold later tokens.
         centroids: ``[H, K, r]``, or ``[1, K, r]`` for all heads; of :func:`~sbm_pyg.sparsefinder.fit_centroids` with
             this ``block_size``.
         k: Blocks that a centroid takes, or that a block attends to, at least 1.
-        block_size: Tokens of a block, at least 1; the last block of a sequence may have fewer.
-        by: ``"nearest"`` or ``"shared"``, the slides' v1 and v2.
-        block_window: Each block also attends to blocks at this distance or less, including itself; 1 is the slides'
-            window of three blocks. None: no window.
+        block_size: Tokens of a block, at least 1; the last block of a sequence may be shorter.
+        by: ``"nearest"`` or ``"shared"``, named v1 and v2 in the slides.
+        block_window: Each block also attends to blocks at this distance or less, including itself; 1 is the window of
+            three blocks in the slides. None: no window.
         global_blocks: Number of first blocks of a sequence that attend to all blocks and that all blocks attend to.
 
     Raises:
@@ -347,7 +347,7 @@ def _by_shared(tokens: Tokens, centroids: Tensor, k: int, num_global: int, half_
 
 
 def _group_number(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: int) -> Tensor:
-    """One number for each head, sequence and cluster; ``cluster`` is ``[H, n, m]``."""
+    """Number the combinations of head, sequence and cluster; ``cluster`` is ``[H, n, m]``."""
     head = torch.arange(tokens.heads, device=cluster.device)[:, None, None]
     return (head * (tokens.key_ptr.numel() - 1) + sequence[:, None]) * clusters + cluster
 
@@ -355,7 +355,7 @@ def _group_number(tokens: Tokens, cluster: Tensor, sequence: Tensor, clusters: i
 def _ranked(
     tokens: Tokens, cluster: Tensor, far: Tensor, clusters: int, sequence: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort members of clusters ``[H, n, m]``, or those of valid tokens ``[n]``, by group and distance.
+    """Sort members of clusters ``[H, n, m]`` by group and distance, optionally only valid tokens ``[n]``.
 
     Returns:
         The group of each member, ascending; its flat index; and its rank in its group.

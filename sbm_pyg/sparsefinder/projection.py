@@ -113,7 +113,7 @@ def projection_loss(
         query: Projected queries, ``[H, N, r]``.
         key: Projected keys, ``[H, M, r]``.
         graph: The edges that attention uses, in H heads or in one.
-        margin: The m above.
+        margin: The margin m.
         per: ``"query"`` or ``"pair"``.
         seed: Seed of the drawn keys. None: torch's default generator.
 
@@ -164,7 +164,7 @@ def fit_projection(
 
     Args:
         projection: The projection to fit, in place.
-        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences. They get no
+        samples: A sequence of triples: queries, keys and ground-truth graph of each batch of sequences. Samples get no
             gradients.
         epochs: Passes over the samples, each in a new random order.
         learning_rate: Learning rate of Adam.
@@ -230,7 +230,7 @@ def fit_centroids(
         num_clusters: Centroids K.
         block_size: Fit centroids to the means of blocks of this many tokens, as
             :func:`~sbm_pyg.sparsefinder.predictors.block_bigbird` needs them. None: fit them to tokens.
-        seed: Seed of k-means, which starts once from k-means++.
+        seed: Seed of k-means, which runs once, from a k-means++ start.
 
     Returns:
         Centroids, ``[H, K, r]``.
@@ -288,7 +288,7 @@ class SparsefinderSource(GraphSource):
 
     Args:
         projection: A projection with the heads of the layer.
-        rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or one like them.
+        rule: A function of :mod:`~sbm_pyg.sparsefinder.predictors`, or a similar function.
         window: Each token also attends to tokens at this distance or less, where queries and keys are the same tokens.
             None: no window.
         num_global: Number of first tokens of a sequence that attend to all tokens and that all tokens attend to, where

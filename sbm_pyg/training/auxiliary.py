@@ -1,4 +1,4 @@
-"""Auxiliary losses, which some layers minimize in addition to the task's loss.
+"""Auxiliary losses, which some layers minimize in addition to the loss of the task.
 
 In: a scalar from a layer in training. Out: their sum over a model, for the training loop to add to the loss. Not here:
 the losses themselves (``estimators``, ``dcmm``).
@@ -25,16 +25,17 @@ UNRECORDED_STEPS = 64  # before a warning; LBFGS resets gradients up to 25 times
 def auxiliary_loss(model: torch.nn.Module) -> Tensor:
     """Sum of the auxiliary losses of a model's forward passes since the last call, a scalar; 0 without such layers.
 
-    The estimators ``"distill"`` and ``"imitate"`` and the entropy of :class:`~sbm_pyg.DCMMBias` have one in training.
-    A :class:`~sbm_pyg.Sparsifier` adds them by itself, and then this is 0. Without one, add it to the loss of the task
-    before that is scaled, averaged or divided: ``loss = task_loss + auxiliary_loss(model)``. It is a mean over
-    sequences, like the losses of most tasks, so gradient accumulation, several processes and
-    :class:`torch.amp.GradScaler` treat both alike.
+    The estimators ``"distill"`` and ``"imitate"`` and the entropy of :class:`~sbm_pyg.DCMMBias` add such a loss in
+    training. A :class:`~sbm_pyg.Sparsifier` adds auxiliary losses by itself, and this function then returns 0. Without
+    a Sparsifier, add the result to the loss of the task before that loss is scaled, averaged or divided: ``loss =
+    task_loss + auxiliary_loss(model)``. The result is a mean over sequences, like most task losses, so gradient
+    accumulation, several processes and :class:`torch.amp.GradScaler` treat both losses alike.
 
     A backward pass through such a layer raises RuntimeError if its loss was not taken by this function. Other
-    estimators have a loss only while the target density is 1, and then a backward pass without it warns: attention
-    trains, and its source does not. Compiled code checks nothing and adds up the losses of its calls. Without this
-    function the backward pass of the next step then goes through the last one again, for which torch raises an error.
+    estimators use a loss only while the target density is 1; a backward pass without this loss then warns that
+    attention trains and its source does not. Compiled code checks nothing and sums the losses of its calls. Without
+    this function, the backward pass of the next step then runs through the graph of the last step again, and torch
+    raises an error.
 
     Args:
         model: Module whose submodules are searched.
@@ -84,7 +85,7 @@ class Passes:
         self.per_step = per_step
 
     def end_step(self, counted: int) -> None:
-        """Record the number of passes of the step that ended; after 0 passes, the number of the step before remains."""
+        """Record the number of passes of the step that ended; after 0 passes, the previous number is kept."""
         if counted:
             self.last = float(counted) if self.per_step is None else max(1.0, counted / self.per_step)
 
@@ -98,10 +99,10 @@ class Passes:
 
 
 class AuxiliaryLosses:
-    """The auxiliary losses of one module's calls, until :func:`auxiliary_loss` takes them, or they join their calls.
+    """Auxiliary losses of the calls of one module, until :func:`auxiliary_loss` takes them or the calls join them.
 
-    A loss lives as long as the output of its call, whose backward pass checks that it was taken. Copies and pickles of
-    the module start without losses, and join later ones as the module does.
+    A loss lives as long as the output of its call, whose backward pass checks that the loss was taken. Copies and
+    pickles of the module start without losses, and join later losses as the module does.
     """
 
     def __init__(self) -> None:
@@ -136,8 +137,8 @@ class AuxiliaryLosses:
     def add(self, out: Tensor, loss: Tensor | None, owner: str, is_needed: bool = True) -> Tensor:
         """Store the loss of a call, if there is one, and return its output.
 
-        A backward pass raises an error if the loss was not taken, or warns if it is not needed; ``owner`` names the
-        module that computed it. A loss without a gradient, as of frozen sources, is not stored.
+        If the loss was not taken, a backward pass raises an error, or warns if the loss is optional; ``owner`` names
+        the module that computed the loss. A loss without a gradient, as of frozen sources, is not stored.
         """
         if loss is None or not loss.requires_grad:
             return out
@@ -168,7 +169,7 @@ class AuxiliaryLosses:
         return joined
 
     def weight(self) -> float:
-        """Weight of the loss of one call in the backward pass that is running: 1 over all calls of the step."""
+        """Weight of the loss of a call in the running backward pass: 1 divided by the passes of the step."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._weight = task, self._begin_pass()
@@ -177,9 +178,9 @@ class AuxiliaryLosses:
     def _begin_pass(self) -> float:
         """Count a backward pass, return its weight, and rescale gradients that are the mean over earlier passes.
 
-        Calls of one pass share its weight. A step has as many passes as are known, or as the last step had. Where
-        attention is dense, parameters of the source have gradients of this loss alone, so if there are more passes
-        than are known, these gradients stay the mean over all of them.
+        Calls of one pass share its weight. The number of passes is the known number, or that of the last step. While
+        attention is dense, parameters of the source get gradients only from this loss, so these gradients stay the mean
+        over all passes even if there are more passes than expected.
         """
         assert self.passes is not None
         assert self.source is not None
@@ -234,7 +235,7 @@ def _will_run(node: Any) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """Return an output unchanged; its backward pass also runs that of a loss, times its weight and the scale."""
+    """Return an output unchanged; its backward pass also runs that of a loss, times a weight and the loss scale."""
 
     @staticmethod
     def forward(out: Tensor, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
@@ -297,7 +298,7 @@ class _Reminder(torch.autograd.Function):
 def mean_weights(ptr: Tensor, count: int, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """Weight of each token in a mean over sequences of the means over their tokens, ``[N]``.
 
-    It is :math:`1 / (B N_b)` in sequence b. The mean over a batch is then that of the means over equal parts of it.
+    The weight is :math:`1 / (B N_b)` in sequence b. So a mean over a batch is the mean over its equal parts.
 
     Args:
         ptr: Offsets of the sequences in the tokens, ``[B+1]``.

@@ -63,10 +63,10 @@ class AttentionCall:
     """One call of the attention layer: the arguments of an estimator.
 
     Args:
-        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, after a rotation by positions if the layer has
-            one.
+        query, key, value: ``[H, N, C]``, ``[H, M, C]``, ``[H, M, C']``, after rotation by positions if the layer has a
+            ``rotary``.
         choice: The graph of the call, and its probabilities.
-        bias: Score bias of its edges, ``[E]``, or None.
+        bias: Score bias of the edges of the graph, ``[E]``, or None.
         scale: Factor of the scores.
         limit: Drops from a graph, or a choice, the edges that the layer does not allow, such as later keys.
         score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
@@ -93,7 +93,7 @@ class AttentionCall:
 
 
 class Estimator:
-    """Base class of gradient estimators. Subclasses override the steps that they need; by default, each does nothing.
+    """Base class of gradient estimators. Subclasses override the steps that they need; by default, a step does nothing.
 
     The layer calls :meth:`prepare`, :meth:`gate` and :meth:`bias` before attention, and :meth:`attach` and
     :meth:`auxiliary_loss` after it, if the choice has probabilities.
@@ -102,13 +102,13 @@ class Estimator:
     exploration: float | None = 0.01
     """Default exploration of the source in training. None stands for the source's own default."""
     gate_form = "score"
-    """What :func:`sbm_pyg.ops.edge_attention` applies the gate to, the ``"score"`` or the ``"weight"``."""
+    """Quantity that :func:`sbm_pyg.ops.edge_attention` multiplies by the gate, ``"score"`` or ``"weight"``."""
     softmax_only = False
     """True if the estimator is derived for softmax only."""
     methods: tuple[str, ...] = (*ops.METHODS, "top_k")
     """Sampling methods of sources for which the estimator is derived."""
     needs_loss = False
-    """True if training without :func:`~sbm_pyg.auxiliary_loss` is an error also while attention is dense."""
+    """True if training without :func:`~sbm_pyg.auxiliary_loss` is an error even while attention is dense."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
@@ -129,11 +129,11 @@ class Estimator:
             )
 
     def learns(self, training: bool) -> bool:
-        """True if the estimator needs the calls of this mode, also while attention is dense."""
+        """True if the estimator needs calls in this mode (training or evaluation), even while attention is dense."""
         return training and torch.is_grad_enabled()
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
-        """The choice to attend over; by default that of the source."""
+        """The choice to attend over; by default the choice of the source."""
         return choice
 
     def gate(self, choice: Choice) -> Tensor | None:
@@ -149,7 +149,7 @@ class Estimator:
         return out
 
     def auxiliary_loss(self, call: AttentionCall) -> Tensor | None:
-        """The part of this call in :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
+        """The loss that this call adds to :func:`sbm_pyg.auxiliary_loss`, a scalar, or None."""
         return None
 
     def dense_loss(self, call: AttentionCall) -> Tensor | None:
@@ -189,9 +189,9 @@ class Local(Estimator):
     Args:
         probes: Expected number of probes per query and head, in [0, inf]. The effect of a probe is computed even if it
             is not an edge.
-        rows: Part of the queries whose edges and probes get a gradient in a call, in (0, 1]. Queries are taken at
-            random, and their gradients are divided by it, so the expectation is that of all queries. A smaller part
-            takes less time, and the gradient is noisier.
+        rows: Fraction of the queries whose edges and probes get a gradient in a call, in (0, 1]. Queries are sampled at
+            random, and their gradients are divided by this fraction, so the expectation is that of all queries. A
+            smaller fraction takes less time, and the gradient is noisier.
     """
 
     exploration = None  # probes explore, so no edges need to be added
@@ -244,8 +244,8 @@ class Imitate(Estimator):
         weight: Weight of the distillation loss, in [0, inf).
         over: Keys over which the probabilities of a query are normalized, as in :func:`.distillation`. ``"selected"``:
             keys of the graph. The indexer of DeepSeek-V3.2 is trained in this way, first on a full graph, then on the
-            keys of its largest scores. ``"all"``: all keys, which also lowers the probability of keys outside the
-            graph.
+            keys of its largest scores. ``"all"``: all keys, so that training also lowers the probability of keys
+            outside the graph.
     """
 
     exploration = None
@@ -269,8 +269,8 @@ class Imitate(Estimator):
 class Distill(Local):
     """``"distill"``: :class:`Local`, plus :func:`.row_distillation` as an auxiliary loss.
 
-    :class:`~sbm_pyg.Sparsifier` uses it in place of :class:`Local`. Over a sampled graph, where the task trains the
-    probabilities too, the loss takes a quarter of the rows that it takes while attention is dense.
+    :class:`~sbm_pyg.Sparsifier` uses it in place of :class:`Local`. Over a sampled graph, where the task also trains
+    the probabilities, the loss uses a quarter of the rows that it uses while attention is dense.
 
     Args:
         weight: Weight of the distillation loss, in [0, inf).
@@ -297,7 +297,7 @@ class Relaxed(Estimator):
 
     softmax_only = True
     numbers = 5
-    """Numbers per pair held in memory during training, in addition to its key."""
+    """Numbers per pair that training holds in memory, in addition to the key of the pair."""
 
     def prepare(self, choice: Choice, training: bool) -> Choice:
         """The choice of all pairs in training; the given choice in evaluation."""
@@ -339,7 +339,7 @@ class Concrete(Relaxed):
 
 
 def _distill_rows(call: AttentionCall, weight: float = 1.0, **sample: float) -> Tensor | None:
-    """The weighted :func:`.row_distillation` of a call; None if the source has nothing to learn from it."""
+    """The weighted :func:`.row_distillation` of a call; None if the source has no parameters to train."""
     if not isinstance(call.source, LearnedSource) or not call.training or not torch.is_grad_enabled():
         return None
     assert call.tokens is not None
@@ -361,7 +361,7 @@ ESTIMATORS: dict[str, type[Estimator]] = {
 def resolve_estimator(
     estimator: Estimator | str | None, normalizer: object, method: str = "bernoulli", probes: float = 16.0
 ) -> Estimator:
-    """The estimator of that name; an estimator is returned unchanged.
+    """The estimator with a name; an :class:`Estimator` is returned unchanged.
 
     Args:
         estimator: An estimator, its name, or None: ``"local"`` if it supports the normalizer and the method;

@@ -1,8 +1,8 @@
-r"""Gradients of edge probabilities: the functions that the gradient estimators are made of.
+r"""Gradients of edge probabilities: the functions of which gradient estimators are built.
 
-In: probabilities, a graph and what attention read. Out: gates, biases, losses, or an output with a backward pass that
-sends a gradient to the probabilities. Not here: which of them a layer uses (``estimators``). docs/concepts.md derives
-them.
+In: probabilities, a graph and the inputs of attention. Out: gates, biases, losses, or an output with a backward pass
+that sends a gradient to the probabilities. Not here: the choice of functions by a layer (``estimators``).
+docs/concepts.md derives the gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def straight_through(probability: EdgeProbability, graph: AttentionGraph, forced
     Args:
         probability: Probabilities of the graph.
         graph: The graph.
-        forced: Edges that the graph has for any p, ``[E]`` bool. They send no gradient to p.
+        forced: Edges that exist regardless of p, ``[E]`` bool. Forced edges send no gradient to p.
 
     Raises:
         TypeError, ValueError: The graph is not over the tokens of the model, or ``forced`` is not a mask of its edges.
@@ -59,17 +59,17 @@ def draw_probes(
 ) -> tuple[AttentionGraph, Tensor]:  # fmt: skip
     """Probes: pairs drawn independently of the edges, for :func:`attach_local_expectation`. Cost O(H N per_query).
 
-    Each query takes keys at equal distances from a random start (systematic sampling), so each of its
-    keys has the same probability.
+    Each query takes keys at equal distances from a random start (systematic sampling), so each key is taken with the
+    same probability.
 
     Args:
         graph: Graph with the tokens, heads and sequences of the probes; its edges are ignored. Probes of a causal graph
             are pairs that it allows. Probes of a :class:`~sbm_pyg.BlockGraph` are pairs of blocks.
-        per_query: Mean number of probes per query and head, in tokens. A query with fewer keys takes all of them, so
+        per_query: Mean number of probes per query and head, in tokens. A query with fewer keys takes all its keys, so
             ``math.inf`` takes all pairs.
-        seed: Seed of the graph. Probes use other random words of it than the edges.
+        seed: Seed of the graph. Probes and edges use different random words of this seed.
         sequence_ids: As :func:`~sbm_pyg.sample_edges`.
-        queries: Queries, or query blocks, that get probes, ``[N]`` bool; others get none. None: all.
+        queries: Mask of the queries, or query blocks, that get probes, ``[N]`` bool. None: all queries.
 
     Returns:
         The probes; and the probability of each key of a query, or of a query block, to be a probe, ``[N]`` float32.
@@ -128,17 +128,17 @@ def attach_local_expectation(
     The difference is computed for one pair at a time, with all other pairs fixed, to first order in the output of
     attention. Then it has a closed form that costs O(C) (docs/concepts.md).
 
-    A pair contributes in two cases. It is an edge, with probability :math:`p`; then its difference is weighted by
-    :math:`\alpha / p`. Or it is a probe but not an edge, with probability :math:`(1 - p) \eta`; then its weight is
-    :math:`(1 - \alpha) / ((1 - p) \eta)`. The sum is unbiased for any :math:`\alpha` if the loss is linear in the
-    output.
+    A pair contributes in two cases. First, the pair is an edge, with probability :math:`p`; then its difference is
+    weighted by :math:`\alpha / p`. Second, the pair is a probe but not an edge, with probability :math:`(1 - p) \eta`;
+    then its weight is :math:`(1 - \alpha) / ((1 - p) \eta)`. The sum is unbiased for any :math:`\alpha` if the loss is
+    linear in the output.
 
     If the loss is curved, the true difference lies half-way between both cases, so :math:`\alpha` is 1/2, within two
     limits that bound the variance: for small :math:`p` it is at most the balance heuristic
     :math:`p / (p + \eta - p \eta)`, and for large :math:`p` at least :math:`p`. Without probes, :math:`\eta = 0` and
     :math:`\alpha` is 1. If :math:`p` plus exploration exceeds 1, the edge is certain and gets no gradient.
 
-    Edges must be drawn independently with these probabilities, as method ``"bernoulli"`` does. The gradient is biased
+    Edges must be drawn independently with these probabilities, as by the method ``"bernoulli"``. The gradient is biased
     under ``"fastrg"``, which draws fewer edges than p.
 
     Args:
@@ -241,7 +241,7 @@ def _check_factors(probability: EdgeProbability, factors: tuple[Tensor, Tensor],
 def _check_attention(
     graph: AttentionGraph, query: Tensor, key: Tensor, value: Tensor | None = None, **per_edge: Tensor | None
 ) -> None:
-    """Raise an error unless queries, keys and values fit the tokens of a graph, and per-edge numbers fit its edges."""
+    """Raise an error unless queries, keys and values fit the tokens of a graph, and values per edge fit its edges."""
     checks.attention_tokens(query, key, value)
     sides = (("query", query, graph.num_queries, "[H, N, C]"), ("key", key, graph.num_keys, "[H, M, C]"))
     for name, x, tokens, symbols in sides:
@@ -262,7 +262,7 @@ def distillation(
 ) -> Tensor:
     r"""Distillation loss: the cross-entropy between attention weights and normalized probabilities, a scalar.
 
-    With the attention weights :math:`P_{ij}` as constants, it is
+    With the attention weights :math:`P_{ij}` as constants, the loss is
 
     .. math:: - \frac{1}{H B} \sum_b \frac{1}{N_b} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}} ,
 
@@ -275,8 +275,8 @@ def distillation(
     get no gradient.
 
     The loss is smallest if probabilities are proportional to the weights. Queries without edges, and edges of
-    probability 0, add nothing. For a :class:`~sbm_pyg.BlockGraph`, :math:`P` are the weights of blocks of keys, summed
-    over the queries of a block.
+    probability 0, add nothing. For a :class:`~sbm_pyg.BlockGraph`, :math:`P` holds the weights of blocks of keys,
+    summed over the queries of a block.
 
     Args:
         query, key: Inputs of the attention, ``[H, N, C]`` and ``[H, M, C]``.
@@ -291,9 +291,9 @@ def distillation(
         NotImplementedError: The probabilities have no ``expected_degree``.
 
     Reference: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, equations 3 and 4. Its indexer minimizes the divergence over all
-    keys while attention is dense, then over the selected keys. It learns the mean attention of all heads; here each
-    head has its own probabilities. The exact sum over all keys of a sparse graph is possible because the block model
-    has low rank.
+    keys while attention is dense, then over the selected keys. That indexer learns the mean attention of all heads;
+    here each head learns separate probabilities. The exact sum over all keys of a sparse graph is possible because the
+    block model has low rank.
     """
     checks.one_of("over", over, OVER)
     check_probability(probability)
@@ -331,22 +331,22 @@ def row_distillation(
 
     .. math:: - \frac{1}{R} \sum_{h, i} \sum_j P_{ij} \log \frac{p_{ij}}{\sum_{j'} p_{ij'}}
 
-    over R sampled rows of all heads. Pairs that are edges for any p, by a window or to sinks, are left out, so p
-    learns where attention goes beyond them. Queries and keys are constants too: only the parameters of the source are
-    trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability`, and needs no graph: it is how a source learns
-    while attention is dense.
+    over R sampled rows of all heads. Pairs that are edges for any p, by a window or to sinks, are left out, so p learns
+    the attention outside of these pairs. Queries and keys are constants too: only the parameters of the source are
+    trained. So the loss works with any :class:`~sbm_pyg.EdgeProbability` and needs no graph: sources learn from this
+    loss while attention is dense.
 
-    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences; from
-    those with one token, or block, only if there are too few others. Cost for one sequence of N tokens: the prediction,
-    and O(H N^{3/2} (C + K)).
+    Rows are taken from a part of the sequences, since the source also predicts for all keys of these sequences.
+    Sequences of one token, or block, are used only if there are too few longer sequences. Cost for one sequence of N
+    tokens: the prediction, and O(H N^{3/2} (C + K)).
 
     Args:
         source: The source.
         tokens: Queries and keys.
         scale: Factor of the scores.
         rows: Rows per sequence of length N, in units of :math:`\sqrt{N}`, as a mean over all sequences.
-        part: Part of the sequences that rows are taken from, in (0, 1]; at least one sequence.
-        scored: The same tokens with the queries and keys of the scores, if the source sees others.
+        part: Fraction of the sequences that rows are taken from, in (0, 1]; at least one sequence is used.
+        scored: The same tokens with the queries and keys of the scores, if these differ from what the source sees.
         score_bias: Function ``(query, key, graph)`` that computes the score bias of each edge, ``[E]`` or None.
 
     Raises:
@@ -372,19 +372,19 @@ def kept_attention(
     scored: Tokens | None = None,
     score_bias: Callable[[Tensor, Tensor, AttentionGraph], Tensor | None] | None = None,
 ) -> Tensor:
-    r"""Part of the dense attention that a source's graphs of a given density are expected to keep, a scalar in [0, 1].
+    r"""Expected part of the dense attention that graphs of a source keep at a given density, a scalar in [0, 1].
 
     .. math:: \frac{\sum_{h, i} \sum_j P_{ij} \min(1, \lambda_h p_{ij})}{\sum_{h, i} \sum_j P_{ij}}
 
     over R sampled rows of all heads, and over pairs that are not edges for any p. :math:`P` are the attention weights,
-    and the factor :math:`\lambda_h` gives the probabilities of each head the mean ``density``, also where they are cut
-    at 1. The gradient flows through this factor too, so the keys of a head compete for its edges. Unlike
+    and the factor :math:`\lambda_h` sets the mean of the probabilities of each head, after the cut at 1, to
+    ``density``. The gradient flows through this factor too, so the keys of a head compete for its edges. Unlike
     :func:`row_distillation`, it does not raise probabilities that are already 1. Cost O(E K) for the E sampled pairs.
 
     Args:
         source: A source that draws pairs independently, without blocks of tokens.
         tokens, scale, rows, part, scored, score_bias: As in :func:`row_distillation`.
-        density: Mean probability of a pair, in (0, 1), one number or one for each head, ``[H]``.
+        density: Mean probability of a pair, in (0, 1), one number or ``[H]`` for the heads.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range.
@@ -436,7 +436,7 @@ def _rows_to_learn_from(
 def without_forced(
     x: Tensor, filler: float, source: GraphSource, tokens: Tokens, blocks: AttentionGraph, block_size: int = 1
 ) -> Tensor:
-    """Numbers ``[..., E]`` of pairs of tokens, or of blocks, with a filler at pairs that are edges for any p."""
+    """Replace values of pairs of tokens or blocks, ``[..., E]``, by a filler at pairs that are edges for any p."""
     if tokens.are_same and source.window is not None:
         x = x.masked_fill(blocks.lag.abs() <= -(-source.window // block_size), filler)
     if tokens.are_same and source.num_sinks:
@@ -465,13 +465,13 @@ def concrete_bias(
 ) -> Tensor:
     r"""Logarithm of a relaxed Bernoulli variable for each pair, ``[E]``, as a score bias.
 
-    It is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)` with a uniform number u.
+    The bias is :math:`\log \sigma((\operatorname{logit} p + \operatorname{logit} u) / \tau)` with a uniform random u.
 
     Args:
         probability: Probabilities of the pairs.
         graph: The pairs, usually all.
         temperature: :math:`\tau > 0`. Variables approach 0 or 1 as it goes to 0.
-        seed: Seed of the uniform numbers u, which another kind of device draws differently.
+        seed: Seed of the uniform numbers u, which differ between kinds of devices.
         exploration: Added to each probability, in [0, 1].
 
     Raises:
@@ -493,9 +493,9 @@ def score_function(
 ) -> Tensor:
     r"""A scalar to add to the loss for the score-function gradient (REINFORCE; Williams, 1992).
 
-    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`, with the mean of the other
-    sequences as baseline :math:`\bar L`. It is unbiased for any loss. Its cost and its variance grow with the number of
-    pairs, so use it for comparison rather than for training.
+    Its gradient to the model is :math:`\sum_b (L_b - \bar L) \, \nabla \log \Pr(A_b)`, with the mean loss of the other
+    sequences as baseline :math:`\bar L`. The gradient is unbiased for any loss. Its cost and variance grow with the
+    number of pairs, so use this function for comparison rather than for training.
 
     Args:
         probability: Probabilities of the graph.
@@ -541,7 +541,7 @@ def _edge_probability(prob: Tensor | None, probability: EdgeProbability, graph: 
 def _probability_with_exploration(
     probability: EdgeProbability, graph: AttentionGraph, exploration: float, numbers: int
 ) -> Tensor:
-    """Probability of each edge plus exploration, ``[E]``, if so many ``numbers`` per edge fit into memory."""
+    """Probability of each edge plus exploration, ``[E]``; memory must hold ``numbers`` values per edge."""
     check_probability(probability)
     checks.number("exploration", exploration, "[0, 1]", "It is added to each probability.")
     probability.check(graph)

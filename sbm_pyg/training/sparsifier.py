@@ -1,7 +1,7 @@
 """From dense attention to sparse: the schedule of a model's target densities during training.
 
 In: a model whose layers have learned graph sources, and the loss of each step. Out: target densities of the sources.
-Not here: dense attention and what sources learn from it (``sources.dense``, ``estimators``).
+Not here: dense attention and the losses of sources (``sources.dense``, ``estimators``).
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ class Loss(NamedTuple):
     """Running means of the loss at a step."""
 
     step: int
-    """Steps that are over."""
+    """Number of finished steps."""
     dense: float
-    """With dense attention."""
+    """Running mean of the loss with dense attention."""
     sparse: float
-    """At the target density; NaN before the first such step."""
+    """Running mean of the loss at the target density; NaN before the first step at this density."""
     is_sparse: bool
-    """Whether the step was after the dense ones."""
+    """Whether the step was after the dense phase."""
 
 
 class Sparsifier:
     r"""Trains a model with dense attention first and with sparse graphs later.
 
-    Evaluation mode always has the target density, and so does a saved model. In training mode the schedule decides:
+    Evaluation mode always uses the target density, and so does a saved model. In training mode the schedule decides:
     while attention is dense, torch's kernel computes it, and each source learns its probabilities by distillation on a
     sample of query rows. Every few steps a *trial step* runs at the target density, gradients included, so that the
     loss at the target density is known. After ``dense_part`` of the steps, all steps run at the target density.
 
     Call :meth:`step` after each step of the optimizer. In place of the estimator
     :class:`~sbm_pyg.training.estimators.Local`, layers get :class:`~sbm_pyg.training.estimators.Distill`, and sources
-    are detached while attention is dense: then their loss trains no queries and keys. Auxiliary losses join the
-    backward pass by themselves, so do not add :func:`~sbm_pyg.auxiliary_loss`. Their weight is 1 over the number of
-    backward passes of the step, see :attr:`passes`.
+    are detached while attention is dense, so that their loss does not train queries and keys. Auxiliary losses join the
+    backward pass by themselves, so do not add :func:`~sbm_pyg.auxiliary_loss`. The weight of these losses is 1 divided
+    by the number of backward passes of the step, see :attr:`passes`.
 
     Args:
         model: Module with sources that are a :class:`~sbm_pyg.DensitySource`.
-        density: Target density in (0, 1): the part of all allowed pairs that each head attends to. Sources with a
-            number of keys ``k`` keep at least so many for each query.
+        density: Target density in (0, 1): the part of all allowed pairs that each head attends to. Sources with a ``k``
+            keep at least ``k`` keys for each query.
         total_steps: Number of training steps.
         dense_part: Part of the steps that are dense, in [0, 1].
         trial_interval: Number of steps from one trial step to the next, at least 2.
         keep_dense: Names of modules whose attention stays dense, as in ``model.named_modules()``.
-        scaler: The :class:`torch.amp.GradScaler` of the loss. Needed for float16.
+        scaler: The :class:`torch.amp.GradScaler` of the loss, which float16 needs.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or range, or the model has no source with a target
@@ -174,8 +174,8 @@ class Sparsifier:
     def passes(self) -> int | None:
         """Number of backward passes of a step, e.g. with gradient accumulation. None, the default, counts them.
 
-        In dense steps the count is exact. In trial steps and sparse steps it is that of the step before, so set the
-        number, or None, before steps that have another one.
+        In dense steps the count is exact. In trial steps and sparse steps it is the count of the previous step, so set
+        the number, or None, before steps with a different number of passes.
         """
         return self._passes.per_step
 
@@ -191,7 +191,7 @@ class Sparsifier:
 
     @torch.no_grad()
     def step(self, loss: float | Tensor) -> float:
-        """Record the loss of a training step, and return the target density of the next one.
+        """Record the loss of a training step, and return the target density of the next step.
 
         Args:
             loss: The loss of the task, one number.
@@ -234,7 +234,7 @@ class Sparsifier:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the next step and all later ones run at the target density."""
+        """Whether the next step and all later steps run at the target density."""
         return self.steps >= self.dense_steps
 
     @property
@@ -264,11 +264,11 @@ class Sparsifier:
             source.schedule = Schedule(self._number, of_training, not self.is_sparse)
 
     def _read_versions(self) -> list[list[int]]:
-        """Count how often parameters of the sources, and how often other parameters, have been written."""
+        """Count the writes to parameters of the sources, and the writes to other parameters."""
         return [[parameter._version for parameter in parameters] for parameters in (self._own, self._others)]
 
     def _check_optimizer(self) -> None:
-        """Warn once if the optimizer changes other parameters, but none of the sources, which have gradients."""
+        """Warn once if the optimizer changes other parameters, but not the sources, although these get gradients."""
         before, self._versions = self._versions, self._read_versions()
         moved, others_moved = (old != new for old, new in zip(before, self._versions, strict=True))
         learns = any(parameter.grad is not None for parameter in self._own)
@@ -296,7 +296,7 @@ class Sparsifier:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. A model that was sparse stays sparse, also with other ``total_steps``.
+        """Continue from a state. A model that was sparse stays sparse, even with different ``total_steps``.
 
         Raises:
             TypeError: The state is not a dict, or a part of it has another type.
@@ -337,7 +337,7 @@ class Sparsifier:
         self.set_density()
 
     def _logs(self) -> dict[str, float]:
-        """Return what a trainer logs: the losses measured so far, and the density of training."""
+        """Return the values that a trainer logs: the losses measured so far, and the density of training."""
         losses = {"loss_dense": self._dense, "loss_sparse": self._sparse}
         return {name: x for name, x in losses.items() if not math.isnan(x)} | {"target_density": self.next_density}
 
@@ -364,10 +364,10 @@ class Sparsifier:
 
 
 def _mix(old: float, new: float, momentum: float) -> float:
-    """Update a running mean with one more number; the first number is the mean itself."""
+    """Update a running mean with one more number; the first number becomes the mean."""
     return new if math.isnan(old) else momentum * old + (1 - momentum) * new
 
 
 def _none_if_nan(value: Any) -> Any:
-    """The value, or None for NaN, which equals nothing when states are compared."""
+    """The value, or None for NaN, since NaN differs from itself when states are compared."""
     return None if isinstance(value, float) and math.isnan(value) else value
