@@ -105,7 +105,7 @@ class RowAttention(torch.autograd.Function):
 
 
 def _steps(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[Step]:
-    """Some rows of one map at a time, or all rows of some maps; causal rows have the keys up to the last of them."""
+    """Yield some rows of one map, or all rows of some maps; causal rows get the keys up to the last of these rows."""
     pairs = PAIRS_PER_STEP.get(query.device.type, PAIRS_PER_LAUNCH)
     length, size = query.size(1), key.size(1)
     rows = min(length, max(1, pairs // size))

@@ -101,7 +101,7 @@ def shape(name: str, x: Any, sizes: Sequence[int | None], symbols: str, way_out:
 
 
 def check_query_key(module: torch.nn.Module, query: Any, key: Any, heads: int, channels: int) -> None:
-    """Refuse queries ``[H, N, C]`` and keys ``[H, M, C]`` that a module of these heads and channels cannot take."""
+    """Raise an error unless queries ``[H, N, C]`` and keys ``[H, M, C]`` have these heads and channels."""
     owner, like = type(module).__name__, next(module.parameters())
     sizes = (heads, channels)
     if _fit(query, key, key) and query.shape[::2] == sizes and (query.dtype, query.device) == (like.dtype, like.device):
@@ -172,7 +172,7 @@ def per_edge(like: Tensor, symbols: str, **numbers: Tensor | None) -> None:
 
 
 def spans(name: str, ptr: Tensor, total: int, things: str) -> None:
-    """Refuse offsets that do not run from 0 to ``total``, if they can be read without waiting for a device."""
+    """Raise an error unless offsets run from 0 to ``total``, if reading them does not wait for a device."""
     if values.can_read_without_sync(ptr):
         ends = [int(ptr[0]), int(ptr[-1])] if ptr.numel() else [0]
         if ends != [0, total]:
@@ -262,7 +262,7 @@ def same_device(first: str, like: Tensor, **others: Tensor | None) -> None:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest floating type that a device has: float64, or float32 on Apple's."""
+    """The widest floating dtype of a device: float64, or float32 on Apple's GPUs."""
     if device.type not in ("cpu", "cuda", "meta"):
         try:
             torch.empty(0, dtype=torch.float64, device=device)
@@ -338,7 +338,7 @@ def flag(name: str, value: Any, way_out: str, optional: bool = False) -> None:
 
 
 def device(value: Any) -> torch.device:
-    """The device of this name; refuses names of devices that torch does not have here."""
+    """The device of this name. Raises an error for a device that this installation of torch lacks."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -388,7 +388,7 @@ def row_group(value: Any, method: str) -> int:
 
 
 def imported(module: str, extra: str) -> Any:
-    """The module of an optional package; an ImportError names the extra that brings it."""
+    """The module of an optional package. An ImportError names the extra that installs the package."""
     try:
         return import_module(module)
     except ImportError:

@@ -17,7 +17,7 @@ MIX = (0x7FEB352D, 0x846CA68B)
 MIX16 = (0x88B5, 0xDB2D)
 """Factors of the permutation of 16-bit words by which the words of groups and keys meet."""
 GOLDEN = 0x9E3779B97F4A7C15
-"""The golden ratio in 64 bits: multiples of it are far apart, so it tells apart seeds of layers and of first heads."""
+"""The golden ratio in 64 bits, whose multiples are far apart and so separate seeds of layers and of first heads."""
 QUERY_STEP = _WEYL[0]
 """Distance of two sequences in the words by which queries are sampled."""
 
@@ -57,7 +57,7 @@ def head_generator(head: int, seed: int) -> torch.Generator:
 
 
 def _scramble(counters: Tensor, seed: int) -> Tensor:
-    """Philox of counters ``[4, ...]``, contiguous and int64: their random words, written over them."""
+    """Replace counters ``[4, ...]``, contiguous and int64, by their random words of Philox, in place."""
     key = [[(seed >> 32 * part) + step * weyl & WORD_MASK for part, weyl in enumerate(_WEYL)] for step in range(10)]
     twice = [[x << 32 | y for x, y in zip(*key[step : step + 2], strict=True)] for step in range(0, 10, 2)]
     signed = [[(x ^ 2**63) - 2**63 for x in two] for two in [_MULTIPLIER, *twice]]

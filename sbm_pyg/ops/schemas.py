@@ -26,7 +26,7 @@ DISPATCHER = torch.library.Library("sbm_pyg", "DEF")
 KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {}
 """For each op, the file that computes it, by its name on each shelf, and the shelves that have a kernel."""
 REFERENCES: dict[str, Callable[..., Any]] = {}
-"""For each op, what devices without a kernel run."""
+"""For each op, the function that devices without a kernel run."""
 GRADIENTS: dict[OpOverload, tuple[Callable[..., None], Callable[..., Any]]] = {}
 """For each differentiable op, what saves inputs and outputs for the backward pass, and the backward pass."""
 
@@ -117,7 +117,7 @@ def _declare(
 
 
 def _refuse_tangents(arguments: Sequence[Any]) -> None:
-    """Refuse forward-mode differentiation, for which no op has a formula: its derivatives would be zero."""
+    """Raise an error for forward-mode differentiation, which no op implements: derivatives would be zero."""
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
         raise NotImplementedError(
             "Expected reverse-mode differentiation (got a tangent, from torch.func.jvp, jacfwd, "

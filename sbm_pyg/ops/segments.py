@@ -121,7 +121,7 @@ def _padded(ptr: Tensor, which: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it is: statistics accumulate in float32 or better."""
+    """The tensor in float32, or unchanged in float64, since statistics accumulate in float32 or better."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -203,7 +203,7 @@ def _sort_by_key(col: Tensor, rowptr: Tensor, heads: int, num_keys: int) -> tupl
 
 
 def allowed_keys(query_ptr: Tensor, key_ptr: Tensor, num_queries: int, is_causal: bool) -> Tensor:
-    """Number of keys that each query may attend to, ``[N]`` int64; they are the first ones of its sequence.
+    """Number of keys that each query may attend to, ``[N]`` int64, from the first key of its sequence on.
 
     All of them, or with ``is_causal`` those whose position is not later than the query's.
     """

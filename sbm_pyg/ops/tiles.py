@@ -94,7 +94,7 @@ _CUTS = TensorMemo()
 
 
 def _cached_cut(ptr: Tensor, total: int, block_size: int, count: int | None) -> Cut:
-    """A cut that is kept with ``ptr``: pooling, attention, its backward pass and effects share it."""
+    """A cut that is cached with ``ptr``, since pooling, attention, its backward pass and effects share the cut."""
     if torch.compiler.is_compiling():
         return Cut(ptr, total, block_size, count)
     return _CUTS.get(partial(Cut, count=count), ptr, total, block_size)
@@ -112,7 +112,7 @@ def cut_blocks(
 def cut_rows(
     rowptr: Tensor, query: Tensor, key: Tensor, ptrs: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Cut, Cut]:
-    """:func:`cut_blocks`, with the number of query blocks that the rows have."""
+    """:func:`cut_blocks`, and the number of query blocks that the rows describe."""
     counts = (rowptr.numel() - 1) // query.size(0), None
     return cut_blocks((query.size(1), key.size(1)), ptrs, block_size, counts)
 

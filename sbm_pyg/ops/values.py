@@ -56,7 +56,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def are_watched() -> bool:
-    """True if something records the calls of torch, such as a compiler, or checkpointing that keeps some results."""
+    """True if a compiler, or checkpointing that keeps some results, records the calls of torch."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -129,7 +129,7 @@ def strip_logits(scores, j, t, lanes, scale, bias, bias_offset, block_size, quer
 
 @njit(inline="always")
 def count_up(numbers, start, count):
-    """The numbers of sixteen tokens from ``start`` on; after ``count`` of them, the last number repeats."""
+    """The numbers of sixteen tokens from ``start`` on; after ``count`` tokens, the last number repeats."""
     for k in range(16):
         poke(numbers, k, start + min(k, count - 1))
 

@@ -37,7 +37,7 @@ def to_padded_array(tensor: Tensor, like: Tensor) -> np.ndarray:
 
 
 def unpad_channels(rows: Tensor, like: Tensor) -> Tensor:
-    """The first channels of ``[H, N, width]``, as many as ``like`` has, in its dtype."""
+    """The first channels of ``[H, N, width]``, in the number and dtype of ``like``."""
     channels = like.shape[2]
     return rows[..., :channels].to(like.dtype, copy=rows.shape[2] != channels, memory_format=torch.contiguous_format)
 

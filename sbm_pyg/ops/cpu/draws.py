@@ -120,7 +120,7 @@ def _draw_poisson(rate, position, sequence_id, head, seed):
 
 @partial(numba_kernel, reorder=True)
 def pair_prob(rate, member, blocks, exploration):
-    """Probability of one pair in float64, as the reference has it."""
+    """Probability of one pair in float64, equal to the reference."""
     total = 0.0
     for v in range(blocks):
         total += np.float64(peek(rate, v)) * np.float64(peek(member, v))

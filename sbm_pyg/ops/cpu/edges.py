@@ -61,7 +61,7 @@ EDGES_PER_STRIP = 512
 CACHE_BYTES = 2**20
 """Bytes of the second-level cache that a tile of keys may fill."""
 MIN_EDGES_PER_TILE = 24
-"""Average number of edges that a row must have in a tile of keys; with fewer, tiles are larger."""
+"""Least average number of edges of a row in a tile of keys; tiles are made larger to reach it."""
 
 
 # ------------------------------------------------------------------ attention
@@ -339,7 +339,7 @@ def units_of(rowptr: np.ndarray, heads: int, keys: int, threads: int) -> list[tu
 
 
 def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries: int) -> Tensor:
-    """Gradients of keys ``[H, M, width]`` from those of units."""
+    """Gradients of keys, ``[H, M, width]``, from gradients of units."""
     for begin, _, unit in units:
         if unit >= heads:
             sums[begin // queries] += sums[unit]
@@ -347,7 +347,7 @@ def summed(sums: Tensor, units: list[tuple[int, int, int]], heads: int, queries:
 
 
 def count_key_tiles(rowptr: np.ndarray, keys: int, bytes_per_key: int) -> int:
-    """Number of tiles of keys, so that each fits the cache; fewer if rows have too few edges for so many."""
+    """Number of tiles of keys, so that each tile fits the cache; fewer if rows get too few edges per tile."""
     tiles, rows = -(-keys * bytes_per_key // CACHE_BYTES), max(len(rowptr) - 1, 1)
     return max(1, min(tiles, int(rowptr[-1]) // (MIN_EDGES_PER_TILE * rows)))
 

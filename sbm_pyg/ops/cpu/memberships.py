@@ -70,7 +70,7 @@ def _sum(high, low, heads, starts, places, out):
 
 @numba_kernel
 def _draw_words(group, begin, end, sequence, head, seed, word, rounded):
-    """Write the words of a group and the keys at some positions, and those in float32; returns the end."""
+    """Write the words of a group and the keys at some positions, and the words in float32; returns the end."""
     one, two, _, _ = philox_once(group, 1, sequence, head | SHARED, seed)
     of_keys = np.empty(64, np.uint32)
     for start in range(begin // 16 * 16, end, 16):

@@ -101,7 +101,7 @@ def _kth_largest(numbers, count, k):
 
 @numba_kernel
 def _masks(scores, first, bound):
-    """Two masks of 64 scores from ``first`` on: those above a bound, and those equal to it. NaN is in neither."""
+    """Masks of the scores above a bound and equal to the bound, of 64 scores from ``first`` on. NaN is in neither."""
     above = equal = np.uint64(0)
     for k in range(0, KEYS_PER_PANEL, 16):
         masks = above16(scores, first + k, bound)

@@ -57,7 +57,7 @@ class _Plan(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Rates and memberships as each way takes them. A table is empty if no row needs it."""
+    """Rates and memberships in the form of each sampling method. A table is empty if no row needs it."""
 
     rate: np.ndarray
     member: np.ndarray

@@ -65,7 +65,7 @@ LEAST_SEGMENT, SEGMENTS = 1024, 4
 TILES = 4
 """Tiles of up to sixteen queries that go through the keys together."""
 LEAST_CANDIDATES = 64
-"""Keys that a tile waits for before it looks at them, so that their memberships come to the cache meanwhile."""
+"""Number of candidate keys that a tile collects before it reads memberships, which the cache fetches meanwhile."""
 LEVELS = 16
 """Classes of the sizes of memberships within a community, by powers of the square root of 2."""
 NOWHERE = 2**31 - 1
@@ -194,7 +194,7 @@ def _sort_keys(head, b, member, weight, sequences, segment, seed, keys, total):
 
 @numba_kernel
 def whole_word(upper, word, group_word):
-    """The word of a key and a group: its upper half, and the lower one from the second words of both."""
+    """The word of a key and a group: the upper half, and the lower half from the second words of both."""
     low = np.uint32(0xFFFF)
     x = ((word >> np.uint32(16)) + (group_word >> np.uint32(16))) & low
     for turn in range(2):

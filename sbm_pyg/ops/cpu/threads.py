@@ -87,7 +87,7 @@ def numba_kernel(function: Callable, reorder: bool = False) -> Callable:
 
 @cache
 def _sources() -> str:
-    """Hash of all files of this folder, and of those that have constants of kernels."""
+    """Hash of all files of this folder, and of the files that define constants of kernels."""
     digest, shelf = hashlib.sha256(), Path(__file__).parent
     shared = (*(shelf.parent / "reference").glob("*.py"), shelf.parent / "random_words.py")
     for path in (*sorted(shelf.glob("*.py")), *sorted(shared)):

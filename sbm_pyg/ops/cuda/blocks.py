@@ -78,7 +78,7 @@ def load_block(layout, block, blocks, head, tokens):
 
 @triton.jit
 def load_words(query_words, key_words, first, row, is_query, first_key, column, is_key):
-    """Words of queries xor those of keys, ``[queries, keys]``, for :func:`.rows.keeps_words`."""
+    """Bitwise xor of words of queries and words of keys, ``[queries, keys]``, for :func:`.rows.keeps_words`."""
     one = tl.load(query_words + first + row, mask=is_query, other=0)
     return one[:, None] ^ tl.load(key_words + first_key + column, mask=is_key, other=0)[None, :]
 

@@ -73,7 +73,7 @@ def _graph_dot_kernel(
     heads: tl.int64, scale: tl.int64, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAX_EDGES: tl.constexpr,
     EDGES: tl.constexpr, ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Dot products of a row's vectors with those of its edges' ends and with features, times ``keep``, plus ``term``.
+    """Dot products of vectors of a row with the ends of its edges and with features, times ``keep``, plus ``term``.
 
     Without ``weight`` they are logits: the largest and the sum of exponentials are written for each program. With it,
     they are gains, and their sum by the weights is.

@@ -57,17 +57,17 @@ def launch(program: Any, count: int | tuple[int, int], *arguments: Any, **option
 
 
 def aligned_size(count: int) -> int:
-    """Size to allocate for ``count`` numbers if others follow, since Triton compiles anew without 16-byte alignment."""
+    """Padded size of ``count`` numbers that keeps the next array aligned to 16 bytes, so that Triton compiles once."""
     return 4 * triton.cdiv(count, 4)
 
 
 def supports(*tensors: Tensor | None) -> bool:
-    """True if kernels take vectors of these widths; the reference takes the others."""
+    """True if kernels support vectors of these widths; the reference computes all other widths."""
     return all(0 < x.size(-1) <= MAX_CHANNELS for x in tensors if x is not None)
 
 
 def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """Type that kernels compute in: float64 if an input has it, else float32."""
+    """Dtype that kernels compute in: float64 if an input is float64, else float32."""
     doubles = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return torch.float64 if doubles else torch.float32
 
@@ -356,7 +356,7 @@ def _merge_kernel(
     parts, tops, norms, piece_ends, out, lse, rows: tl.int64, heads: tl.int64, WIDTH: tl.constexpr,
     ACC_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a row and head, in the program of the first piece; the others do nothing."""
+    """Merge the pieces of a row and head, in the program of the first piece; other programs do nothing."""
     program = tl.program_id(0).to(tl.int64)
     slot, head = program // heads, program % heads
     row, first, last = row_of_piece(piece_ends, rows, slot)

@@ -38,7 +38,7 @@ _WORD_RANGE = tl.constexpr(2.0**32)
 PANELS_PER_STEP, PAIR_ROWS, SHARED_ROWS = 16, 8, 16
 """Panels, rows by pairs, and rows that share draws, that a program takes at once."""
 GAP_WORDS, PROPOSAL_WORDS, KEYS_PER_SCAN = 32, 16, 16
-"""Random words of a row that a program takes at once, and keys of which it sums up the memberships at once."""
+"""Number of random words of a row, and of keys whose memberships are added, in one step of a program."""
 MAX_REGISTERS, MAX_GAP_REGISTERS = 224, 96
 """Registers of a thread. Without the limit, the assembler spills some so that more programs run at once.
 
@@ -165,7 +165,7 @@ def _join_panels_kernel(
     sums, key_ptr, count: tl.int64, segments: tl.int64, BLOCKS: tl.constexpr, TILE: tl.constexpr,
     PANELS_PER_STEP: tl.constexpr
 ):  # fmt: skip
-    """Running sums and maxima over the panels of a sequence, written over those of single panels."""
+    """Replace sums and maxima of single panels by running sums and maxima over the panels of a sequence."""
     sequence, head_part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     parts: tl.constexpr = (BLOCKS + TILE - 1) // TILE
     head, first, begin = head_part // parts, head_part % parts * TILE, tl.load(key_ptr + sequence)
@@ -427,7 +427,7 @@ def _proposals_kernel(
 
 @triton.jit
 def _exact_probs(rate, real, queries, member, exists, keys, blocks, exploration, ROWS: tl.constexpr):
-    """Probabilities of some rows with 64 keys in float64, from pointers to those of the first block."""
+    """Probabilities of some rows with 64 keys in float64, from pointers to memberships in the first block."""
     p = tl.zeros([ROWS, 64], tl.float64)
     for block in range(blocks):
         y = tl.load(rate + block * queries, mask=real, other=0).to(tl.float64)

@@ -64,7 +64,7 @@ def sample_queries(query_ptr: Tensor, sequence_ids: Tensor, num_queries: int, pa
 
 @triton.jit
 def _locate_queries(chance, query_ptr, key_ptr, query, exists, sequences, CAUSAL: tl.constexpr):
-    """Sequence of queries, or of one, their positions, the keys they may attend to, and the probability of each key."""
+    """Sequence and positions of one or more queries, their allowed keys, and the probability of each key."""
     low, position = _find_sequences(query_ptr, query, sequences)
     allowed = tl.load(key_ptr + low + 1) - tl.load(key_ptr + low)
     if CAUSAL:

@@ -21,7 +21,7 @@ from ..segments import allowed_keys, segments, upcast
 from .reach import reach_dot, reach_dot_backward
 
 MIN_MEAN_PROBABILITY = 1e-3
-"""Lower clamp of means of probabilities, by which others are divided."""
+"""Lower bound of mean probabilities, by which probabilities are divided."""
 
 
 def _means(

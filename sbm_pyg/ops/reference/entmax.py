@@ -23,7 +23,7 @@ def check_ptr(rowptr: Tensor, num_values: int) -> None:
 
 
 NEWTON_STEPS = 60
-"""Steps of root finding; bisection alone takes as many as a number has bits."""
+"""Number of steps of root finding; bisection alone takes one step per bit of a number."""
 KERNEL_NEWTON_STEPS = 100
 """Upper bound on the steps of kernels, which compute in float64 and stop when a step is small."""
 ROOT_TOLERANCE = 1e-12
@@ -38,7 +38,7 @@ def _flatten_columns(rowptr: Tensor, columns: int, num_values: int) -> tuple[Ten
 
 
 def segment_entmax(src: Tensor, rowptr: Tensor, alpha: Tensor) -> Tensor:
-    """Bracketed Newton on tau; see :func:`sbm_pyg.ops.segment_entmax` for the law.
+    """Find tau by a bracketed Newton method; :func:`sbm_pyg.ops.segment_entmax` defines entmax.
 
     Values ``[G, E]``, and an alpha for each column and segment, ``[G, S]``.
     """

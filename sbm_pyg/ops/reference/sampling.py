@@ -84,7 +84,7 @@ class Plan(NamedTuple):
     stretch: Tensor
     """Factor of the Poisson rates."""
     slope: Tensor
-    """``log(1 - bound)``: gaps between candidates are exponential numbers divided by it."""
+    """``log(1 - bound)``, by which exponential random numbers are divided to get gaps between candidates."""
     proposals: Tensor
     """Expected number of proposals."""
     landings: Tensor

@@ -34,7 +34,7 @@ def cut_chance(chance: Tensor) -> Tensor:
 def sample_systematic(
     chance: Tensor, query_ptr: Tensor, key_ptr: Tensor, sequence_ids: Tensor, heads: int, seed: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    r"""Each query takes keys of its sequence at equal distances from a random start, so all have one probability.
+    r"""Each query takes keys of its sequence at equal distances from a random start, with equal probabilities.
 
     With this probability :math:`\eta_i`, cut to [0, 1], and one random :math:`u` per row, uniform in [0, 1), the keys
     are :math:`\lfloor (t + u) / \eta_i \rfloor` for t = 0, 1, ... Their number differs by less than one from
