@@ -127,7 +127,8 @@ def averaged(x: Tensor | None) -> Tensor:
 def check_heads(rank: int, world: int, name: str) -> None:
     """Two training steps, so that running means and centroids move, and one call without gradients."""
     if rank == 0:  # which compiles the kernels; the others then find them on disk
-        loss_of(make(name)(draw(1, int(PTR[-1]), 8), ptr=PTR, seed=1)).backward()
+        first = make(name)
+        (loss_of(first(draw(1, int(PTR[-1]), 8), ptr=PTR, seed=1)) + auxiliary_loss(first)).backward()
     distributed.barrier()
     whole, parts = make(name), HeadParallel(make(name))
     counts = COUNTS[world]

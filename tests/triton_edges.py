@@ -219,7 +219,7 @@ def test_random_cases(seed: int) -> None:
     draw = random.Random(seed)
     sizes = (draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 20), draw.choice([0.0, 0.05, 0.3, 0.9, 1.0]))
     inner = test_ops.test_attention_on_random_cases.hypothesis.inner_test  # type: ignore[attr-defined]
-    inner(*sizes, draw.randint(1, 33), draw.choice(test_ops.OPTIONS), seed)
+    inner(*sizes, (draw.randint(1, 33), draw.randint(1, 33)), draw.choice(test_ops.OPTIONS), seed)
 
 
 @pytest.mark.parametrize("seed", [7, -1, 2**40 + 5])
