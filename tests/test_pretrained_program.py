@@ -187,6 +187,9 @@ def test_embeddings_of_an_encoder_are_compared(
     assert embedding.neighbors(vectors).sum(1).eq(10).all()
     with pytest.raises(SystemExit):
         main(["embed", str(tmp_path / "encoder"), *files[:2], "--test", str(tmp_path / "one.tsv"), *more])
+    (tmp_path / "other.tsv").write_text((tmp_path / "texts.tsv").read_text().swapcase())
+    with pytest.raises(SystemExit):  # other texts of the same size
+        main(["embed", str(tmp_path / "encoder"), *files[:2], "--test", str(tmp_path / "other.tsv"), *more])
     with pytest.raises(SystemExit):  # other settings than those of the files
         main(["embed", str(tmp_path / "encoder"), *files, *more, "--seed", "1", "--arms", "window"])
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from examples.common.command import Command, program, require
 from examples.common.corpus import read_lines
-from examples.common.runs import check_folder, hold, read_record, read_text, write_record
+from examples.common.runs import check_folder, checksums, hold, read_record, read_text, write_record
 from examples.common.tables import markdown
 from examples.pretrained import arms, chatting, embedding, tasks
 
@@ -194,24 +194,33 @@ def embed(words: Sequence[str]) -> tuple[argparse.Namespace, Callable[..., Itera
         lengthy = ([line.partition("\t")[0] for line in read_lines(path)][:count] for path, count in parts)
         train, test = (embedding.tokens_of(tokenizer, texts, args.length) for texts in lengthy)
         require(len(test) > 1, "'test' with texts, one a line", f"{len(test)}", "Give a file of two lines or more.")
-        size, dense, lines = round(sum(text.size(1) for text in test) / len(test)), None, []
+        size = round(sum(text.size(1) for text in test) / len(test))
+        shared = {
+            "length": size,
+            **{name: getattr(args, name) for name in ("density", "window", "sinks", "steps", "seed")},
+        }
+        files = {"texts": len(test), "most_tokens": args.length} | checksums(train=[args.train], test=[args.test])
         with hold(args.output):
-            for name in args.arms:
-                arm = arms.Arm(name, args.density, size, args.window, args.sinks, args.steps, args.seed)
-                path = args.output / f"{name}-{size}-{args.density:g}.json"
-                row = started(path, arm._asdict() | {"texts": len(test), "most_tokens": args.length})
-                if not row["results"]:
-                    if dense is None:
-                        dense = embedding.embed(model, test, "dense")
-                    sparse = arms.load(args.folder, "AutoModel")[0]
-                    arm.apply(sparse, train)
-                    row["results"] = embedding.compare(dense, embedding.embed(sparse, test, name))
-                    row["results"]["density"] = embedding.density(sparse, test)
-                    write_record(path, row)
-                    say(path.stem, row["results"])
-                    yield path
-                cosine, shared, part = (row["results"][key] for key in ("cosine", "neighbors", "density"))
-                lines.append([name, f"{100 * part:.1f}", f"{cosine:.4f}", f"{100 * shared:.1f}"])
+            runs = [
+                (arms.Arm(name, **shared), args.output / f"{name}-{size}-{args.density:g}.json") for name in args.arms
+            ]
+            rows = [started(path, arm._asdict() | files) for arm, path in runs]
+            missing = [(*run, row) for run, row in zip(runs, rows, strict=True) if not row["results"]]
+            if missing:
+                dense = embedding.embed(model, test, "dense")
+            for arm, path, row in missing:
+                sparse = arms.load(args.folder, "AutoModel")[0]
+                arm.apply(sparse, train)
+                row["results"] = embedding.compare(dense, embedding.embed(sparse, test, arm.name))
+                row["results"]["density"] = embedding.density(sparse, test)
+                write_record(path, row)
+                say(path.stem, row["results"])
+                yield path
+        results = [(row["settings"]["name"], row["results"]) for row in rows]
+        lines = [
+            [name, f"{100 * x['density']:.1f}", f"{x['cosine']:.4f}", f"{100 * x['neighbors']:.1f}"]
+            for name, x in results
+        ]
         print(f"{len(test)} texts of {size} tokens in the mean\n")
         print(markdown(["arm", "density, %", "cosine", "neighbors, %"], lines))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from examples.common.command import require
 from examples.common.corpus import read_files, stdlib_files
+from examples.common.pictures import save_figure
 from sbm_pyg.analysis import compare_heads, plots
 
 ADJECTIVES = [
@@ -157,7 +158,7 @@ def measure(
         with compare_heads(model) as table:
             model(input_ids=texts[0], use_cache=False, logits_to_keep=1)
         picture.parent.mkdir(exist_ok=True)
-        plots.plot_heads(table).savefig(picture, dpi=100)
+        save_figure(picture, plots.plot_heads(table), dpi=100)
         return {name: fmean(getattr(head, name) for head in table.heads) for name in ("density", "kept")}
     start = time.perf_counter()
     if task == "speed":
