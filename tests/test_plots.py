@@ -295,5 +295,6 @@ def test_heads_are_the_cells_of_a_picture() -> None:
     owner = Figure()
     assert plots.plot_heads(table, "error", ax=owner.subplots()) is owner
     refuses(lambda: plots.plot_heads(table, "weight"), "Expected 'number' to be")
-    refuses(lambda: plots.plot_heads(table.heads), "Expected 'table' to be a HeadTable", TypeError)  # type: ignore[arg-type]
+    rows: Any = table.heads
+    refuses(lambda: plots.plot_heads(rows), "Expected 'table' to be a HeadTable", TypeError)
     refuses(lambda: plots.plot_heads(analysis.HeadTable()), "Expected 'table' to have heads")

@@ -39,9 +39,9 @@ def _make(name: str) -> nn.Module:
     return SparseGPSConv(CHANNELS, None, attn)
 
 
-def _difference(theirs: Callable[[], Tensor], ours: Callable[[], Tensor], leaves: Sequence[Tensor]) -> float:
+def _difference(pyg: Callable[[], Tensor], ours: Callable[[], Tensor], leaves: Sequence[Tensor]) -> float:
     """Largest relative difference of two outputs and their gradients."""
-    results = [[out, *torch.autograd.grad(out.sin().sum(), leaves)] for out in (ours(), theirs())]
+    results = [[out, *torch.autograd.grad(out.sin().sum(), leaves)] for out in (ours(), pyg())]
     return compare({f"result {number}": (*pair,) for number, pair in enumerate(zip(*results, strict=True))})
 
 
@@ -89,11 +89,11 @@ def _attention(case: Case, name: str, is_batch: bool) -> Work:
 def check_features() -> float:
     """Compares messages with features of edges in float64."""
     torch.manual_seed(0)
-    theirs = TransformerConv(16, 8, HEADS, edge_dim=5).double()
-    ours, edge_index = sbm_pyg.TransformerConv.from_pyg(theirs), torch.randint(40, (2, 300))
+    pyg = TransformerConv(16, 8, HEADS, edge_dim=5).double()
+    ours, edge_index = sbm_pyg.TransformerConv.from_pyg(pyg), torch.randint(40, (2, 300))
     x, edge_attr = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((40, 16), (300, 5)))
     inputs = (x, edge_index, edge_attr)
-    return _difference(lambda: theirs(*inputs), lambda: ours(*inputs), [x, edge_attr])
+    return _difference(lambda: pyg(*inputs), lambda: ours(*inputs), [x, edge_attr])
 
 
 def _features(case: Case, name: str) -> Work:

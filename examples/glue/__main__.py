@@ -219,10 +219,10 @@ def pretrain(run: Run, tokenizer: Any, texts: Sequence[Sequence[Row]], folder: P
     """Pretrains a model on masked tokens, and saves it; returns its row."""
     hide = partial(transformers.DataCollatorForLanguageModeling, tokenizer)
     data = (hide(mlm_probability=run.masking), *texts, None)
-    every = max(1, run.steps // EVALUATIONS)
+    interval = max(1, run.steps // EVALUATIONS)
     trainer = make_trainer(
         make_model("MaskedLM", run, tokenizer), run, folder, 0.4, data, max_steps=run.steps, learning_rate=run.learning_rate,
-        per_device_train_batch_size=run.batch_size, save_steps=every, logging_steps=every,
+        per_device_train_batch_size=run.batch_size, save_steps=interval, logging_steps=interval,
     )  # fmt: skip
     trainer.data_collator = hide(mlm_probability=MASKED, seed=0)  # the same tokens are hidden in all runs
     bits = trainer.evaluate()["eval_loss"] / math.log(2)

@@ -140,9 +140,8 @@ class TransformerConv(_PyG):
         """
         way_out = "With a bool, the weights are returned too."
         checks.kind("return_attention_weights", return_attention_weights, bool | None, "a bool", way_out)
-        for tokens, lin in zip(
-            x if isinstance(x, tuple | list) else (x, x), (self.lin_key, self.lin_query), strict=False
-        ):
+        pair = x if isinstance(x, tuple | list) else (x, x)
+        for tokens, lin in zip(pair, (self.lin_key, self.lin_query), strict=False):
             if not is_sparse(tokens):
                 check_tokens(tokens, lin)
         self._returns_weights = isinstance(return_attention_weights, bool)

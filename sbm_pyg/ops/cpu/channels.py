@@ -66,7 +66,7 @@ def copy(target, to, source, start, width, lanes):
 
 @njit(inline="always")
 def add_dots(sums, row, offset, rows, stride, tokens, width, lanes):
-    """``sums`` plus, in lane k, the product of ``row[offset : offset + width]`` and ``rows[stride * tokens[k]]``."""
+    """``sums``, plus in lane k the dot product of ``row[offset:][:width]`` and ``rows[stride * tokens[k]]``."""
     for c in range(0, width, lanes):
         sums = sums + dots16(load(row, offset + c, lanes), at(rows, c), stride, tokens)
     return sums
